@@ -1,4 +1,4 @@
-"""The fused operations of a training step, one file an op with its kernels beside it.
+"""Fused operations of a training step: one file per operation, with Triton kernels in files `..._kernels.py`.
 
-Which implementation runs is decided here alone.
+Only this package decides which implementation runs.
 """

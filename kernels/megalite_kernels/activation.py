@@ -1,10 +1,11 @@
 """Activations of the feed-forward layer, and the soft cap of logits.
 
-GELU, by the error function or in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU and
-GeGLU, silu(gate) * up and gelu(gate) * up (arXiv:2002.05202), over the fused layout in which the gate's columns stand
-before the up projection's.
+- GELU, exact (with the error function) or in its tanh approximation (arXiv:1606.08415).
+- Squared ReLU (arXiv:2109.08668).
+- SwiGLU, silu(gate) * up, and GeGLU, gelu(gate) * up (arXiv:2002.05202). The input has the columns of the gate before
+  those of the up projection.
 
-A bias is added to the input first. Its gradient is the sum over tokens of the input's.
+A bias is added to the input first. Its gradient is the sum over tokens of the input's gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _GRADIENTS_INTO: Mapping[str, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 
 class _Gated(torch.autograd.Function):
-    """Computes function(gate) * up. Saves only its input; writes the gradients of gate and up into one tensor."""
+    """Compute function(gate) * up, saving only the input. The gradients of gate and up are written into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, function: str) -> Tensor:
@@ -78,36 +79,36 @@ def _activate(function: str, input: Tensor, bias: Tensor | None, *, gated: bool 
     return output
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The tanh form of GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
+    """Compute the tanh approximation of GELU of input + bias: [..., ffn] and [ffn] to [..., ffn]."""
     return _activate("gelu", input, bias)
 
 
 def exact_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
+    """Compute GELU of input + bias: [..., ffn] and [ffn] to [..., ffn]."""
     return _activate("exact_gelu", input, bias)
 
 
 def squared_relu(input: Tensor, bias: Tensor | None = None) -> Tensor:
-    """max(input + bias, 0) squared; [..., ffn] to the same, the bias [ffn]."""
+    """Compute max(input + bias, 0) squared: [..., ffn] and [ffn] to [..., ffn]."""
     return _activate("squared_relu", input, bias)
 
 
 def swiglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """SwiGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    """Compute SwiGLU of gate_up + bias: [..., 2 * ffn] and [2 * ffn] to [..., ffn]."""
     return _activate("silu", gate_up, bias, gated=True)
 
 
 def geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GeGLU of gate_up + bias, with GELU in its tanh form; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    """Compute GeGLU of gate_up + bias with the tanh approximation: [..., 2 * ffn] and [2 * ffn] to [..., ffn]."""
     return _activate("gelu", gate_up, bias, gated=True)
 
 
 def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GeGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    """Compute GeGLU of gate_up + bias: [..., 2 * ffn] and [2 * ffn] to [..., ffn]."""
     return _activate("exact_gelu", gate_up, bias, gated=True)
 
 
@@ -116,5 +117,5 @@ FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, sw
 
 
 def soft_cap(input: Tensor, cap: float) -> Tensor:
-    """cap * tanh(input / cap): nearly the input where that is small, and never beyond the cap (arXiv:2408.00118)."""
+    """Compute cap * tanh(input / cap): close to small inputs, and never beyond the cap (arXiv:2408.00118)."""
     return torch.tanh(input / cap) * cap

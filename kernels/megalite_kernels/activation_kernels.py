@@ -1,7 +1,7 @@
-"""The Triton kernels of the activations, one pair for all, and what launches them: see activation.py.
+"""Triton kernels of the activations and their launchers: see activation.py.
 
-Each takes tiles of ROWS rows and COLUMNS columns of the output. Of a gated activation the input has the gate at the
-output's column and the up projection WIDTH columns after it.
+One forward and one backward kernel serve all activations. They process tiles of ROWS rows and COLUMNS columns of the
+output. The input of a gated activation has the gate at the output's column and the up projection WIDTH columns later.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
-COLUMNS = 4096  # a wider row is shared by several programs
+COLUMNS = 4096  # wider rows are split over several programs
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
 
 @triton.jit
 def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the function of x, in fp32."""
+    """Return the activation function of x and its derivative, in fp32."""
     if FUNCTION == "squared_relu":
-        positive = tl.where(x < 0.0, 0.0, x)  # tl.maximum would hide NaN
+        positive = tl.where(x < 0.0, 0.0, x)  # tl.maximum would drop NaN
         value, slope = positive * positive, 2.0 * positive
     elif FUNCTION == "exact_gelu":
-        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # the normal distribution
+        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # normal cumulative distribution
         value, slope = x * below, below + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif FUNCTION == "gelu":
-        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u); 1 - sigmoid is computed as a sigmoid, too, to keep its digits.
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u). 1 - sigmoid(x) is computed as sigmoid(-x), to avoid cancellation.
         twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         below, above = tl.sigmoid(twice), tl.sigmoid(-twice)
         value = x * below
@@ -91,9 +91,10 @@ def activate_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program adds up over its tiles of rows, in their order: [programs, input's width] sums of a bias's gradient.
+    """Compute the input's gradient and, if there is a bias, partial sums of its gradient.
 
-    Without a bias there is nothing to add up.
+    Each program sums over its tiles of rows, in a fixed order, and writes one row of `bias_sums`
+    [programs, input's width].
     """
     program = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -121,11 +122,11 @@ def activate_backward(
             tl.store(place + WIDTH, tl.sum(up_sum, 0), mask=column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Activation(torch.autograd.Function):
-    """Keeps the input and the bias."""
+    """An activation that saves only the input and the bias."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:

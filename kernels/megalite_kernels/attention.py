@@ -1,13 +1,14 @@
-"""Causal attention in which each query sees the keys from a first one on: inside its document, inside a window.
+"""Causal attention with a first visible key per query, which limits it to a document or a sliding window.
 
-Scores are query @ key * scale, bent to cap * tanh(score / cap) where there is a cap; the softmax is in fp32 or wider.
-The mask decides what runs: with a dense one torch's scaled_dot_product_attention, and with one of blocks FlexAttention
-(arXiv:2412.05496), which leaves out the blocks of scores that no query sees. Under a cap, or where probabilities are
-dropped by place (`dropout`), attention over a dense mask is written out; a GPU's fused operator drops by a mask of its
-own (`draws_its_own`).
+Scores are query @ key * scale, capped as cap * tanh(score / cap) if there is a cap. The softmax is in fp32 or wider.
 
-Attention to parts of the keys is put together by the log-sum-exp of each part's scores (`attention_with_lse`): with lse
-that of all lse_i, lse = log(sum of exp(lse_i)), the output is the sum of exp(lse_i - lse) * output_i.
+The mask selects the implementation. A dense mask uses torch's scaled_dot_product_attention. A block mask uses
+FlexAttention (arXiv:2412.05496), which skips the blocks of scores that no query sees. With a dense mask and a cap, or
+dropout by position (`dropout`), attention runs unfused in plain operations. The fused operator on a GPU draws its own
+dropout mask (`draws_its_own`).
+
+Attention over parts of the keys is combined by the log-sum-exp of each part's scores (`attention_with_lse`). If part i
+gave lse_i and output_i, then lse = log(sum of exp(lse_i)), and the output is the sum of exp(lse_i - lse) * output_i.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megalite_kernels.activation import soft_cap
 from megalite_kernels.dropout import DropoutMask, drop
 
 BLOCK = 128
-"""Queries of a block, and keys."""
+"""Queries per block, and keys per block."""
 _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
-    """Tell if FlexAttention is for heads of `width` channels there, over runs of `sequence` tokens.
+    """Tell if FlexAttention can run on this device, for heads of `width` channels and runs of `sequence` tokens.
 
-    It has no dropout and no fp64, and its gradients are sound for whole blocks alone
+    It supports neither dropout nor fp64, and its gradients are correct only for full blocks
     (github.com/pytorch/pytorch/issues/153799).
     """
     if device.type != "cuda" or dropout > 0.0 or dtype == torch.float64:
@@ -42,12 +43,16 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
 
 
 Mask = Tensor | BlockMask | None
-"""The keys that each query sees, as `dense_mask` and `block_mask` say them; None: causal, from the first key on."""
+"""The keys that each query sees, made by `dense_mask` or `block_mask`. None is causal over all keys."""
 
 
 def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-    """The first place that each query sees, [batch or 1, queries], to [batch or 1, 1, queries, keys] bool, true where a
-    query may look. `queries` and `keys` are their places in the sample; None: all of them, in their order.
+    """Make a mask [batch or 1, 1, queries, keys] bool, true if a query sees a key.
+
+    Args:
+        first: index in the sample of the first key that each query sees, [batch or 1, queries].
+        queries: indices in the sample of the queries; None if they are 0, 1, 2, ...
+        keys: indices in the sample of the keys; None if they are 0, 1, 2, ...
     """
     whole = torch.arange(first.shape[1], device=first.device)
     queries, keys = (whole if places is None else places for places in (queries, keys))
@@ -55,16 +60,19 @@ def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None
 
 
 def block_mask(first: Tensor, queries: Tensor | None = None, keys: int | None = None) -> BlockMask:
-    """The same as blocks of scores: for each block of queries those of which it sees all, and those of which it sees a
-    part. `first` [batch, queries] never falls, and places follow on each other, inside a block of queries; `keys`: of
-    the whole sample, as many as it has; None: as many as there are queries.
+    """Make the same mask as blocks of scores: lists of the fully and of the partly visible blocks of keys.
+
+    Args:
+        first: as in `dense_mask`, [batch, queries]. It must not decrease inside a block of queries.
+        queries: as in `dense_mask`. Indices must be consecutive inside a block of queries.
+        keys: number of keys, all those of the sample; None for the number of queries.
     """
     count = first.shape[1]
     keys = count if keys is None else keys
     places = torch.arange(count, device=first.device) if queries is None else queries
     blocks = torch.arange(keys // BLOCK, device=first.device)
     begins = places[::BLOCK].unsqueeze(1)
-    # The first query of a block sees the most of what lies before it, the last one the least.
+    # In a block of queries, the first one has the lowest first key, and the last one has the highest.
     seen = (blocks >= first[:, ::BLOCK, None] // BLOCK) & (blocks * BLOCK < begins + BLOCK)
     whole = (blocks * BLOCK >= first[:, BLOCK - 1 :: BLOCK, None]) & ((blocks + 1) * BLOCK <= begins + 1)
     first = first.contiguous()
@@ -79,20 +87,24 @@ def block_mask(first: Tensor, queries: Tensor | None = None, keys: int | None = 
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks [batch, of queries, of keys] bool to how many of each row are chosen, and all of them, those first."""
+    """Convert a choice of blocks [batch, query blocks, key blocks] bool to the lists that BlockMask takes.
+
+    Returns the number of chosen key blocks per query block, and the indices of all key blocks, chosen ones first.
+    """
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(dim=-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
 def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -> bool:
-    """Tell if what is dropped follows from the state of the device's generator: there a fused operator runs, and takes
-    no mask from others. On a CPU there is none, nor for fp64 and for capped scores.
+    """Tell if dropout uses the device's default generator, because a fused operator draws its own dropout mask.
+
+    There is no such operator on CPUs, for fp64 and for capped scores.
     """
     return device.type == "cuda" and dtype != torch.float64 and cap is None
 
 
 def keeps_scores(mask: Mask, cap: float | None, *, with_lse: bool = False) -> bool:
-    """Tell if backward would keep every score, so that computing the scores again is the better deal."""
+    """Tell if forward would save all scores for backward, so that recomputing them is better."""
     return (with_lse or cap is not None) and not isinstance(mask, BlockMask)
 
 
@@ -106,16 +118,26 @@ def attention(
     cap: float | None,
     dropout: DropoutMask | None,
 ) -> Tensor:
-    """[batch, heads, queries, width] to the same, over keys and values [batch, groups, keys, width].
+    """Compute attention. Consecutive heads share a key-value group.
 
-    Consecutive heads share a group. With a mask of blocks there is no dropout (`goes_in_blocks`). `scale`: None is
-    1 / the root of the width. `dropout`: of the probabilities, whose rows are [heads * queries].
+    Args:
+        query: [batch, heads, queries, width].
+        key: [batch, groups, keys, width].
+        value: [batch, groups, keys, width].
+        mask: the keys that each query sees.
+        scale: factor of the scores; None for 1 / sqrt(width).
+        cap: soft cap of the scores; None for no cap.
+        dropout: dropout of the probabilities, whose rows are [heads * queries]. Not supported with a block mask
+            (`goes_in_blocks`).
+
+    Returns:
+        [batch, heads, queries, width].
     """
     if isinstance(mask, BlockMask):
         output: Tensor = _in_blocks(query, key, value, mask, scale, cap)
         return output
     if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
-        # Written out: scaled_dot_product_attention has no soft cap and takes no dropout mask.
+        # Unfused: scaled_dot_product_attention supports neither a soft cap nor a given dropout mask.
         scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
         probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
         if dropout is not None:
@@ -132,18 +154,17 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention` without dropout, and the log-sum-exp of each query's scores.
 
-    The latter is [batch, heads, queries], in fp32 or wider, the natural logarithm, of scores scaled and capped.
-    Gradients flow through both.
+    The log-sum-exp is [batch, heads, queries], in fp32 or wider, of scaled and capped scores, with the natural
+    logarithm. Gradients flow through both results. A query that sees no key has the output 0 and the log-sum-exp -inf.
 
-    A query that sees no key has the output 0 and the log-sum-exp -inf. Nothing is dropped: a `DropoutMask` covers whole
-    rows of keys, not parts of them. Over a dense mask it is written out, and keeps every score for backward: torch's
-    operators return the log-sum-exp, and take no gradient of it.
+    There is no dropout, because a `DropoutMask` covers full rows of keys. With a dense mask, attention runs unfused and
+    saves all scores for backward: torch's fused operators return the log-sum-exp but have no gradient for it.
     """
     if isinstance(mask, BlockMask):
         output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))
         return output, more.lse
     mask = _causal(query, key) if mask is None else mask
-    # A softmax over nothing is no number, and neither is its gradient: over all keys, it is left out.
+    # A softmax over no keys is NaN, and so is its gradient. Such queries see all keys here, and are masked afterwards.
     blind = ~mask.any(dim=-1, keepdim=True)
     scores = _scores(query, key, mask | blind, scale, cap)
     lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)
@@ -159,7 +180,7 @@ def _in_blocks(
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
-    """[batch, heads, queries, keys], in fp32 or wider; -inf where a query may not look."""
+    """Compute scores [batch, heads, queries, keys] in fp32 or wider, with -inf for masked keys."""
     scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = query @ _for_heads_of(query, key).transpose(2, 3)
     scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * scale
@@ -169,7 +190,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: 
 
 
 def _for_heads_of(query: Tensor, shared: Tensor) -> Tensor:
-    """Keys or values of groups, repeated for each head of theirs."""
+    """Repeat keys or values of groups for each of their heads."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
 
 
@@ -177,7 +198,7 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 
 
-@functools.cache  # one function for all layers and steps: the compiled kernel is of this one
+@functools.cache  # one function for all layers and steps, because a new one would be compiled again
 def _bend(cap: float) -> Callable[..., Tensor]:
     def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return soft_cap(score, cap)

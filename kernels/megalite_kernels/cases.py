@@ -1,7 +1,7 @@
-"""Every operation at the shapes that models train with, on any device.
+"""Every operation at the shapes used in training, on any device.
 
-One table for three readers: `selftest` runs it on a GPU, `make compile-kernels` compiles it on the meta device, and
-benchmarks/kernels.py times it.
+The table has three users: `selftest` runs it on a GPU, `make compile-kernels` compiles it on the meta device, and
+benchmarks/kernels.py measures its time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
-CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # GPT-3 has 12288, whose backward keeps the most sums
+CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # 12288 is GPT-3's: its backward has the most sums per program
 HEAD = 128
 EVERY_TERM = LossOptions(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
-# Of logits: width, columns, dtype and options. A large vocabulary, a small one, and the last of 8 ranks, with padding.
+# Logits: width, columns, dtype and options. A large vocabulary, a small one, and the last of 8 ranks, with padding.
 LOGITS = (
     (131072, Columns(0, 131072, 131072), torch.bfloat16, LossOptions()),
     (131072, Columns(0, 131072, 131072), torch.bfloat16, EVERY_TERM),
@@ -40,14 +40,14 @@ LOGITS = (
     (6288, Columns(44016, 6241, 50257), torch.bfloat16, EVERY_TERM),
 )
 ROTARY_HEADS, ROTARY_GROUPS = 32, 8
-# of the activations and of the weights; a weight around one is fp32 beside every activation
+# Dtypes of activations and of weights. A weight of 1 + w (`apply_layernorm_1p`) is fp32 for every activation dtype.
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float16),
     (torch.float32, torch.float32),
 )
-# Of parameters, of masters beside them (int16: remainders), of gradients and of both moments.
+# Dtypes of parameters, masters (int16 for remainders, None for no separate masters), gradients and both moments.
 KEPT = (
     (torch.float32, None, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32, torch.float32),
@@ -55,7 +55,7 @@ KEPT = (
     (torch.bfloat16, torch.int16, torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.int16, torch.bfloat16, torch.float8_e4m3fn),
 )
-FLAT = 4096  # elements a token of what has no rows
+FLAT = 4096  # elements per token of flat buffers, which have no rows
 ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
 
 
@@ -64,16 +64,17 @@ class Case:
     """An operation with its sizes and dtypes, for any number of tokens.
 
     Attributes:
-        operation: its `Operation`, by which it can be left to the reference.
-        name: of the function, with its sizes and dtypes.
+        operation: its `Operation`, the name by which it can be set to use the reference.
+        name: name of the function, with sizes and dtypes.
         width: elements per token in the largest input.
         make_inputs: makes random inputs for a number of tokens on a device.
-        run: the operation on the inputs, which it may overwrite. Run in float64, it is what kernels are compared with.
+        run: runs the operation on the inputs, which it may overwrite. Its result in float64 is the expected result.
         keeps_inputs: True if backward reads the inputs again, so that they count as its traffic.
-        traffic: the bytes that forward and backward must at least move, from inputs and outputs; None: see
+        traffic: returns the least bytes that forward and backward move, given inputs and outputs; None for
             `measure.traffic`.
-        tolerance: largest norm of the error relative to the result's; None: that of the output's dtype in `selftest`.
-        timed: makes the call to time, if `run` does more than the operation; the call may overwrite its inputs.
+        tolerance: largest norm of the error relative to the norm of the result; None for the tolerance of the output's
+            dtype in `selftest`.
+        timed: makes the call to time, if `run` does more than the operation. The call may overwrite its inputs.
     """
 
     operation: str
@@ -127,7 +128,7 @@ def _normed_sum(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _residual_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Backward reads both gradients and the saved sum, and writes one gradient, shared by both inputs."""
+    """Count four tensors: backward reads both gradients and the saved sum, and writes one gradient for both inputs."""
     return 4 * outputs[0].nbytes, 4 * outputs[0].nbytes
 
 
@@ -150,7 +151,7 @@ def _activations() -> Iterator[Case]:
 
 
 def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
-    """Logits, labels, and for each token the log of the sum of exponentials and the loss's weight."""
+    """Make logits, labels, and a log-sum-exp and a gradient of the loss per token."""
     logits = torch.randn(tokens, width, dtype=dtype, device=device)
     labels = torch.randint(columns.vocab_size, (tokens,), device=device)
     log_sums = torch.full((tokens,), math.log(columns.vocab_size) + 0.5, device=device)
@@ -162,7 +163,7 @@ def _statistics(columns: Columns, options: LossOptions, *inputs: Tensor) -> Tens
 
 
 def _gradient(columns: Columns, options: LossOptions, *inputs: Tensor) -> Tensor:
-    """Written over the logits."""
+    """Return the gradient, which overwrites the logits."""
     logits, labels, log_sums, scales = inputs
     gradient_(logits, labels, log_sums, scales, columns, options)
     return logits
@@ -173,7 +174,7 @@ def _cross_entropies() -> Iterator[Case]:
         inputs = partial(_logits, width, columns, dtype)
         what = f"{'every term' if options is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
         for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
-            # The sum of logits cancels: what is left of it has many times its terms' relative error.
+            # The logits nearly cancel in their sum, so its relative error is many times that of each logit.
             tolerance = 3e-4 if name == "statistics" and options is EVERY_TERM else None
             run = partial(run, columns, options)
             yield Case("cross_entropy", f"{name} {what}", width, inputs, run, tolerance=tolerance)
@@ -195,7 +196,7 @@ class Update:
         return *kept, self.gradients, self.moments
 
     def make_inputs(self, tokens: int, device: str) -> list[Tensor]:
-        """Weights, gradients, their average and the average of their squares; moments in 8 bits as their values."""
+        """Make weights, gradients and both moments. Moments in 8 bits are returned as their dequantized values."""
         weights, gradients, average = (torch.randn(tokens * FLAT, device=device) for _ in range(3))
         squares = average.square()
         if self.moments in FORMATS:
@@ -205,7 +206,7 @@ class Update:
         return [weights, gradients.to(self.gradients), average, squares]
 
     def outputs(self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> tuple[Tensor, ...]:
-        """Update copies; return the weights and the moments, except moments in 8 bits."""
+        """Update copies of the inputs. Return the weights and the moments, but no moments in 8 bits."""
         parts = weights.clone(), gradients, average.clone(), squares.clone()
         flat, state = self._packed(*parts) if weights.dtype != torch.float64 else (Flat(parts[0], parts[1]), parts[2:])
         self._step(flat, state)
@@ -214,11 +215,11 @@ class Update:
         return wide_weights(flat.parameters, flat.master), *moments
 
     def packed_step(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
-        """Pack the inputs, and return the update alone, to be timed."""
+        """Pack the inputs and return the function that only updates them, to be timed."""
         return partial(self._step, *self._packed(*inputs))
 
     def traffic(self, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
-        """All state is read and written, except parameters rounded from fp32 masters, which are only written."""
+        """Count all state as read and written, except parameters rounded from fp32 masters, which are only written."""
         element = self.gradients.itemsize + 2 * self.parameters.itemsize
         if self.kept is not None:
             element += 2 * self.kept.itemsize - (self.parameters.itemsize if self.kept == torch.float32 else 0)
@@ -268,7 +269,7 @@ def _norm_of(values: Tensor) -> Tensor:
 
 
 def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
-    """A fused projection, as attention has it, and the tables."""
+    """Make the fused projection of queries, keys and values, as in attention, and the tables."""
     projected = torch.randn(tokens, 1, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, dtype=dtype, device=device)
     angles = torch.randn(tokens, 1, 1, rotated // 2, device=device)
     return [projected.requires_grad_(), angles.cos(), angles.sin()]
@@ -318,12 +319,12 @@ def _quantizations() -> Iterator[Case]:
 
 
 def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Quantizing reads values and writes codes of one byte; dequantizing reads codes and writes values."""
+    """Count both directions: quantizing reads values and writes 1-byte codes, and dequantizing does the opposite."""
     return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 
 def _dropped(values: Tensor) -> Tensor:
-    """The second half of a sample."""
+    """Drop from the second half of a sample."""
     tokens = len(values)
     mask = DropoutMask(0.1, seed=1, layer=2, site=3, samples=(4,), rows=(range(tokens, 2 * tokens),))
     return drop(values.unsqueeze(1), mask, dimension=1)

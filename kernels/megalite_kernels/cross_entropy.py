@@ -1,18 +1,18 @@
-"""Cross entropy over this rank's columns of the logits, where the vocabulary is split over ranks.
+"""Cross entropy over this rank's columns of the logits, with the vocabulary split over ranks.
 
 With x the logits of a token over the V entries of the vocabulary, y its label and Z = sum of exp(x), the loss is
 
     log Z - (1 - s) x_y - s / V * sum of x + z (log Z)^2
 
-Label smoothing s is torch's: of the target the label has 1 - s + s / V and every other entry s / V (Megatron-LM's
-leaves the label 1 - s). z is the coefficient of the z-loss (arXiv:2204.02311), which holds log Z near 0. Logits l may
-be capped before: x = cap * tanh(l / cap) (arXiv:2408.00118). The gradient of x is, with p = exp(x - log Z),
+Label smoothing s is defined as in torch: the target is 1 - s + s / V at the label and s / V at every other entry
+(in Megatron-LM the label has 1 - s). z is the coefficient of the z-loss (arXiv:2204.02311), which keeps log Z near 0.
+Logits l may be capped first: x = cap * tanh(l / cap) (arXiv:2408.00118). With p = exp(x - log Z), the gradient of x is
 
     p (1 + 2 z log Z) - (1 - s) [v = y] - s / V
 
-Forward reads the logits once, to the `statistics` of this rank's columns, which `combined` makes those of all ranks;
-`gradient_` reads them once more and writes their gradient in their place. Columns of padding are in no sum, and their
-gradient is zero. Everything in fp32 or wider.
+Forward reads the logits once to compute the `statistics` of this rank's columns, and `combined` merges those of all
+ranks. `gradient_` reads the logits again and overwrites them with their gradient. Padding columns are in no sum, and
+their gradient is zero. Arithmetic is in fp32 or wider.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megalite_kernels.activation import soft_cap
 from megalite_kernels.implementation import current
 
 CPU_CHUNK_ELEMENTS = 1 << 18
-"""Logits treated at once on the CPU, so that the passes over them stay in the cache."""
+"""Logits per chunk on the CPU: few enough to stay in the cache between passes."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The entries of the vocabulary that a rank has: `first`, `first` + 1, ...; columns from `valid` on are padding."""
+    """The vocabulary entries on one rank: `first`, `first` + 1, ... Columns from `valid` on are padding."""
 
     first: int
     valid: int
     vocab_size: int
-    """V, of all ranks."""
+    """V, over all ranks."""
 
     @staticmethod
     def of_rank(rank: int, width: int, vocab_size: int) -> Columns:
@@ -96,7 +96,7 @@ def gradient_reference_(
 
 
 def _local(labels: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
-    """The labels' columns, 0 where another rank has them, and whether this one has."""
+    """Return the local column of each label (0 if another rank has it), and a mask of labels on this rank."""
     local = labels - columns.first
     inside = (local >= 0) & (local < columns.valid)
     return local.masked_fill_(~inside, 0), inside
@@ -107,22 +107,25 @@ def _capped(logits: Tensor, options: LossOptions) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Cut the tokens into slices that are treated at once."""
+    """Cut the tokens into the slices that are processed one at a time."""
     tokens, width = logits.shape
     step = max(CPU_CHUNK_ELEMENTS // width if logits.device.type == "cpu" else tokens, 1)
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
-    """Return statistics of each token over this rank's columns.
+    """Compute the statistics of each token over this rank's columns.
 
-    They are the log of the sum of exponentials (minus infinity over no columns), the label's logit (0 if another rank
-    has it) and, if labels are smoothed, the sum of the logits.
+    Args:
+        logits: [tokens, width].
+        labels: [tokens], int64 ids in the global vocabulary.
 
-    logits [tokens, width], labels [tokens] in int64, ids of the whole vocabulary; [2 or 3, tokens] in fp32 or wider.
+    Returns:
+        [2 or 3, tokens], in fp32 or wider: the log-sum-exp (minus infinity if the rank has only padding), the label's
+        logit (0 if another rank has it) and, with label smoothing, the sum of the logits.
     """
     if not current().runs_triton("cross_entropy", logits):
         return statistics_reference(logits, labels, columns, options)
@@ -132,12 +135,12 @@ def statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOp
 
 
 def combined(statistics: Tensor) -> Tensor:
-    """The statistics of all ranks' columns from those of each, [ranks, 2 or 3, tokens] in rank order."""
+    """Merge the statistics of each rank's columns, [ranks, 2 or 3, tokens] in rank order."""
     return torch.cat([torch.logsumexp(statistics[:, :1], dim=0), statistics[:, 1:].sum(dim=0)])
 
 
 def losses(statistics: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
-    """[tokens], from the statistics of all ranks' columns."""
+    """Compute the losses [tokens] from the merged statistics."""
     log_sums, label_logits, *sums = statistics.unbind()
     if not sums:
         found = log_sums - label_logits
@@ -150,8 +153,13 @@ def losses(statistics: Tensor, vocab_size: int, options: LossOptions) -> Tensor:
 def gradient_(
     logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, columns: Columns, options: LossOptions
 ) -> None:
-    """Overwrite logits [tokens, width], whose columns lie side by side, with the gradient of the losses' sum weighted
-    by `scales`. labels, log_sums (over all ranks' columns) and scales: [tokens].
+    """Overwrite the logits with the gradient of the sum of scales * losses.
+
+    Args:
+        logits: [tokens, width], each row contiguous.
+        labels: [tokens].
+        log_sums: [tokens], over all ranks' columns.
+        scales: [tokens], the gradients of the losses.
     """
     if not current().runs_triton("cross_entropy", logits):
         gradient_reference_(logits, labels, log_sums, scales, columns, options)

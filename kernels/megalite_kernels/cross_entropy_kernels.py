@@ -1,4 +1,4 @@
-"""The Triton kernels of the cross entropy, and what launches them: see cross_entropy.py."""
+"""Triton kernels of the cross entropy and their launchers: see cross_entropy.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from megalite_kernels.cross_entropy import Columns, LossOptions
 from megalite_kernels.launch import Tile, as_rows, tile
 
-STATISTICS_COLUMNS = 2048  # at once, and as many are under way
-GRADIENT_COLUMNS = 4096  # of a program
-ACCESS_BYTES = 16  # of neighbours that a thread reads at once
+STATISTICS_COLUMNS = 2048  # per iteration, while the load of the next ones is in flight
+GRADIENT_COLUMNS = 4096  # per program
+ACCESS_BYTES = 16  # per load of a thread, from adjacent columns
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
 
 @triton.jit
 def _exp(x: tl.tensor) -> tl.tensor:
-    """tl.exp takes twice the instructions, to be exact below 1e-38 too."""
+    """Return exp(x). tl.exp takes twice as many instructions, because it is also exact below 1e-38."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -45,8 +45,10 @@ def _statistics(
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program has a row. Each GROUP of neighbours, which one thread reads at once, has a maximum and a sum of its
-    own, so that threads wait for each other only at the end; the next tile is on its way while one is summed.
+    """Compute the statistics of one row per program.
+
+    Each GROUP of adjacent columns, which one thread loads at once, has its own maximum and sum. Threads therefore
+    synchronize only at the end. The next tile is loaded while the current one is summed.
     """
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * stride
@@ -54,7 +56,7 @@ def _statistics(
     owned = (local >= 0) & (local < VALID)
     label_logit = tl.load(place + tl.where(owned, local, 0)).to(tl.float32)
     column = tl.arange(0, COLUMNS // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    largest = tl.full((COLUMNS // GROUP,), -1e38, tl.float32)  # finite, so that two of them have a difference
+    largest = tl.full((COLUMNS // GROUP,), -1e38, tl.float32)  # finite: inf - inf would be NaN
     exponentials = tl.zeros((COLUMNS // GROUP,), tl.float32)
     total = tl.zeros((COLUMNS // GROUP,), tl.float32)
     coming = tl.load(place + column, mask=column < WIDTH, other=0.0)
@@ -99,7 +101,10 @@ def _gradient(
     CAPPED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program has COLUMNS columns of a row. Of the target `on_label` is the label's alone, `on_all` everyone's."""
+    """Overwrite COLUMNS columns of a row with their gradient, per program.
+
+    `on_label`: the part of the target at the label; `on_all`: its part at every entry.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = logits + row * stride + column
@@ -124,7 +129,7 @@ def _gradient(
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
@@ -157,5 +162,5 @@ def launch_gradient_(
 
 
 def _tile(width: int, largest: int) -> Tile:
-    """Tile one row, at most `largest` columns at a time: each is read once, so a thread may hold many."""
+    """Choose a tile of at most `largest` columns. Columns are read only once, so tiles of wide rows are not halved."""
     return tile(min(width, largest), largest=largest)

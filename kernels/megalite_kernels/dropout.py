@@ -1,11 +1,12 @@
-"""Dropout by place: whether an element is dropped follows from where it stands in its sample, not from who holds it.
+"""Dropout by position: an element's position in its sample decides whether it is dropped, not the rank that holds it.
 
-Each sample has a tensor [rows, width] at each random site of each layer. Its element i, row by row, is dropped where
-the i-th 16 bits, little end first, of these numbers are below round(65536 * probability): the outputs of Philox-4x64-10
-(Salmon et al., SC'11) with the key (seed, 0) for the counters (1, sample, layer, site), (2, sample, layer, site) and so
-on, as numpy's Philox gives them. What is kept is divided by the share that is kept on average.
+Each sample has a tensor [rows, width] at each random site of each layer. Element i, in row-major order, is dropped if
+its random 16-bit number is below round(65536 * probability). The numbers are the outputs, in little-endian order, of
+Philox-4x64-10 (Salmon et al., SC'11) with the key (seed, 0) for the counters (1, sample, layer, site),
+(2, sample, layer, site) and so on, as in numpy's Philox. Kept elements are divided by the expected share of kept
+elements.
 
-So the bits are the same on every device and in every dtype, and a part of the tensor is drawn without the rest.
+The mask is therefore the same on every device and in every dtype, and any part of it can be drawn without the rest.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ LEVELS = 1 << 16
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Elements to drop: how often, and from which part of which tensor.
+    """The elements to drop from a local part of each sample's tensor.
 
     Attributes:
-        probability: below 1; met to 1 / 65536.
-        samples: the number of each sample of the batch.
-        rows: which rows of a sample's tensor are there, as runs, in order.
+        probability: probability of dropping an element, below 1, rounded to a multiple of 1 / 65536.
+        samples: the global number of each sample in the batch.
+        rows: the rows of each sample's tensor that are present locally, as consecutive runs.
     """
 
     probability: float
@@ -52,14 +53,14 @@ class DropoutMask:
         return LEVELS / (LEVELS - self.threshold)
 
     def runs(self) -> Iterator[tuple[slice, range]]:
-        """Yield the place in the batch of each run of rows, and the run."""
+        """Yield each run of rows with its slice of the local rows, as (slice, run)."""
         begin = 0
         for run in self.rows:
             yield slice(begin, begin + len(run)), run
             begin += len(run)
 
     def runs_of_samples(self) -> Iterator[tuple[slice, range]]:
-        """Yield the place in the batch of each run of consecutive samples, and the run: in training there is one."""
+        """Yield each run of consecutive sample numbers with its slice of the batch. In training there is one run."""
         begins = [i for i, sample in enumerate(self.samples) if i == 0 or sample != self.samples[i - 1] + 1]
         for begin, end in itertools.pairwise([*begins, len(self.samples)]):
             first = self.samples[begin]
@@ -70,14 +71,17 @@ class DropoutMask:
 
 
 def kept_reference(shape: torch.Size, dimension: int, mask: DropoutMask) -> Tensor:
-    """1 where an element of such a batch is kept, else 0, in uint8 on the CPU; `dimension`: that of the samples."""
+    """Return a mask of this shape: 1 for kept elements, 0 for dropped ones, in uint8 on the CPU.
+
+    `dimension`: the dimension of the samples.
+    """
     kept = np.empty(shape, dtype=np.bool_)
     width = shape[-1]
     by_sample = np.moveaxis(kept, dimension, 0)
     for sample, own in zip(mask.samples, by_sample, strict=True):
         for here, run in mask.runs():
             first, skipped = divmod(run.start * width, GROUP)
-            counter = np.array([first, sample, mask.layer, mask.site], dtype=np.uint64)  # one before the first
+            counter = np.array([first, sample, mask.layer, mask.site], dtype=np.uint64)  # numpy adds 1 before it draws
             source = np.random.Philox(counter=counter, key=np.array([mask.seed, 0], dtype=np.uint64))
             groups = -(-(skipped + len(run) * width) // GROUP)
             drawn = source.random_raw(groups * GROUP // 4).view(np.uint16)[skipped : skipped + len(run) * width]
@@ -100,19 +104,22 @@ class _DroppedReference(torch.autograd.Function):
 
 
 def _masked(input: Tensor, kept: Tensor, mask: DropoutMask) -> Tensor:
-    # Scaled last, for the scale is none of bf16's numbers.
+    # Multiply by the scale last: inside a bf16 mask it would be rounded.
     return kept.to(input.dtype).mul_(input).mul_(mask.scale)
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def drop(input: Tensor, mask: DropoutMask, *, dimension: int) -> Tensor:
-    """Zero some elements of [rows, samples, width], or [samples, rows, width], and scale the rest; `dimension`: that of
-    the samples, 1 or 0.
+    """Zero the elements of `input` that the mask drops, and scale the rest.
+
+    Args:
+        input: [rows, samples, width], or [samples, rows, width].
+        dimension: the dimension of the samples, 1 or 0.
 
     Raises:
-        ValueError: the rows or samples are not as many as are said to be there.
+        ValueError: the numbers of rows or samples do not match the mask.
     """
     if sum(map(len, mask.rows)) != input.shape[1 - dimension] or len(mask.samples) != input.shape[dimension]:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The Triton kernel of dropout, and what launches it: see dropout.py."""
+"""Triton kernel of dropout and its launcher: see dropout.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite_kernels.dropout import GROUP, DropoutMask
 
 COUNTERS = 256
-"""Counters of a program."""
+"""Counters per program."""
 
 # ------------------------------------------------------------------------------------------------- the kernel
 
@@ -35,7 +35,7 @@ def _drop(
     scale: tl.tensor,
     COUNTERS: tl.constexpr,
 ) -> None:
-    """Each program has the elements of so many counters of one sample; rows begin where a counter does.
+    """Drop the elements of COUNTERS counters of one sample per program. Every row starts at a new counter.
 
     `offset`: the counter of the first element.
     """
@@ -55,11 +55,11 @@ def _drop(
     tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------------- what launches it
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Dropped(torch.autograd.Function):
-    """Keeps nothing: backward draws again."""
+    """Dropout that saves nothing: backward draws the same mask again."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dimension: int, mask: DropoutMask) -> Tensor:
@@ -72,7 +72,10 @@ class Dropped(torch.autograd.Function):
 
 
 def _launch(input: Tensor, dimension: int, mask: DropoutMask) -> Tensor:
-    """Drop from rows whose width is a multiple of GROUP. Nothing is copied to the device, which would wait for it."""
+    """Run the kernel on rows whose width is a multiple of GROUP.
+
+    All arguments are plain numbers, so that no copy to the device is needed, which would synchronize with it.
+    """
     input = input.contiguous()
     output = torch.empty_like(input)
     width = input.shape[-1]

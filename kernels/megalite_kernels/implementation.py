@@ -1,13 +1,15 @@
 """Choice of an operation's implementation: its Triton kernels, or its reference in plain PyTorch.
 
-`auto`: Triton if the tensors are on a CUDA or ROCm device and Triton is installed, otherwise the reference;
-`triton`: Triton on every device: a GPU, Triton's interpreter, or the meta device for compilation;
-`reference`: never Triton. The kernels compute in fp32, so float64 always runs the reference. Single operations can be
-left to the reference, by their names (`Operation`).
+- `auto`: Triton if the tensors are on a CUDA or ROCm device and Triton is installed, otherwise the reference.
+- `triton`: Triton on every device: a GPU, Triton's interpreter, or the meta device for compilation.
+- `reference`: never Triton.
 
-The choice is one global object per process, set by `use` before its first operation. It is not an argument of the
+The kernels compute in fp32, so float64 tensors always use the reference. Single operations can also be set to use the
+reference, by name (`Operation`).
+
+The choice is one global object per process, set by `use` before the first operation. It is not an argument of the
 operations, because they are called in forward, in backward (on autograd's threads) and in the optimizer's step. torch
-chooses its attention kernels by global state, too.
+also chooses its attention kernels by global state.
 
 Only the files `..._kernels.py` import Triton. An operation imports its file only if it runs Triton, so a process that
 runs the references never imports it. `import_triton` imports all of them in advance, so that a broken Triton is found
@@ -38,7 +40,7 @@ class Kernels:
     """A choice for all operations.
 
     Attributes:
-        to_reference: operations that run as their reference under each choice.
+        to_reference: operations that use their reference under every choice.
 
     Raises:
         ValueError: there is no such choice, or no such operation.
@@ -59,12 +61,12 @@ class Kernels:
             raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
 
     def runs_triton(self, operation: Operation, *tensors: Tensor | None) -> bool:
-        """Tell whether the operation on these tensors runs as Triton kernels. None stands for an absent tensor."""
+        """Tell if the operation on these tensors runs as Triton kernels. None stands for an absent tensor."""
         present = [tensor for tensor in tensors if tensor is not None]
         return operation not in self.to_reference and self._suit_triton(*present)
 
     def import_triton(self, *, on_gpu: bool) -> None:
-        """Import all files of Triton kernels, if operations run them here. Raises what a broken Triton raises."""
+        """Import all files of Triton kernels if operations use them here. A broken Triton raises its own exception."""
         if self.choice == "triton" or (self.choice == "auto" and on_gpu and _INSTALLED):
             for name in sorted(path.stem for path in Path(__file__).parent.glob("*_kernels.py")):
                 importlib.import_module(f"megalite_kernels.{name}")
@@ -75,13 +77,12 @@ class Kernels:
         return self.choice == "triton" or (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED)
 
     def description(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Describe what runs on tensors of this device and dtype, and why it is not Triton if that may be
-        surprising."""
+        """Describe which implementation runs for tensors of this device and dtype, with the reason if not obvious."""
         if self._suit_triton(torch.empty(0, device=device, dtype=dtype)):
             import triton
 
             left = f", but for {', '.join(sorted(self.to_reference))}" if self.to_reference else ""
-            return f"Triton {triton.__version__}{left}"  # its own: its package has another name on ROCm
+            return f"Triton {triton.__version__}{left}"  # its own version: on ROCm, the package has another name
         if self.choice == "reference":
             return "plain PyTorch, as chosen"
         if dtype == torch.float64:
@@ -93,11 +94,11 @@ _current = Kernels()
 
 
 def current() -> Kernels:
-    """The choice of this process."""
+    """Return the choice of this process."""
     return _current
 
 
 def use(kernels: Kernels) -> None:
-    """Set the choice of this process. Layers that torch.compile has already compiled keep the choice of that time."""
+    """Set the choice of this process. Layers that torch.compile has already compiled keep the earlier choice."""
     global _current
     _current = kernels

@@ -1,9 +1,9 @@
-"""Sums of squares of a flat buffer, one for each block of 64 elements, of which L2 norms are made.
+"""Sums of squares of a flat buffer, one per block of 64 elements, from which L2 norms are computed.
 
-A block's sum depends on its elements alone, not on what stands beside it in the buffer: whoever adds the blocks up
-exactly gets the same bits however the elements are dealt into buffers of whole blocks. In float64 by the reference; the
-kernel adds up a block in fp32, scaled by a power of two where squares would overflow or vanish, to within 1e-6 of the
-reference. An infinity or a NaN makes its block's sum one of them.
+A block's sum depends only on its elements, not on its position in the buffer. An exact sum over all blocks therefore
+has the same bits, no matter how the blocks are distributed over buffers. The reference sums in float64. The kernel sums
+a block in fp32, scaled by a power of two if squares would overflow or underflow, with an error within 1e-6 of the
+reference. The sum of a block that contains an infinity or a NaN is an infinity or a NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 64
 
 
 def sums_of_squares_reference(values: Tensor) -> Tensor:
-    """Add up in chunks that stay in a processor's cache. torch adds up all rows of a matrix in the same order."""
+    """Compute the sums in chunks that fit in the cache. torch sums every row of a matrix in the same order."""
     sums = torch.empty(-(-values.numel() // BLOCK), dtype=torch.float64, device=values.device)
     blocks = max(launch.chunk_elements(values.device) // BLOCK, 1)
     for out, chunk in zip(sums.split(blocks), values.split(blocks * BLOCK), strict=True):
@@ -31,14 +31,14 @@ def sums_of_squares_reference(values: Tensor) -> Tensor:
     return sums
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def sums_of_squares(values: Tensor) -> Tensor:
-    """[elements] to float64 [elements / 64, rounded up], on the same device.
+    """Compute the sums of [elements] as float64 [elements / 64, rounded up], on the same device.
 
     Raises:
-        ValueError: the elements do not lie side by side.
+        ValueError: the buffer is not contiguous.
     """
     if not current().runs_triton("optimizer", values):
         return sums_of_squares_reference(values)

@@ -1,8 +1,8 @@
-"""bf16 parameters and their fp32 master weights: how they are rounded, and masters kept as what the rounding took off.
+"""bf16 parameters with fp32 master weights, which can be stored as 16-bit remainders of the rounding.
 
-A parameter is its master rounded to nearest, halves away from zero. So the fp32 bits of a master are those of its
-parameter, put in front of 16 zeros, plus a remainder between -2^15 and 2^15 - 1: an int16 beside the parameter keeps
-the master to the bit. (Rounding halves to even leaves one number too many for 16 bits.) A NaN is kept as one.
+A parameter is its master rounded to nearest, ties away from zero. The fp32 bits of a master are therefore the bits of
+its parameter, shifted left by 16, plus a remainder from -2^15 to 2^15 - 1. Parameter and int16 remainder together
+restore the master exactly. (Ties to even would need one more value than 16 bits have.) A NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NAN = 0x7FC00000  # the bits of one that rounding leaves one
+NAN = 0x7FC00000  # fp32 bits of a NaN that is still a NaN after rounding
 
 
 def joined(parameters: Tensor, remainders: Tensor) -> Tensor:
-    """The fp32 masters of bf16 parameters and int16 remainders."""
+    """Return the fp32 masters of bf16 parameters and their int16 remainders."""
     return parameters.view(torch.int16).int().bitwise_left_shift_(16).add_(remainders).view(torch.float32)
 
 
 def split_(masters: Tensor, parameters: Tensor, remainders: Tensor | None) -> None:
-    """Round fp32 masters into bf16 parameters, and keep the remainders where there is a place for them."""
+    """Round fp32 masters into bf16 parameters, and store the remainders if a tensor for them is given."""
     bits = masters.view(torch.int32).masked_fill(masters.isnan(), NAN)
     upper = bits.add(1 << 15).bitwise_right_shift_(16)
     parameters.view(torch.int16).copy_(upper)
@@ -28,7 +28,7 @@ def split_(masters: Tensor, parameters: Tensor, remainders: Tensor | None) -> No
 
 
 def wide_weights(parameters: Tensor, master: Tensor | None) -> Tensor:
-    """The master weights in fp32 or wider: memory of their own, or themselves where they are as wide."""
+    """Return the master weights in fp32 or wider: the stored tensor itself if it is that wide, otherwise a copy."""
     if master is not None and master.dtype == torch.int16:
         return joined(parameters, master)
     weights = parameters if master is None else master
@@ -36,9 +36,9 @@ def wide_weights(parameters: Tensor, master: Tensor | None) -> Tensor:
 
 
 def keep_weights_(weights: Tensor, parameters: Tensor, master: Tensor | None) -> None:
-    """Round what `wide_weights` gave into what is kept."""
+    """Store updated weights from `wide_weights` into the parameters and masters."""
     if master is None:
-        parameters.copy_(weights)  # nothing to do where they are themselves
+        parameters.copy_(weights)  # a no-op if `weights` is `parameters`
     elif master.dtype == torch.int16:
         split_(weights, parameters, master)
     else:
@@ -50,7 +50,7 @@ def keep_weights_(weights: Tensor, parameters: Tensor, master: Tensor | None) ->
 
 
 def bits_of(parameters: Tensor, master: Tensor) -> Tensor:
-    """The parameters as the kernels take them: bf16 ones as 16-bit integers where they are rounded as above."""
+    """Return the parameters as kernels take them: bf16 as int16 if they are rounded as described above."""
     return parameters.view(torch.int16) if _rounds_bits(parameters, master) else parameters
 
 

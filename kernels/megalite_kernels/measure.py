@@ -1,7 +1,7 @@
-"""Measurement of how long operations take, and at what share of a copy's bandwidth.
+"""Measurement of the time of operations, and of their bandwidth relative to a plain copy.
 
-Cases are much larger than the caches. A kernel shorter than its launch would be timed together with the gap before it;
-so the device first gets some milliseconds of copies to do, and the calls queue up after them.
+Cases are much larger than the caches. If a kernel is shorter than its launch, the time would include the gap before it.
+So the device first gets some milliseconds of copies, and the calls queue up after them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from megalite_kernels.cases import Case
 
 ELEMENTS = 2**28
-"""Elements of the largest input of a case that is timed."""
+"""Elements of the largest input of a timed case."""
 WARM_UP, REPEATS = 3, 15
 
 
 class Clock:
-    """Measures the seconds between marks: by CUDA events on a GPU, by the host's clock on a CPU."""
+    """Clock for the seconds between marks: CUDA events on a GPU, the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -38,7 +38,7 @@ class Clock:
             self._times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next."""
+        """Return the seconds between each mark and the next."""
         if not self._on_gpu:
             return [stop - start for start, stop in zip(self._times, self._times[1:], strict=False)]
         torch.cuda.synchronize()
@@ -46,11 +46,14 @@ class Clock:
 
 
 Step = Callable[[Callable[[], None]], object]
-"""Call to time: it calls its argument between its parts."""
+"""Function to time. It calls its argument between its parts, for example between forward and backward."""
 
 
 def interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPEATS) -> list[list[float]]:
-    """Median seconds of the parts of each step, the steps in turn, so that a clock that falls slows all alike."""
+    """Return the median seconds of the parts of each step.
+
+    Steps run in turn, so that a drop of the GPU's clock frequency slows all of them equally.
+    """
     found: list[list[list[float]]] = [[] for _ in steps]
     for _ in range(WARM_UP):
         for step in steps:
@@ -67,7 +70,7 @@ def interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPE
 
 
 def head_start(device: torch.device) -> None:
-    """Some milliseconds of work for a GPU, which the calls that follow queue behind."""
+    """Queue some milliseconds of work on a GPU. Later calls queue up after it."""
     if device.type == "cuda":
         filler = torch.empty(2**28, dtype=torch.uint8, device=device)
         for _ in range(50):
@@ -75,7 +78,7 @@ def head_start(device: torch.device) -> None:
 
 
 def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
-    """Bytes a second, read and written, of a plain copy."""
+    """Return the bytes per second that a plain copy reads and writes together."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     ((seconds,),) = interleaved([lambda mark: target.copy_(source)], device)
@@ -83,7 +86,7 @@ def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
 
 
 def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
-    """Return the call that is timed of a case."""
+    """Return the function to time for a case."""
     if case.timed is None:
         return step_of(case.outputs, inputs)
     alone = case.timed(inputs)
@@ -91,7 +94,7 @@ def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
 
 
 def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequence[Tensor]) -> Step:
-    """Forward and, where the inputs require gradients, backward from gradients that are drawn once."""
+    """Return a step of forward and, if inputs require gradients, backward from gradients that are drawn once."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     incoming: list[Tensor] = []
 
@@ -107,14 +110,18 @@ def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequenc
 
 
 class Traffic(NamedTuple):
-    """Bytes that an operation must at least read and write."""
+    """The least bytes that an operation must read and write."""
 
     forward: int
     backward: int
 
 
 def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
-    """Forward: inputs and outputs. Backward: outgoing gradients, the inputs if they are kept, and their gradients."""
+    """Count the bytes of a case.
+
+    Forward moves inputs and outputs. Backward moves the outputs' gradients, the inputs if they are saved, and the
+    inputs' gradients.
+    """
     outputs = case.outputs(inputs)
     if case.traffic is not None:
         return Traffic(*case.traffic(inputs, outputs))

@@ -1,10 +1,11 @@
-"""Moments of gradients in 8 bits: codes in blocks of 256 elements, with a scale per block (`quantization`).
+"""Moments of gradients in 8 bits: codes in blocks of 256 elements, with one scale per block (`quantization`).
 
 An average of squares is stored as its square root, which spans half as many orders of magnitude. A root above zero is
-never rounded to zero, since the update divides by it. Updates round stochastically: what a step adds to an average is
-mostly less than half the distance between two codes, and rounding to nearest would lose it each time. Values that are
-read and written back, to nearest, keep each code and scale: the root of the fp32 square of a root is exact, because
-blocks whose smallest root has no normal square are set to zeros.
+never rounded to zero, because the update divides by it. Updates round stochastically: most steps change an average by
+less than half the distance between two codes, and rounding to nearest would always lose such a change.
+
+Values that are read and written back, rounded to nearest, keep every code and scale. This needs the root of the fp32
+square of a root to be exact, so blocks whose smallest root has a subnormal square are set to zeros.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ BLOCK = 256  # elements that share a scale
 
 @dataclass(frozen=True)
 class Quantized:
-    """A moment of flat [elements] in 8 bits.
+    """A moment in 8 bits, flat.
 
     Attributes:
+        codes: [elements].
         scales: one per block; the last block may be short.
         root: True for an average of squares, which is stored as its square root.
     """
@@ -43,14 +45,14 @@ class Quantized:
 
     @property
     def bytes(self) -> Tensor:
-        """The codes as kernels take them: Triton supports fp8 only on some GPUs."""
+        """The codes as integers, because Triton supports fp8 only on some GPUs."""
         return self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.codes, self.scales
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in fp32."""
+        """Return the elements [start, stop) in fp32."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         codes = self.codes[first * BLOCK : stop]
         values = dequantize(codes, self.scales[first:last], BLOCK, torch.float32)[start - first * BLOCK :]
@@ -63,7 +65,12 @@ class Quantized:
             self.set(values[start : start + size].to(self.codes.device), start)
 
     def set(self, values: Tensor, start: int, *, seed: int | None = None, offset: int = 0) -> None:
-        """Round fp32 values into the elements from `start` on, a multiple of BLOCK: to nearest, or by a seed."""
+        """Quantize fp32 values into the elements from `start` on, a multiple of BLOCK.
+
+        Args:
+            seed: seed of stochastic rounding; None rounds to nearest.
+            offset: as in `quantize`.
+        """
         blocks = slice(start // BLOCK, -(-(start + len(values)) // BLOCK))
         wide = values.sqrt() if self.root else values
         codes, scales = quantize(wide, self.codes.dtype, BLOCK, seed=seed, offset=offset)
@@ -76,6 +83,6 @@ class Quantized:
 
 
 def least_scale(format: torch.dtype) -> float:
-    """The scale from which the square of the smallest code is a normal fp32 number."""
+    """Return the smallest scale for which the square of the smallest code is a normal fp32 number."""
     mantissa, lowest, _ = FORMATS[format]
     return 2.0 ** (mantissa - lowest - 63)

@@ -1,14 +1,16 @@
 """RMSNorm and LayerNorm over the last dimension.
 
 RMSNorm (arXiv:1910.07467): x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm (arXiv:1607.06450):
-(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias. Statistics in fp32 or wider.
+(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias. Statistics are in fp32 or wider.
 
-Input and output [..., hidden], weight and bias [hidden]. With n = (x - mean) * r, r = 1 / sqrt(... + epsilon), no mean
-in RMSNorm, and g the incoming gradient, those of weight and bias are the sums over tokens of g * n and of g, and the
-input's is r * (g * weight - n * mean(g * weight * n) - mean(g * weight)), the last term in LayerNorm alone.
+Input and output are [..., hidden], weight and bias [hidden]. Let n = (x - mean) * r and r = 1 / sqrt(... + epsilon),
+without the mean in RMSNorm, and let g be the incoming gradient. The gradients of weight and bias are the sums over
+tokens of g * n and of g. The gradient of the input is
+r * (g * weight - n * mean(g * weight * n) - mean(g * weight)), with the last term only in LayerNorm.
 
-With a residual the norm is of input + residual, rounded to their dtype, and that sum is returned beside it. The two
-share one gradient, the above and the sum's own: an addition that is fused gives the same bits as one that is not.
+With a residual, the norm is of input + residual, rounded to their dtype, and this sum is a second output. Input and
+residual have the same gradient: the gradient above plus the incoming gradient of the sum. The bits are the same with
+and without the fusion of the addition.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from megalite_kernels.torch_internals import layer_norm_gradients
 
 
 class _RMSNormReference(torch.autograd.Function):
-    """Keeps the input and one number a token."""
+    """RMSNorm that saves only the input and one number per token."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -48,7 +50,10 @@ class _RMSNormReference(torch.autograd.Function):
 
 
 class _LayerNormReference(torch.autograd.Function):
-    """Keeps the input and two numbers a token. (On low precision torch's own rounds on the way.)"""
+    """LayerNorm that saves only the input and two numbers per token.
+
+    torch's own LayerNorm rounds intermediate values of low-precision inputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
@@ -72,13 +77,13 @@ def _widened(first: Tensor, *rest: Tensor) -> list[Tensor]:
     return [part.to(wide) for part in (first, *rest)]
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def norm(input: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    """Compute RMSNorm, or LayerNorm if there is a bias.
+    """Compute RMSNorm, or LayerNorm if there is a bias, of [..., hidden].
 
-    [..., hidden] to [..., hidden], in the dtype of the input; weight and bias may be wider.
+    The output has the shape and dtype of the input. Weight and bias may be wider.
     """
     output: Tensor
     if current().runs_triton("norm", input, weight, bias):
@@ -95,9 +100,9 @@ def norm(input: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> 
 def residual_norm(
     input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of input + residual, both [..., hidden] of one dtype, and that sum.
+    """Return the norm of input + residual, and this sum. Both arguments are [..., hidden] with the same dtype.
 
-    The norm is of the sum rounded to that dtype.
+    The sum is rounded to this dtype before the norm.
     """
     tensors = (input, residual, weight, bias)
     if not (current().runs_triton("norm", *tensors) and current().runs_triton("residual_norm", *tensors)):

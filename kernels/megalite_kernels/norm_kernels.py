@@ -1,4 +1,4 @@
-"""The norms' Triton kernels, of an input or of its sum with a residual, and what launches them: see norm.py."""
+"""Triton kernels of the norms, with or without a residual, and their launchers: see norm.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
-FORWARD_COLUMNS = 16384  # a wider row is read again from the cache for each of its statistics
-BACKWARD_COLUMNS = 8192  # likewise
-# Backward's sums over rows stay in registers: a program of RMSNorm, or of LayerNorm, which has twice as many, takes
-# those of so many columns at most, or some spill; of fp32, whose columns take more registers, BACKWARD_COLUMNS.
+FORWARD_COLUMNS = 16384  # wider rows are read again, from the cache, for each statistic
+BACKWARD_COLUMNS = 8192  # wider rows are read again, as in forward
+# Most columns per program for which backward's sums over rows fit in registers without spilling. False is RMSNorm. True
+# is LayerNorm, which has twice as many sums. For fp32, whose columns take more registers, it is BACKWARD_COLUMNS.
 SUMMED_COLUMNS = {False: 16384, True: 12288}
 
 # ------------------------------------------------------------------------------------------------- the kernels
@@ -30,7 +30,7 @@ def _sum_in_fp32(
     residual_stride: tl.tensor,
     inside: tl.tensor,
 ) -> tl.tensor:
-    """A tile of the input, or of input + residual, rounded as it is stored."""
+    """Load a tile of the input, or of input + residual rounded to the dtype in which it is stored, as fp32."""
     x = tl.load(input + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         x += tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def normalize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Each program has ROWS rows, and goes over their columns once a statistic where they are more than COLUMNS."""
+    """Normalize ROWS rows per program. Rows wider than COLUMNS are read once per statistic and once for the output."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     present = row < rows
     column = tl.arange(0, COLUMNS)
@@ -113,17 +113,18 @@ def normalize_backward(
     COLUMNS: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Each program adds up over its tiles of rows, in their order: [programs, WIDTH] sums of each parameter's gradient.
+    """Compute the input's gradient, and partial sums [programs, WIDTH] of the gradients of weight and bias.
 
-    Rows that are wider than COLUMNS are read twice, the second time from the cache. Of those that are wider than PART,
-    a program along the grid's second axis has PART columns: it reads the others for the statistics alone.
+    Each program sums over its tiles of rows in a fixed order. Rows wider than COLUMNS are read twice, the second time
+    from the cache. Rows wider than PART are split along the grid's second axis: each program writes PART columns, and
+    reads the others only for the statistics.
     """
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     own_column = column + tl.program_id(1) * PART if PART < WIDTH else column
     zeros = (tl.zeros((ROWS, COLUMNS), tl.float32),)
     weight_sum = zeros
-    for _ in tl.static_range(COLUMNS, PART, COLUMNS):  # Triton 3.6 multiplies no tuples
+    for _ in tl.static_range(COLUMNS, PART, COLUMNS):  # Triton 3.6 cannot multiply tuples
         weight_sum = weight_sum + zeros  # type: ignore[assignment]
     bias_sum = weight_sum
     for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -158,13 +159,13 @@ def normalize_backward(
             if CENTERED:
                 result -= common_row
             result = result.to(input_gradient.dtype.element_ty)
-            if total_gradient is not None:  # added to what is rounded, so that bits do not depend on the fusion
+            if total_gradient is not None:  # after rounding, so the bits are the same without fusion
                 place = total_gradient + row[:, None] * total_gradient_stride + (start + own_column)[None, :]
                 added = result.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 result = added.to(input_gradient.dtype.element_ty)
             tl.store(input_gradient + row[:, None] * WIDTH + (start + own_column)[None, :], result, mask=inside)
             weight_part, bias_part = (weight_sum[0] + g.to(tl.float32) * normed,), (bias_sum[0] + g.to(tl.float32),)
-            weight_sum, bias_sum = weight_sum[1:] + weight_part, bias_sum[1:] + bias_part  # the next columns' first
+            weight_sum, bias_sum = weight_sum[1:] + weight_part, bias_sum[1:] + bias_part  # rotate to the next columns
     for start in tl.static_range(0, PART, COLUMNS):
         place = program.to(tl.int64) * WIDTH + start + own_column
         tl.store(weight_sums + place, tl.sum(weight_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
@@ -172,13 +173,13 @@ def normalize_backward(
             tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Norm(torch.autograd.Function):
-    """LayerNorm, or RMSNorm where there is no bias, of the input; or of input + residual, and then that sum, too.
+    """RMSNorm, or LayerNorm if there is a bias. With a residual, it normalizes and also returns input + residual.
 
-    Keeps what is normalised and one or two numbers a token.
+    It saves the tensor that it normalizes, and one or two numbers per token.
     """
 
     @staticmethod

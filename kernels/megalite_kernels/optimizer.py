@@ -1,15 +1,17 @@
-"""AdamW and SGD with momentum over flat buffers, in place: one launch reads all once and writes all once.
+"""AdamW and SGD with momentum over flat buffers, in place. One launch reads and writes each tensor once.
 
-AdamW (arXiv:1711.05101), with the gradient g times a factor that clips it and takes the loss scale out, moments m and
-v, rate r, decay d and the number of the step t:
+The gradient g is first multiplied by a factor, which clips it and removes the loss scale. AdamW (arXiv:1711.05101),
+with moments m and v, learning rate r, weight decay d and step number t:
 
     m = m + (1 - beta1) (g - m)      v = beta2 v + (1 - beta2) g^2
     w = (1 - r d) w - r / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon)
 
-SGD: m = momentum m + (g + d w), w = w - r m; without momentum m is g + d w. Arithmetic is in fp32 or wider, and what is
-kept is rounded; constants are computed in double precision. The parameters are their own masters, or rounded from
-masters of another dtype, or bf16 beside int16 remainders of fp32 masters (`master_weights`). Moments are of any dtype,
-or in 8 bits (`moments`).
+SGD: m = momentum m + (g + d w), w = w - r m. Without momentum, m is g + d w.
+
+Arithmetic is in fp32 or wider, and the stored results are rounded. Constants are computed in double precision. There
+are three ways to store weights: the parameters are their own masters, or they are rounded from masters of another
+dtype, or they are bf16 with int16 remainders of fp32 masters (`master_weights`). Moments have any dtype, or 8 bits
+(`moments`).
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ Moment = Tensor | Quantized
 
 
 class Flat(NamedTuple):
-    """Tensors of an update, [elements] each; gradients are only read.
+    """Tensors of an update, [elements] each. Gradients are only read.
 
     Attributes:
-        master: master weights; int16: remainders; None: the parameters are their own masters.
-        first: the index of the first element among those that draw random numbers from one seed; a multiple of 8.
+        master: master weights; int16 for remainders; None if the parameters are their own masters.
+        first: index of the first element among all elements that share one random seed, a multiple of 8.
     """
 
     parameters: Tensor
@@ -51,9 +53,10 @@ class AdamW(NamedTuple):
     """Hyperparameters of an update.
 
     Attributes:
-        step: the number of the update, from 1.
+        step: number of the update, from 1.
         factor: factor of the gradients.
-        seed: an even number of 63 bits for the stochastic rounding of 8-bit moments; another one for each update.
+        seed: an even 63-bit number for the stochastic rounding of 8-bit moments, different for each update. The second
+            moment uses seed + 1.
     """
 
     rate: float
@@ -96,7 +99,10 @@ def sgd_reference_(flat: Flat, average: Moment | None, by: SGD) -> None:
 
 
 def _chunks(flat: Flat, moments: tuple[Moment, ...], by: AdamW | SGD) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Yield chunks that fit in the cache: gradients, and weights and moments to change in place, in fp32 or wider."""
+    """Yield chunks that fit in the cache: gradients, weights and moments in fp32 or wider.
+
+    The caller changes weights and moments in place, and they are stored before the next chunk.
+    """
     wide = torch.promote_types(flat.parameters.dtype, torch.float32)
     size = launch.chunk_elements(flat.parameters.device)
     for start in range(0, len(flat.parameters), size):
@@ -116,7 +122,7 @@ def _read(moment: Moment, start: int, stop: int) -> Tensor:
     return moment.read(start, stop) if isinstance(moment, Quantized) else moment[start:stop]
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 @torch.no_grad()
@@ -124,7 +130,7 @@ def adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
     """Update weights and moments, each [elements], in place.
 
     Raises:
-        ValueError: the elements of a tensor do not lie side by side, or they are of several lengths.
+        ValueError: a tensor is not flat and contiguous, or the lengths differ.
     """
     if not _runs_triton(flat, average, squares):
         adamw_reference_(flat, average, squares, by)
@@ -136,10 +142,10 @@ def adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
 
 @torch.no_grad()
 def sgd_(flat: Flat, average: Moment | None, by: SGD) -> None:
-    """Update weights and momentum (None: there is none), each [elements], in place.
+    """Update weights and momentum (None if not used), each [elements], in place.
 
     Raises:
-        ValueError: the elements of a tensor do not lie side by side, or they are of several lengths.
+        ValueError: a tensor is not flat and contiguous, or the lengths differ.
     """
     if not _runs_triton(flat, average):
         sgd_reference_(flat, average, by)

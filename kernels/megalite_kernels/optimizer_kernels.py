@@ -1,4 +1,4 @@
-"""The Triton kernels of the updates and of sums of squares, and their launchers: see optimizer.py, l2_norm.py."""
+"""Triton kernels of the updates and of sums of squares, and their launchers: see optimizer.py, l2_norm.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment
 from megalite_kernels.quantization import FORMATS
 from megalite_kernels.quantization_kernels import dequantized, quantized
 
-NORM_BLOCKS = 64  # blocks of a sum of squares that a program adds up
+NORM_BLOCKS = 64  # blocks of `l2_norm` per program
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
@@ -31,7 +31,7 @@ def load_master(master: tl.tensor, parameters: tl.tensor, place: tl.tensor, pres
         bits = tl.load(parameters + place, mask=present, other=0).to(tl.int32) << 16
         bits += tl.load(master + place, mask=present, other=0)
         return bits.to(tl.float32, bitcast=True)
-    else:  # noqa: RET505  (one of the two is compiled)
+    else:  # noqa: RET505  (only one branch is compiled)
         return tl.load(master + place, mask=present, other=0.0).to(tl.float32)
 
 
@@ -62,10 +62,10 @@ def load_moment(
     ROOT: tl.constexpr,
     FORMAT: tl.constexpr,
 ) -> tl.tensor:
-    """A tile in fp32, [rows, BLOCK]. FORMAT is None where the moment is a tensor of its values."""
+    """Load a tile in fp32, [rows, BLOCK]. FORMAT is None if the moment is not quantized."""
     if FORMAT is None:
         return tl.load(moment + place, mask=present, other=0.0).to(tl.float32)
-    else:  # noqa: RET505  (one of the two is compiled)
+    else:  # noqa: RET505  (only one branch is compiled)
         codes = tl.load(moment + place, mask=present, other=0)
         scale = tl.load(scales + row, mask=tl.max(present.to(tl.int32), 1) > 0, other=0.0)
         value = dequantized(codes, scale, FORMAT[0], FORMAT[1])
@@ -103,7 +103,10 @@ def store_moment(
 def _tile(
     units: tl.tensor, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The program's rows, where their elements lie, and which are there: units that are so together or not at all."""
+    """Return the program's rows, the offsets of their elements, and a mask of the elements inside the buffer.
+
+    The mask is equal for all elements of a unit, which lets the compiler use wide accesses.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     present = (row * (BLOCK // UNIT))[:, None] + (column // UNIT)[None, :] < units
@@ -136,8 +139,15 @@ def _adamw(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """`shrinking`: what decay leaves of a weight; `rate`, over the first moment's correction; `correction`: the root of
-    the second's; `new1`, `new2`: one minus each beta."""
+    """Update one tile per program.
+
+    Args:
+        shrinking: 1 - learning rate * weight decay.
+        rate: learning rate / (1 - beta1^step).
+        correction: sqrt(1 - beta2^step).
+        new1: 1 - beta1.
+        new2: 1 - beta2.
+    """
     row, place, present = _tile(units, UNIT, ROWS, BLOCK)
     g = tl.load(gradients + place, mask=present, other=0.0).to(tl.float32) * tl.cast(factor, tl.float32)
     m = load_moment(average, average_scales, row, place, present, False, AVERAGE)
@@ -192,14 +202,14 @@ def _sum_squares(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program writes its blocks' sums, of squares of elements times the block's scale, and the scales."""
+    """Write the sums of squares of BLOCKS scaled blocks per program, and the scale of each block."""
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     block = tl.arange(0, BLOCKS)
     element = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     start = first * BLOCK
     present = start // UNIT + element // UNIT < units
     x = tl.load(values + start + element, mask=present, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)  # which passes over NaN; the sum does not
+    largest = tl.max(tl.abs(x), 1)  # max ignores NaN, but the sum below does not
     scale = tl.where(largest > 2.0**40, 2.0**-90, tl.where(largest < 2.0**-40, 2.0**90, 1.0))
     scaled = x * scale[:, None]
     written = start // UNIT + block * BLOCK // UNIT < units
@@ -207,7 +217,7 @@ def _sum_squares(
     tl.store(scales + first + block, scale, mask=written)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
@@ -221,7 +231,7 @@ def launch_sgd_(flat: Flat, average: Moment | None, by: SGD) -> None:
 
 
 def _launch(function: Any, flat: Flat, moments: Sequence[Moment | None], seed: int, numbers: Sequence[float]) -> None:
-    """One program a tile; the parameters are an argument where they are not their own masters."""
+    """Launch one program per tile. Parameters that are their own masters are passed as masters."""
     elements, shape = len(flat.parameters), tile(BLOCK, largest=BLOCK)
     weights = (None, flat.parameters) if flat.master is None else (bits_of(flat.parameters, flat.master), flat.master)
     kept: list[Tensor | None] = []

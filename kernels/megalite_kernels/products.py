@@ -1,4 +1,4 @@
-"""A product that is written where it belongs."""
+"""Elementwise product that is written into existing memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def product_into(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """first * second in the memory of `place`, which may be a part of a larger tensor."""
-    if torch.compiler.is_compiling():  # which takes no such part for out=, and fuses the copy
+    """Write first * second into `place`, which may be a view of a part of a larger tensor."""
+    if torch.compiler.is_compiling():  # the compiler supports no such view as out=, and it fuses the copy
         return place.copy_(first * second)
     return torch.mul(first, second, out=place)

@@ -1,19 +1,21 @@
-"""Blockwise quantisation: flat tensors as codes of 8 bits, with one fp32 scale for each block of consecutive elements.
+"""Blockwise quantization: flat tensors as 8-bit codes, with one fp32 scale per block of consecutive elements.
 
-An element is code * scale, and the largest of a block has the largest code: 127 of int8, 448 of fp8 e4m3fn, 57344 of
-e5m2 (arXiv:2110.02861 and arXiv:2209.05433 tell where that is enough). A scale has 17 significant bits, so that code *
-scale is exact in fp32, whatever a compiler fuses it with. What was quantised once and comes again keeps each code and
-scale, however it is rounded. The same code is for int8 and fp8: an integer is a number whose exponent is its lowest.
+An element is code * scale. The largest element of a block gets the largest code: 127 in int8, 448 in fp8 e4m3fn, 57344
+in e5m2 (arXiv:2110.02861 and arXiv:2209.05433 show where this is precise enough). A scale has 17 significant bits, so
+code * scale is exact in fp32, even if the compiler fuses it with other operations. Quantizing dequantized values again
+gives the same codes and scales, under either rounding. The same algorithm serves int8 and fp8: an integer is treated as
+a float that always has the lowest exponent.
 
-Rounding is to nearest, ties to even, or stochastic: up with a probability of the distance from the code below, in
-steps of 2^-14, by the random numbers of Philox-4x32-10 (Salmon et al., SC'11) with the seed as the key. Element i of
-the whole has the i-th 16 bits, little end first, of the outputs for the counters 0, 1, 2 and so on.
+Rounding is to nearest (ties to even) or stochastic. Stochastic rounding goes up with a probability equal to the
+distance from the code below, in steps of 2^-14. Its random numbers are those of Philox-4x32-10 (Salmon et al., SC'11)
+with the seed as the key. Element i of the full tensor uses the i-th 16 bits, in little-endian order, of the outputs for
+the counters 0, 1, 2 and so on.
 
-Of normal numbers in blocks of 256, the root mean square error is, relative to theirs and rounded to nearest or
-stochastically, 0.70 % or 0.98 % in int8, 2.6 % or 3.7 % in e4m3fn, and 5.2 % or 7.4 % in e5m2.
+The relative root mean square error for normally distributed values in blocks of 256, to nearest and stochastic: 0.70 %
+and 0.98 % in int8, 2.6 % and 3.7 % in e4m3fn, 5.2 % and 7.4 % in e5m2.
 
-A block with an infinity or no number has no number for its scale and comes back as such. A block whose smallest steps
-would be fp32's subnormal numbers comes back as zeros.
+A block that contains an infinity or a NaN has the scale NaN and is dequantized to NaN. A block whose smallest steps
+would be subnormal in fp32 is dequantized to zeros.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ GROUP = 8  # elements that share a counter
 
 
 class Format(NamedTuple):
-    """Layout of a code: a number's exponent, above the lowest, and the bits of its mantissa."""
+    """Parameters of an 8-bit number format.
+
+    Attributes:
+        mantissa: number of bits of the mantissa.
+        lowest: lowest exponent.
+        largest: value of the largest code.
+    """
 
     mantissa: int
     lowest: int
@@ -45,7 +53,7 @@ FORMATS = {
 
 
 def storage(format: torch.dtype) -> torch.dtype:
-    """Return the dtype that kernels see: Triton has fp8 on some GPUs alone, and codes are made of integers."""
+    """Return the integer dtype in which kernels see codes. Triton supports fp8 only on some GPUs."""
     return torch.int8 if format == torch.int8 else torch.uint8
 
 
@@ -53,7 +61,7 @@ def storage(format: torch.dtype) -> torch.dtype:
 
 
 def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
-    """Philox-4x32-10: four words of 32 bits, each in int64, for each four of a counter."""
+    """Compute Philox-4x32-10: four 32-bit words for each counter of four words, each word in an int64."""
     first, second, third, fourth = counter
     low, high = key
     for _ in range(10):
@@ -68,7 +76,7 @@ def philox(counter: list[Tensor], key: tuple[int, int]) -> list[Tensor]:
 
 
 def _random_bits(elements: int, seed: int, offset: int, device: torch.device) -> Tensor:
-    """16 for each element, in int32."""
+    """Return 16 random bits per element, in int32."""
     counters = torch.arange(offset // GROUP, (offset + elements) // GROUP, device=device)
     zeros = torch.zeros_like(counters)
     counter = [counters & 0xFFFFFFFF, counters >> 32, zeros, zeros]
@@ -84,7 +92,7 @@ def quantize_reference(
     blocks = F.pad(flat, (0, -len(flat) % block)).view(-1, block)
     top = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1) if len(blocks) else blocks.new_empty(0, dtype=torch.int32)
     finite = top < 0x7F800000
-    # By a tensor: on a GPU torch divides by a number as it multiplies by its inverse.
+    # The divisor is a tensor: on a GPU, torch divides by a Python number by multiplying with its inverse, which rounds.
     quotients = top.view(torch.float32) / torch.full_like(top, largest, dtype=torch.float32)
     scales = (quotients.view(torch.int32) & -128).view(torch.float32)
     scales = torch.where(scales >= 2.0 ** (mantissa - lowest - 126), scales, 0.0)
@@ -93,6 +101,7 @@ def quantize_reference(
     scaled = (blocks.abs() * inverses[:, None]).clamp(max=largest)
     exponent = (scaled.view(torch.int32) >> 23).clamp(min=127 + lowest)
     fraction = 0 if seed is None else 14
+    # Adding the float `unit` rounds to a whole number of steps (of 2^-14 steps if stochastic), found in the low bits.
     unit = (exponent - mantissa + 23 - fraction) << 23
     steps = (scaled + unit.view(torch.float32)).view(torch.int32) - unit
     if seed is not None:
@@ -109,23 +118,26 @@ def dequantize_reference(codes: Tensor, scales: Tensor, block: int, dtype: torch
     return (codes.float() * scales.repeat_interleave(block)[: len(codes)]).to(dtype)
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def quantize(
     values: Tensor, format: torch.dtype, block: int, *, seed: int | None = None, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Flat codes of this dtype and fp32 scales [blocks] for a tensor of any shape, in its order; the last may be short.
+    """Quantize a tensor of any shape, in row-major order. The last block may be short.
 
     Args:
-        values: in fp32, bf16 or fp16; fp64 is rounded to fp32 first.
+        values: values in fp32, bf16 or fp16; fp64 is rounded to fp32 first.
         format: torch.int8, float8_e4m3fn or float8_e5m2.
-        block: elements that share a scale: a power of two, 128 to 2048.
-        seed: rounds stochastically, by 64 bits; None: to nearest.
-        offset: the place of the first element in the whole that draws by this seed, a multiple of 8.
+        block: elements per scale: a power of two from 128 to 2048.
+        seed: 64-bit seed of stochastic rounding; None rounds to nearest.
+        offset: index of the first element in the full tensor that shares this seed, a multiple of 8.
+
+    Returns:
+        Flat codes of dtype `format`, and fp32 scales [blocks].
 
     Raises:
-        ValueError: there is no such format or block, or the offset is no multiple of 8.
+        ValueError: there is no such format or block size, or the offset is not a multiple of 8.
     """
     _check(format, block)
     if offset % GROUP:
@@ -138,10 +150,10 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """Return the flat values that `quantize` encoded, in this dtype.
+    """Return the flat values of codes and scales from `quantize`, in this dtype.
 
     Raises:
-        ValueError: there is no such format or block, or the scales are not one for each block.
+        ValueError: there is no such format or block size, or there is not one scale per block.
     """
     _check(codes.dtype, block)
     if len(scales) != -(-len(codes) // block):

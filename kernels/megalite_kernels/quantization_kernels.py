@@ -1,4 +1,4 @@
-"""The Triton kernels of quantisation, two of which others call, and what launches them: see quantization.py."""
+"""Triton kernels of quantization and their launchers, and two functions for other kernels: see quantization.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from megalite_kernels.launch import tile
 from megalite_kernels.quantization import FORMATS, storage
 
-TILE = 2048  # elements, and the largest block
+TILE = 2048  # elements per tile; also the largest block
 
 # ------------------------------------------------------------------------------------------------- the kernels
 
@@ -27,7 +27,7 @@ def quantized(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Quantize fp32 [rows, block] in registers to codes in int32 [rows, block] and scales [rows].
 
-    `first`: the number of each row's first element in the whole, int64 [rows].
+    `first`: index of each row's first element in the full tensor, int64 [rows].
     """
     bits = values.to(tl.int32, bitcast=True)
     top = tl.max(bits & 0x7FFFFFFF, 1)
@@ -57,7 +57,7 @@ def quantized(
 
 @triton.jit
 def dequantized(codes: tl.tensor, scales: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
-    """Return codes [rows, block] in registers, as they lie in memory, times scales [rows]: fp32 [rows, block]."""
+    """Return stored codes [rows, block] in registers times scales [rows], in fp32 [rows, block]."""
     codes = codes.to(tl.int32)
     if MANTISSA == 7:
         return codes.to(tl.float32) * scales[:, None]
@@ -65,7 +65,7 @@ def dequantized(codes: tl.tensor, scales: tl.tensor, MANTISSA: tl.constexpr, LOW
     steps = (codes & ((1 << MANTISSA) - 1)) + ((field > 0).to(tl.int32) << MANTISSA)
     unit = ((tl.maximum(field, 1) + (126 + LOWEST - MANTISSA)) << 23).to(tl.float32, bitcast=True)
     positive = steps.to(tl.float32) * unit * scales[:, None]
-    sign = (codes & 0x80) << 24  # also of zero, which a difference would lose
+    sign = (codes & 0x80) << 24  # set as a bit, so that zero keeps its sign, too
     return (positive.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
@@ -85,7 +85,7 @@ def _quantize(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program has ROWS blocks; the last of all is short where they are not WHOLE."""
+    """Quantize ROWS blocks per program. WHOLE is False if the last block of the tensor is short."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     present = row < tl.cdiv(elements, BLOCK)
@@ -108,7 +108,7 @@ def _dequantize(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each program has ROWS blocks; the last of all is short where they are not WHOLE."""
+    """Dequantize ROWS blocks per program. WHOLE is False if the last block of the tensor is short."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     present = row < tl.cdiv(elements, BLOCK)
@@ -118,7 +118,7 @@ def _dequantize(
     tl.store(values + place, x.to(values.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_quantize(
@@ -150,5 +150,5 @@ def launch_dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dt
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as a number of int64."""
+    """Return the int64 number with the same 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,8 +1,8 @@
 """Rotary position embedding of queries and keys (arXiv:2104.09864).
 
-Of the first `rotated` channels of a head, pairs are turned by position * frequency; the others pass through. Channel i
-is paired with i + rotated / 2 (half-split) or, interleaved, 2i with 2i + 1. The transpose of a rotation is the rotation
-by the opposite angle, so that backward needs the tables alone.
+The first `rotated` channels of a head form pairs, and each pair is rotated by position * frequency. The other channels
+are copied. Channel i is paired with i + rotated / 2 (half-split), or 2i with 2i + 1 (interleaved). The transpose of a
+rotation is the rotation by the opposite angle, so backward needs only the tables.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> 
 
 
 def _pairs(heads: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """The first and the second channels of all pairs, as views."""
+    """Return the first and the second channels of all pairs, as views."""
     if interleaved:
         return heads[..., 0:rotated:2], heads[..., 1:rotated:2]
     return heads[..., : rotated // 2], heads[..., rotated // 2 : rotated]
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def rotary_embedding(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn the heads of queries and keys [sequence, batch, heads, head_dim], where there may be fewer keys' heads.
+    """Rotate the heads of queries and keys [sequence, batch, heads, head_dim]. Keys may have fewer heads.
 
-    The tables [sequence, batch or 1, 1, rotated / 2] are fp32 or wider; the products are taken in their precision and
-    rounded once.
+    The tables [sequence, batch or 1, 1, rotated / 2] are in fp32 or wider. Arithmetic is in their precision, and the
+    result is rounded once.
     """
     rotate = _rotate_reference
     if current().runs_triton("rotary", query, key, cosine, sine):
@@ -64,7 +64,7 @@ def rotary_embedding(
 
 
 class _Rotation(torch.autograd.Function):
-    """Saves only the tables. `rotate`: the reference, or what launches the kernel."""
+    """Rotation that saves only the tables. `rotate`: the reference, or the launcher of the kernel."""
 
     @staticmethod
     def forward(

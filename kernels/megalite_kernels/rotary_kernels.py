@@ -1,4 +1,4 @@
-"""The Triton kernels of the rotation of queries and keys, and what launches them: see rotary.py."""
+"""Triton kernels of the rotation of queries and keys, and their launcher: see rotary.py."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _rotate_heads(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """ROWS heads of one sequence, those of a position side by side, into a contiguous output.
+    """Rotate ROWS heads of one sequence into a contiguous output, in the order of positions, then heads.
 
-    The strides of the tables are in rows of PAIRS, which tells the compiler of their alignment.
+    The strides of the tables are in units of PAIRS elements, so that the compiler can infer their alignment.
     """
     batch, batches = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -98,7 +98,7 @@ def _rotate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """The first programs have the queries, the others the keys; the second axis has the batch."""
+    """Rotate queries in the first programs and keys in the others. The grid's second axis is the batch."""
     program = tl.program_id(0)
     queries = tl.cdiv(positions * QUERY_HEADS, ROWS)
     if program < queries:
@@ -117,7 +117,7 @@ def _rotate(
         )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_rotate(
@@ -143,7 +143,7 @@ def launch_rotate(
 
 
 def _in_rows(table: Tensor) -> tuple[Tensor, int, int]:
-    """The table, and the rows of it from position to position and from sequence to sequence."""
+    """Return the table and its strides between positions and between sequences, in units of rows of pairs."""
     pairs = table.shape[-1]
     if table.stride(-1) != 1 or table.stride(0) % pairs or table.stride(1) % pairs:
         table = table.contiguous()

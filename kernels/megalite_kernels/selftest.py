@@ -1,11 +1,12 @@
-"""Test of the kernels on this machine's GPU: that results are right, and how near they come to its bandwidth.
+"""Test of the kernels on this machine's GPU: correct results, and bandwidth relative to a plain copy.
 
     python -m megalite_kernels.selftest [--only WORD] [--numbers]
 
-Each operation runs at the sizes of `megalite_kernels.cases` and is compared, outputs and gradients, with itself in
-float64, which never runs as kernels; two runs must have the same bits. Then each is timed beside a copy. Exit code 0:
-all is right; 1: a number is wrong; 2: there is no GPU, or no Triton. `--device cpu` tries the numbers alone in Triton's
-interpreter, which has no bf16.
+Each operation runs at the sizes of `megalite_kernels.cases`. Its outputs and gradients are compared with those of the
+reference in float64, and two runs must give the same bits. Then its bandwidth is compared with that of a copy.
+`--device cpu` only checks results, in Triton's interpreter, which does not support bf16.
+
+Exit code 0: all results are right; 1: a result is wrong; 2: there is no GPU, or no Triton.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from megalite_kernels.cases import Case
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, interleaved, traffic
 
-# Largest relative norm of the error: 8 roundings of fp32, 2 of half precision. A kernel's result in float64 is a sum of
-# what it computed in fp32.
+# Largest relative norm of the error: 8 roundings of fp32, 2 of half precision. Results in float64 are sums of values
+# that a kernel computed in fp32, so their tolerance is that of fp32.
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 TOKENS = {"cuda": (1, 1031), "cpu": (1, 3)}
 EXIT_WRONG, EXIT_NOTHING_TO_TEST = 1, 2
 
 
 def largest_error(case: Case, tokens: int, device: str) -> float:
-    """Error of outputs and gradients over what is tolerated; infinite if two runs differ or are not finite."""
+    """Return the largest error of outputs and gradients relative to the tolerance.
+
+    It is infinite if two runs differ or a result is not finite.
+    """
     torch.manual_seed(tokens)
     inputs = case.make_inputs(tokens, device)
     incoming: list[Tensor] = []
@@ -49,7 +53,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _results(
     case: Case, inputs: Sequence[Tensor], incoming: list[Tensor], copy: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Return outputs, and gradients of copies of the inputs; the first run draws the incoming gradients."""
+    """Run the case on copies of the inputs. Return outputs and gradients. The first run draws incoming gradients."""
     own = [copy(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in inputs]
     outputs = case.outputs(own)
     ends = [output for output in outputs if output.requires_grad]
@@ -73,7 +77,7 @@ def _error(case: Case, ours: Tensor, again: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Largest error of an operation over what is tolerated; or infinity, and the exception that was raised."""
+    """Largest error of an operation relative to the tolerance, or infinity and the exception that was raised."""
 
     case: Case
     error: float
@@ -93,13 +97,13 @@ def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
     for case in chosen:
         try:
             yield Numbers(case, max(largest_error(case, tokens, device) for tokens in TOKENS[device]))
-        except Exception as error:  # of the compiler or the driver: the other operations are looked at all the same
+        except Exception as error:  # from the compiler or the driver; go on with the other operations
             yield Numbers(case, math.inf, f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one direction of an operation, and bytes per second of those that it must read and write."""
+    """Seconds of one direction of an operation, and its bandwidth: the least bytes to read and write per second."""
 
     case: Case
     direction: str
@@ -112,7 +116,7 @@ class Speed:
 
 
 def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -> Iterator[Speed]:
-    """`elements`: of the largest input."""
+    """Measure the time of each case. `elements`: size of its largest input."""
     use(Kernels("triton"))
     for case in chosen:
         torch.manual_seed(0)
@@ -124,7 +128,7 @@ def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -
 
 
 def nothing_to_test(device: str) -> str | None:
-    """Return why no kernel can run here."""
+    """Return the reason why no kernel can run here, or None if kernels can run."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
@@ -141,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=TOKENS, default="cuda")
     flags = parser.parse_args(arguments)
     if flags.device == "cpu" and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks for when it is imported
+        os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported
     if reason := nothing_to_test(flags.device):
         print(f"selftest: nothing was tested: {reason}", file=sys.stderr)
         return EXIT_NOTHING_TO_TEST

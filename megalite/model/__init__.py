@@ -1,1 +1,1 @@
-"""The transformer, from parallel layers."""
+"""The transformer, built from parallel layers."""

@@ -20,9 +20,13 @@ from megalite_kernels.rotary import rotary_embedding
 
 
 def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
-    """The key-value groups that `rank` needs for its query heads, as runs (first group, count, ranks that share them).
+    """Return the key-value groups that `rank` needs for its query heads.
 
-    Ranks hold equal, consecutive shares of the heads; a group whose heads cross a border is held by both sides.
+    Each rank has an equal number of consecutive query heads. A group whose heads are on several ranks is replicated on
+    all of them.
+
+    Returns:
+        Runs of groups with the same ranks: (first group, count, ranks that have these groups).
     """
     local_heads, heads_per_group = heads // ranks, heads // groups
     runs: list[tuple[int, int, tuple[int, ...]]] = []
@@ -48,7 +52,11 @@ def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[i
 def _query_key_value(
     config: ModelConfig, context: ParallelContext, query: LogicalTensor, key_value: LogicalTensor
 ) -> list[Sharding]:
-    """Queries and this rank's own groups fused into one parameter; then one for each set of ranks that share groups."""
+    """Place queries and keys and values.
+
+    The first placement fuses queries with the groups that only this rank has. One more follows for each set of ranks
+    that share groups.
+    """
     group = context.group("heads")
     runs = key_value_runs(config.num_attention_heads, config.kv_groups, group.size, group.rank)
     own = context.split(query, {0: "heads"}, columns=len(query.shape) - 2)
@@ -57,10 +65,10 @@ def _query_key_value(
 
 
 class Attention(nn.Module):
-    """Multi-head, grouped-query or multi-query attention, causal."""
+    """Causal multi-head, grouped-query or multi-query attention."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None:
-        """`recompute`: run the core (scores, softmax, weighted values) again in backward instead of keeping it."""
+        """`recompute`: recompute the core (scores, softmax, weighted values) in backward instead of saving it."""
         super().__init__()
         heads, groups, width, hidden = (
             config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
@@ -105,7 +113,7 @@ class Attention(nn.Module):
         )
         self.query_norm = self.key_norm = None
         if config.qk_layernorm:
-            # Each rank normalises its own heads: the weights' gradients are partial whatever the sequence does.
+            # Each rank normalizes its own heads, so these gradients are partial even without sequence parallelism.
             self.query_norm = Norm(config, context, f"{name}.query_norm", width, of_part=True)
             self.key_norm = Norm(config, context, f"{name}.key_norm", width, of_part=True)
         scalar = config.query_pre_attn_scalar
@@ -120,7 +128,7 @@ class Attention(nn.Module):
         )
 
     def _key_value_of_head(self, config: ModelConfig, over: Group) -> list[int]:
-        """The local key-value group of each local query head; heads are split over the ranks of `over`."""
+        """Return the local key-value group of each local query head. `over`: the ranks over which heads are split."""
         runs = key_value_runs(config.num_attention_heads, config.kv_groups, over.size, over.rank)
         runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the fused parameter: own groups first
         local = {group: i for i, group in enumerate(g for first, count, _ in runs for g in range(first, first + count))}
@@ -128,7 +136,7 @@ class Attention(nn.Module):
         return [local[(over.rank * self.heads + head) // heads_per_group] for head in range(self.heads)]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+        """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
         query, key, value = self._project(hidden, context)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
@@ -136,10 +144,10 @@ class Attention(nn.Module):
         return self.output(self.core(query, key, value, context.masks[self.window], context.layout, random))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
+        """Return queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
         projected = self.query_key_value(hidden)
         columns = self.heads * self.head_dim
-        # One split and one unbind: slices would each have a gradient of the whole width, to be added up.
+        # One split and one unbind: each slice would have a gradient of the full width, and autograd would add them.
         query, key_value = projected.split([columns, projected.shape[-1] - columns], dim=-1)
         query = query.unflatten(-1, (self.heads, self.head_dim))
         key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)

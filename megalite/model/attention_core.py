@@ -1,4 +1,4 @@
-"""The core of attention: scores, softmax, weighted values. Its caller does not know which ranks hold the keys."""
+"""The core of attention: scores, softmax and weighted values. Callers do not depend on which ranks hold the keys."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, attention_with_lse, draws_its_own, keeps_scores
 
 Core = Callable[[Tensor, Tensor, Tensor, Mask, SequenceLayout, RandomKey | None], Tensor]
-"""A core of attention, called as `LocalCore.__call__` is: from queries, keys and values to mixed values.
+"""An attention core with the arguments of `LocalCore.__call__`.
 
-Ranks that share a sequence need a core of their own, which may call the `LocalCore` of each rank.
+Context parallelism needs another core, which may call the `LocalCore` on each rank.
 """
 
 
 @dataclass(frozen=True)
 class LocalCore:
-    """Attention of one rank over the keys and values that it is given.
+    """Attention on one rank, over the keys and values that are passed in.
 
     Attributes:
-        heads: the range of the model's heads on this rank.
+        heads: this rank's range of the model's heads.
         groups: the local key-value group of each of these heads.
-        scale: factor of scores; None: 1 / sqrt(head_dim).
-        cap: soft cap of scores.
-        dropout: probability with which attention probabilities are dropped.
+        scale: factor of the scores; None for 1 / sqrt(head_dim).
+        cap: soft cap of the scores; None for no cap.
+        dropout: dropout probability of attention probabilities.
         site: the random site of this dropout.
-        recompute: compute it again in backward instead of saving it.
+        recompute: True to recompute the core in backward instead of saving its activations.
     """
 
     heads: range
@@ -47,14 +47,18 @@ class LocalCore:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, layout: SequenceLayout, random: RandomKey | None
     ) -> Tensor:
-        """Queries [tokens, batch, heads, head_dim] to [tokens, batch, heads * head_dim].
+        """Compute attention.
 
         Args:
-            key: of this rank's tokens and, with a cache, of those before them, [tokens, batch, groups, head_dim].
-            value: likewise.
+            query: [tokens, batch, heads, head_dim].
+            key: keys of this rank's tokens and, with a cache, of earlier tokens, [tokens, batch, groups, head_dim].
+            value: values of the same tokens, with the shape of `key`.
             mask: as in megalite_kernels.attention.
-            layout: the places of the queries in their samples.
-            random: None if nothing is dropped.
+            layout: indices of the queries in their samples.
+            random: key of the dropout; None for no dropout.
+
+        Returns:
+            Weighted values, [tokens, batch, heads * head_dim].
         """
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random)
         if (self.recompute or keeps_scores(mask, self.cap)) and torch.is_grad_enabled():
@@ -64,12 +68,14 @@ class LocalCore:
     def with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, random: RandomKey | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention to a part of the keys; megalite_kernels.attention says how the parts are combined.
+        """Compute attention over a part of the keys. megalite_kernels.attention describes how to combine the parts.
 
-        Returns the mixed values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
-        [tokens, batch, heads], in fp32 or wider.
+        Returns:
+            The weighted values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
+            [tokens, batch, heads] in fp32 or wider.
 
-        Raises ConfigurationError if probabilities are to be dropped.
+        Raises:
+            ConfigurationError: attention dropout is enabled.
         """
         if random is not None and self.dropout > 0.0:
             raise ConfigurationError(
@@ -101,7 +107,10 @@ class LocalCore:
         return mixed.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
     def _dealt(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Permute to batch and heads first; repeat keys and values unless equally many consecutive heads share each."""
+        """Permute all three to [batch, heads or groups, tokens, head_dim].
+
+        Keys and values are repeated per head unless each group serves an equal number of consecutive heads.
+        """
         heads, groups = len(self.heads), key.shape[2]
         if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
             key, value = key[:, :, self.groups], value[:, :, self.groups]

@@ -1,4 +1,4 @@
-"""Micro-batches, and the facts about them that the layers of a stage share."""
+"""Micro-batches, and the inputs derived from them that all layers of a stage share."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite_kernels.attention import Mask
 
-_WHOLE = SequenceLayout(0, ())  # stands for all of the tokens, whose number a default cannot know
+_WHOLE = SequenceLayout(0, ())  # a marker for full samples: a default value cannot depend on the number of tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass, with the position of each token: no module derives it from a local index.
+    """The samples of one forward pass, with the position of each token. Modules never derive it from a local index.
 
     Attributes:
         tokens: [batch, sequence] int64.
-        positions: [batch, sequence] int64, counted from the start of the sample, or of the document.
-        first_keys: [batch, sequence] int64, the place in the sample of the first key that each query sees: that of its
-            document's first token (`first_keys`). None: the sample's first.
+        positions: [batch, sequence] int64, counted from the start of the sample or of the document.
+        first_keys: [batch, sequence] int64, index in the sample of the first key that each query sees, which is its
+            document's first token (see the function `first_keys`). None for the sample's first token.
         labels: [batch, sequence] int64; None for logits instead of a loss.
         loss_mask: [batch, sequence], the weight of each token's loss.
-        layout: the places of the tokens in their samples; by default, these are whole samples.
+        key: key of the random numbers.
+        layout: indices of the tokens in their samples; by default, the rank has full samples.
     """
 
     tokens: Tensor
@@ -46,14 +47,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Facts about one micro-batch that all layers of a stage share.
+    """Inputs derived from one micro-batch that all layers of a stage share.
 
     Attributes:
-        rotary: cosine and sine [sequence, batch, 1, rotated / 2].
+        rotary: cosine and sine, [sequence, batch, 1, rotated / 2] each.
         windowed_rotary: the same for layers with a sliding window.
-        masks: attention masks (see megalite_kernels.attention) by a layer's window (`LayerSpec.keys_before`); None:
-            causal over the whole sample. With a cache, the keys are the slots so far.
-        rows: the places in the sample of the hidden states between layers: a part of the tokens under sequence
+        masks: attention mask (see megalite_kernels.attention) for each window (`LayerSpec.keys_before`). A mask of None
+            is causal over the full sample. With a cache, the keys are the slots filled so far.
+        key: key of the random numbers.
+        layout: indices of the tokens in their samples.
+        rows: indices in the sample of the hidden states between layers: a part of the tokens under sequence
             parallelism.
         cache: keys and values of earlier tokens; None if there are none.
     """
@@ -68,15 +71,22 @@ class LayerContext:
 
 
 def first_keys(document_ids: Tensor) -> Tensor:
-    """The place in the sample of each token's document's first token, [batch, sequence], from the number of each
-    token's document. Tokens see keys of their own document only."""
+    """Return the index in the sample of the first token of each token's document, [batch, sequence].
+
+    As the first visible key, it limits attention to the token's own document.
+
+    `document_ids`: the document of each token, [batch, sequence].
+    """
     places = torch.arange(document_ids.shape[1], device=document_ids.device)
     begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
     return (places * begins).cummax(dim=1).values
 
 
 def first_visible(micro_batch: MicroBatch, before: int | None) -> Tensor:
-    """The first key that each query sees, [batch or 1, sequence]: of its document, and of the `before` before it."""
+    """Return the index of the first key that each query sees, [batch or 1, sequence].
+
+    A query sees keys of its document and, if `before` is given, at most so many keys before its own.
+    """
     places = micro_batch.layout.places(micro_batch.tokens.device)
     near = (torch.zeros_like(places) if before is None else (places - before).clamp(min=0)).unsqueeze(0)
     return near if micro_batch.first_keys is None else torch.maximum(micro_batch.first_keys, near)

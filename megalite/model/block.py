@@ -1,6 +1,6 @@
 """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)); or x + attention(norm(x)) + mlp(norm(x)).
 
-With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place of attention(...) and mlp(...).
+With sandwich norms, norm(attention(...)) and norm(mlp(...)) replace attention(...) and mlp(...).
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
 
 class MixerModule(Protocol):
-    """Mixer of tokens: from [sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+    """Layer that mixes tokens, such as attention.
+
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
+    """
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
 
@@ -29,14 +32,18 @@ class MixerModule(Protocol):
 
 
 class FeedForwardModule(Protocol):
-    """Layer that treats tokens one by one: from the same to the same, and sums of its loss terms."""
+    """Layer that processes each token separately. It also returns the sums of its loss terms.
+
+    Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
+    """
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
 
     @staticmethod
     def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the terms of the loss that layers of this kind return; `context.token_axes` are the axes of a sum
-        over the tokens that a layer is given.
+        """Declare the loss terms that layers of this kind return.
+
+        A sum over the tokens of a layer's input has the axes `context.token_axes`.
         """
 
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
@@ -47,7 +54,10 @@ FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP}
 
 
 class LayerOutput(NamedTuple):
-    """Hidden states, what is still to be added to them, and the layer's terms of the loss."""
+    """Output of a block: hidden states, the residual branch that must still be added to them, and loss terms.
+
+    The next layer adds the branch, so that the addition is fused with its norm.
+    """
 
     hidden: Tensor
     branch: Tensor
@@ -73,9 +83,10 @@ class Block(nn.Module):
         self.mlp_site = Site(layer, "mlp output")
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
-        """Hidden states, and what the layer before leaves to be added to them, to the same two.
+        """Run the block on the hidden states plus the previous layer's branch.
 
-        [sequence (/ size under sequence parallelism), batch, hidden] each: so additions go with the norms after them.
+        Both are [sequence (/ size under sequence parallelism), batch, hidden]. They are passed separately so that the
+        addition is fused with the norm after it. `branch` is None in the first block of a stage or recomputed run.
         """
         probability = self.dropout if self.training else 0.0
         normed, hidden = (self.input_norm(hidden), hidden) if branch is None else self.input_norm(branch, hidden)

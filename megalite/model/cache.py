@@ -1,4 +1,4 @@
-"""Keys and values of tokens that have been read, so that the tokens after them can see them without computing them."""
+"""Key-value cache for inference: keys and values of earlier tokens are stored instead of computed again."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values of a batch of sequences in the attention layers of a stage: a token's slot is its position.
+    """Keys and values of a batch of sequences in the attention layers of a stage. A token's slot is its position.
 
-    Sequences of different lengths are padded at their end. Padding fills slots, too, that no token of its sequence sees
-    before the one which stands there has taken its place.
+    Sequences of different lengths are padded at their end. Padding also writes slots, but no token sees such a slot
+    before the true token of this position has overwritten it.
 
-    Holds 2 x layers x batch x key-value groups of this rank x slots x head_dim numbers, of the first forward pass on.
+    The cache stores 2 x layers x batch x key-value groups of this rank x slots x head_dim numbers. The first forward
+    pass allocates them.
     """
 
     def __init__(self, slots: int) -> None:
-        """`slots`: of each sequence, as many as its longest has tokens to be read."""
+        """`slots`: slots per sequence, enough for the tokens of the longest sequence."""
         self.slots = slots
         self._layers: dict[int, Tensor] = {}
         self._positions = torch.empty(0, 0, dtype=torch.int64)
         self._end = 0
 
     def move_to(self, positions: Tensor) -> None:
-        """The forward pass that follows reads the tokens at `positions` [batch, sequence], consecutive in a sequence.
+        """Set the positions [batch, sequence] of the next forward pass's tokens, consecutive in each sequence.
 
-        Raises ValueError if one lies beyond the slots.
+        Raises:
+            ValueError: a position is beyond the slots.
         """
         self._positions, self._end = positions, int(positions.max()) + 1
         if self._end > self.slots:
             raise ValueError(f"a token at position {self._end - 1} has no place among {self.slots} slots")
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the keys and values [sequence, batch, groups, head_dim] of a layer into their slots.
+        """Write keys and values [sequence, batch, groups, head_dim] of a layer into their slots.
 
-        Returns those of all slots so far, [slots so far, batch, groups, head_dim].
+        Returns:
+            The keys and values of all slots so far, [slots so far, batch, groups, head_dim].
         """
         if layer not in self._layers:
             _, batch, groups, width = key.shape
-            # Zeros: what is masked has the weight 0, which times what memory may hold is not always 0.
+            # Zeros, not uninitialized memory: masked slots have the weight 0, but 0 * NaN is NaN.
             self._layers[layer] = key.new_zeros(2, batch, groups, self.slots, width)
         kept = self._layers[layer]
         rows = torch.arange(kept.shape[1], device=kept.device).unsqueeze(1)
@@ -48,8 +51,9 @@ class KeyValueCache:
         return key, value
 
     def mask(self, before: int | None = None) -> Tensor | None:
-        """Return what this pass's tokens see, [batch, 1, sequence, slots so far] bool: the slots up to their own, and
-        with `before` none that is farther back. None: causal, from the first slot on.
+        """Return the mask of this pass, [batch, 1, sequence, slots so far] bool, or None if plain causal is the same.
+
+        A token sees the slots up to its own. With `before`, it sees at most so many slots before its own.
         """
         sequence = self._positions.shape[1]
         if self._end == sequence and (before is None or before >= sequence - 1):
@@ -59,6 +63,6 @@ class KeyValueCache:
         return visible.unsqueeze(1)
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these sequences of the batch alone."""
+        """Keep only these sequences of the batch."""
         for layer, kept in self._layers.items():
             self._layers[layer] = kept[:, rows]

@@ -18,7 +18,10 @@ from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
 def word_sharding(config: ModelConfig, context: ParallelContext, vocab_size: int, copies: tuple[int, ...]) -> Sharding:
-    """The word embedding on this rank, and with it on all `copies`: those of the output layer that it is tied to."""
+    """Place the word embedding, with its vocabulary split over the tensor-parallel ranks.
+
+    `copies`: the ranks that hold this part of the weight, for the embedding or for an output layer tied to it.
+    """
     draw = Normal(config.init_method_std)
     word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, is_embedding_or_output=True)
     padded = config.padded_vocab_size(context.group("vocabulary").size)
@@ -27,7 +30,10 @@ def word_sharding(config: ModelConfig, context: ParallelContext, vocab_size: int
 
 
 class Embedding(nn.Module):
-    """`word`: the placement of the word embedding."""
+    """Sum of word embeddings and, if configured, learned position embeddings.
+
+    `word`: the placement of the word embedding.
+    """
 
     def __init__(self, config: ModelConfig, context: ParallelContext, word: Sharding) -> None:
         super().__init__()
@@ -41,15 +47,20 @@ class Embedding(nn.Module):
             self.position = context.parameter(context.replicated(position))
         self.scale = None
         if config.scale_embeddings:
+            # Rounded to the dtype of the weights, as in Hugging Face's Gemma.
             self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
         self.dropout = config.hidden_dropout
         self.shard = context.shard
         self.site = Site(0, "embedding")
 
     def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey, rows: Runs) -> Tensor:
-        """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden].
+        """Embed tokens at positions, both [batch, sequence].
 
-        `rows`: where in the sample the tokens of the result stand.
+        Args:
+            rows: indices in the sample of the tokens of the result, for dropout.
+
+        Returns:
+            [sequence (/ size under sequence parallelism), batch, hidden].
         """
         hidden: Tensor = self.word(tokens.t())
         if self.scale is not None:

@@ -31,11 +31,11 @@ from megalite_kernels.attention import Mask, block_mask, dense_mask, goes_in_blo
 
 HIDDEN_STATES = "hidden_states"
 LOGITS = "logits"
-"""Names of the tensors that a stage passes on, and that the last one gives where there are no labels."""
+"""Names of tensors in a `StageOutput`. The last stage returns logits if there are no labels."""
 
 
 class GPT(nn.Module):
-    """GPT-2- and Llama-style language models; which one, the configuration says. One stage of a pipeline, or all."""
+    """A GPT-2- or Llama-style language model, selected by the configuration: the full model or one pipeline stage."""
 
     def __init__(
         self,
@@ -50,10 +50,12 @@ class GPT(nn.Module):
         loss: LossConfig | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
+        """Build this rank's part on the mesh's device. Parameter values are not set yet (see `initialize`).
 
-        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding,
-        the ranks that hold both (None: this one); `tied` is the embedding's weight if another stage here has it.
+        Args:
+            stage_layers: the part of the model in this stage; None for the full model.
+            tied_ranks: the ranks that hold the word embedding or an output layer tied to it; None for this rank alone.
+            tied: the weight of the word embedding, if another stage on this rank has it.
         """
         super().__init__()
         if config.vocab_size is None:
@@ -83,17 +85,20 @@ class GPT(nn.Module):
             self.head = Head(config, context, self.vocab_size, weight, loss or LossConfig())
 
     def blocks(self) -> list[nn.Module]:
-        """The parts that forward runs one after the other; together they hold every parameter."""
+        """Return the modules that forward runs in order. Together they own all parameters."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
-        """The terms of the whole network's loss; a stage returns the sums of some."""
+        """The loss terms of the full network. Each stage returns the sums of some of them."""
         kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
         return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
-        """List the layers' `inside` in the order of forward, or of backward, where a recomputed layer has it twice."""
+        """List the layers' `inside` collectives in the order of forward or of backward.
+
+        In backward, the collectives of a recomputed layer run twice: in its recomputed forward and in its backward.
+        """
         if not backward:
             return inside_forward(self.layers)
         found = []
@@ -103,10 +108,10 @@ class GPT(nn.Module):
         return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
-        """Hidden states [sequence (/ size under sequence parallelism), batch, hidden] to the same.
+        """Run the stage on hidden states [sequence (/ size under sequence parallelism), batch, hidden].
 
-        The first stage takes nothing. The last one returns the sum of the micro-batch's token losses times their mask,
-        or where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
+        The first stage ignores `inputs`. The last stage returns the sum of the token losses times their mask. Without
+        labels, it returns logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
         hidden, terms = self.hidden_states(inputs.get(HIDDEN_STATES), micro_batch)
         if self.head is None:
@@ -119,7 +124,7 @@ class GPT(nn.Module):
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, TermSums]:
-        """Do as `forward`, up to the stage's last layer. With a cache, tokens attend to those in it, too."""
+        """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
         if not micro_batch.layout.is_whole:
             raise ValueError("the network needs whole samples, and the micro-batch has a part of each")
         if self.embedding is not None:
@@ -144,7 +149,7 @@ class GPT(nn.Module):
         return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
-        """Make the mask of layers with this window: the keys of its sample that each token sees."""
+        """Make the attention mask of layers with this window: the keys of the sample that each token sees."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
         if causal and layout.is_whole and config.attn_logit_softcapping is None:
@@ -180,9 +185,11 @@ def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> 
 def messages(
     config: ModelConfig, stages: int, *, sequence: int, batch: int, dtype: torch.dtype
 ) -> tuple[tuple[TensorSpec, ...], ...]:
-    """Declare what each stage but the last passes to the next for a micro-batch of so many samples.
+    """Declare the tensors that each stage except the last sends to the next one, per micro-batch.
 
-    `sequence`: the tokens of each that a rank has between two layers, its part of them under sequence parallelism.
+    Args:
+        sequence: tokens per sample on a rank between layers. Under sequence parallelism this is its part of them.
+        batch: samples per micro-batch.
     """
     return ((TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype),),) * (stages - 1)
 
@@ -203,7 +210,10 @@ def make_chunks(
     tied_ranks: tuple[int, ...],
     **options: Unpack[NetworkOptions],
 ) -> list[GPT]:
-    """Make the stages of one rank. `tied_ranks`: the ranks with the first stage and the last, for tied weights."""
+    """Make the stages of one rank.
+
+    `tied_ranks`: the ranks that have the first or the last stage, which share the weight if it is tied.
+    """
     tied_ranks = (mesh.rank,) if config.untie_embeddings_and_output_weights else tied_ranks
     chunks: list[GPT] = []
     tied: Parameter | None = None

@@ -22,7 +22,7 @@ from megalite_kernels.cross_entropy import LossOptions
 
 
 def _valid_tokens(micro_batch: MicroBatch) -> Tensor:
-    """The weights of a micro-batch's tokens together, fp64."""
+    """Sum the loss weights of a micro-batch's tokens, in fp64."""
     assert micro_batch.loss_mask is not None
     return micro_batch.loss_mask.sum(dtype=torch.float64)
 
@@ -32,16 +32,16 @@ LM_LOSS = LossTerm("lm_loss", _valid_tokens)
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Options of the loss: what is trained on beside the cross entropy, and how it is computed."""
+    """Options of the loss."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     fused: bool = False
-    """Together with the output layer, over chunks of tokens: logits are never whole."""
+    """Compute the loss together with the output layer, in chunks of tokens, without storing all logits."""
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Layer from hidden states to logits, or to the losses of labels."""
+    """Layer that computes logits from hidden states, or losses if labels are given."""
 
     def __init__(
         self,
@@ -51,14 +51,16 @@ class OutputLayer(ColumnParallelLinear):
         soft_cap: float | None,
         loss: LossConfig,
     ) -> None:
-        """`weight`: of a layer of its own, its placement; else that of the word embedding."""
+        """`weight`: the placement of a new weight, or the word embedding's parameter if it is tied."""
         super().__init__(context, "vocabulary", [weight], use=1 if isinstance(weight, Parameter) else 0)
         self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, LossOptions(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to logits [sequence, batch, columns], or with
-        labels [sequence, batch] to losses of their shape. Outside training these are the cross entropy alone.
+        """Compute logits [sequence, batch, columns], or with labels [sequence, batch] losses of their shape.
+
+        The input is [sequence (/ size under sequence parallelism), batch, hidden]. In evaluation, losses are the plain
+        cross entropy, without label smoothing and z-loss.
         """
         if labels is None:
             logits = super().forward(input)
@@ -73,7 +75,11 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class Head(nn.Module):
-    """`tied`: where the output layer shares the word embedding, that weight if this rank has it, or its placement."""
+    """Final norm and output layer.
+
+    `tied`: if the output layer is tied to the word embedding, the embedding's weight, or its placement if no stage on
+    this rank has the embedding. None for an output layer with a weight of its own.
+    """
 
     def __init__(
         self,

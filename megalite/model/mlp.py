@@ -1,4 +1,4 @@
-"""The feed-forward layer, its inner width split over the tensor-parallel ranks."""
+"""The feed-forward layer, with its inner width split over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite_kernels.activation import FUNCTIONS
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
+    """Feed-forward layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class MLP(nn.Module):
 
     @staticmethod
     def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the terms of the loss that layers of this kind return: none."""
+        """Declare the loss terms of this kind of layer: none."""
         return ()
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss.
+        """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
-        It treats each token by itself, and alike: what layers share it does not need.
+        The result is independent for each token, so `context` is not used.
         """
         return self.down(self.activation(self.up(hidden), self.up.bias)), NO_SUMS

@@ -1,4 +1,4 @@
-"""The norms of a block."""
+"""RMSNorm and LayerNorm as modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite_kernels.norm import norm, residual_norm
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, its weights replicated on every rank.
+    """RMSNorm or LayerNorm over the last dimension, with weights replicated on every tensor-parallel rank.
 
     `of_part`: see `ParallelContext.replicated`.
     """
@@ -32,9 +32,9 @@ class Norm(nn.Module):
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of the input [..., width]; with a residual of that shape, the norm of the sum and the sum."""
+        """Normalize the input [..., width]. With a residual of that shape, return the norm of their sum and the sum."""
         weight: Tensor = self.weight
-        if self.around_one:  # in fp32: near 1, bf16 would round away small weights
+        if self.around_one:  # in fp32: in bf16, adding 1 would round away small weights
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if residual is None:
             return norm(input, weight, self.bias, self.epsilon)

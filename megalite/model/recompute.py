@@ -1,4 +1,4 @@
-"""Choice of the activations that are computed again in backward instead of being kept."""
+"""Choice of the activations that are recomputed in backward instead of saved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's choices: the attention core of every layer, or whole layers.
+    """Megatron's choices: recompute the attention core of every layer, or complete layers.
 
-    "uniform": every run of `layers` layers keeps only its input. "block": the first `layers` layers do, one by one.
+    Attributes:
+        method: "uniform" saves only the input of each run of `layers` layers. "block" saves only the input of each of
+            the first `layers` layers, and recomputes no others. None recomputes no complete layers.
     """
 
     attention: bool = False
@@ -17,7 +19,7 @@ class Recompute:
     layers: int = 1
 
     def spans(self, total: int) -> list[tuple[int, int, bool]]:
-        """Cut `total` layers into runs (start, stop, recomputed)."""
+        """Split `total` layers into runs (start, stop, recomputed)."""
         if self.method == "uniform":
             return [(start, min(start + self.layers, total), True) for start in range(0, total, self.layers)]
         if self.method == "block":

@@ -1,4 +1,4 @@
-"""The tables of rotary position embedding, and how they are scaled for contexts longer than those trained on."""
+"""Tables of rotary position embedding, and their scaling for contexts longer than the training context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.config.model import ModelConfig
 
 
 def in_windows(config: ModelConfig) -> ModelConfig:
-    """The network whose rotary positions are those of this one's layers with a sliding window."""
+    """Return the configuration whose rotary settings are those of this model's layers with a sliding window."""
     if config.window_rotary_base is None:
         return config
     return replace(
@@ -25,7 +25,7 @@ def in_windows(config: ModelConfig) -> ModelConfig:
 
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The angle of each pair of dimensions per position, [rotated / 2]."""
+    """Return the angle per position of each pair of channels, [rotated / 2]."""
     rotated = int(config.head_dim * config.rotary_percent) // 2 * 2
     exponents = torch.arange(0, rotated, 2, dtype=dtype, device=device) / rotated
     frequencies = 1.0 / config.rotary_base**exponents
@@ -38,8 +38,9 @@ def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.d
 
 
 def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1's scaling, blended by the turns over the original context
-    (huggingface.co/meta-llama/Llama-3.1-8B, config.json: rope_scaling).
+    """Scale as in Llama 3.1, blended by the number of turns of a pair over the original context.
+
+    Source: huggingface.co/meta-llama/Llama-3.1-8B, config.json: rope_scaling.
     """
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     turns = config.rope_scaling_original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -47,15 +48,17 @@ def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
-    """YaRN's "NTK-by-parts" (arXiv:2309.00071, 3.2), blended by the number of the pair as all its implementations do,
-    where the paper's formula blends by turns.
+    """Scale as in YaRN, "NTK-by-parts" (arXiv:2309.00071, 3.2).
+
+    The blend is linear in the index of the pair, as in all implementations. The formula in the paper is linear in the
+    number of turns.
     """
     original = config.yarn_original_max_position_embeddings
     if original is None:
         raise ValueError("YaRN needs yarn_original_max_position_embeddings")
 
     def pair_that_turns(times: float) -> float:
-        """The number, with a fraction, of the pair that turns so many times over the original context."""
+        """Return the fractional index of the pair that turns `times` times over the original context."""
         return len(frequencies) * math.log(original / (times * 2 * math.pi), config.rotary_base)
 
     first, last = pair_that_turns(config.yarn_beta_fast), pair_that_turns(config.yarn_beta_slow)
@@ -68,12 +71,12 @@ def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
-    """Each frequency as it is, where `kept` is 1, to divided by the factor, where it is 0."""
+    """Blend each frequency with the frequency divided by `factor`. `kept`: the weight of the original frequency."""
     return frequencies * (kept + (1.0 - kept) / factor)
 
 
 def amplitude(config: ModelConfig) -> float:
-    """Return the factor of a query or a key: 1, but for YaRN's sharper attention (arXiv:2309.00071, 3.4)."""
+    """Return the factor of queries and keys: 1, except in YaRN, which scales the scores (arXiv:2309.00071, 3.4)."""
     if config.position_embedding_type != "yarn":
         return 1.0
     if config.yarn_attention_factor is not None:
@@ -83,7 +86,7 @@ def amplitude(config: ModelConfig) -> float:
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [sequence, batch, 1, rotated / 2] at positions [batch, sequence], in fp32 or wider."""
+    """Return cosine and sine [sequence, batch, 1, rotated / 2] for positions [batch, sequence], in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions.t().unsqueeze(-1).to(wide) * inverse_frequencies(config, wide, positions.device)
     tables = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)

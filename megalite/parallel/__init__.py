@@ -1,1 +1,1 @@
-"""Places of ranks and communication between them: mesh, collectives, sharding, parallel layers, keyed randomness."""
+"""Parallelism: mesh of ranks, collectives, sharding, parallel layers and keyed randomness."""

@@ -1,7 +1,10 @@
-"""Collectives over a `Group`: out of place, shapes along dimension 0, no-ops in a group of one.
+"""Collectives over a `Group`. They gather and scatter along dimension 0, and do nothing in a group of one rank.
 
-The asynchronous forms return a `Pending` whose `wait()` gives the result. On gloo, reduce-scatter is an all-to-all
-followed by a sum in rank order: a third of the cost of gloo's own, and the order of the sum depends on nothing else.
+They are out of place, except functions with a trailing underscore. The asynchronous forms return a `Pending`, and its
+`wait()` returns the result.
+
+On gloo, reduce-scatter is an all-to-all followed by a sum in rank order. This costs a third of gloo's own
+reduce-scatter, and the order of the sum is always the same.
 """
 
 from __future__ import annotations
@@ -31,16 +34,19 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 @dataclass
 class Pending:
-    """A collective under way."""
+    """A collective in progress."""
 
     work: Any
     finish: Callable[[], Tensor]
     waits: WaitTimer | None = None
-    """Counter to which the time spent waiting is added."""
+    """Timer to which the time spent waiting is added."""
 
     def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
-        """The result. Raises CommunicationError, which begins with `what % details`, where a rank of the group has gone
-        or does not answer.
+        """Wait for the collective and return its result.
+
+        Raises:
+            CommunicationError: a rank of the group has ended or does not answer. The message begins with
+                `what % details`.
         """
         if self.work is not None:
             began = time.perf_counter()
@@ -54,13 +60,15 @@ class Pending:
 
 
 def launch(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The work that one of the backend's operations begins. Raises CommunicationError if the backend knows already
-    that a rank has gone.
+    """Start an operation of the backend and return its work handle.
+
+    Raises:
+        CommunicationError: the backend has already noticed that a rank has ended.
     """
     try:
         return operation(*arguments, **options)
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo/" in str(error):  # else the arguments are wrong: a defect
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):  # otherwise the arguments are wrong: a bug
             raise CommunicationError(f"a collective failed: {_LOST}{str(error).splitlines()[0]}") from error
         raise
 
@@ -74,7 +82,7 @@ def _is_gloo(group: Group) -> bool:
 
 
 def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Reduce `tensor` in place ("sum" or "max"); for buffers that no autograd graph has saved."""
+    """Reduce `tensor` in place ("sum" or "max"). No autograd graph may have saved it."""
     return all_reduce_async_(tensor, group, op).wait()
 
 
@@ -82,8 +90,8 @@ def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
     if group.size == 1:
         return completed(tensor)
     if group.size == 2 and op == "sum" and _is_gloo(group):
-        return _gather_and_add(tensor, group)  # as many bytes as gloo's own, in one phase instead of two: half the cost
-    if not tensor.is_contiguous():  # gloo adds memory in its own order, which need not be that of other ranks
+        return _gather_and_add(tensor, group)  # as many bytes as gloo's own, in one phase, not two: half the cost
+    if not tensor.is_contiguous():  # gloo adds in memory order, and the ranks' strides may differ
         pending = all_reduce_async_(tensor.contiguous(), group, op)
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
@@ -92,10 +100,10 @@ def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
 
 
 def all_reduce_in_rank_order_(tensor: Tensor, group: Group) -> Tensor:
-    """Sum `tensor` in place; on gloo the bits of an element do not depend on where in the tensor it stands.
+    """Sum `tensor` in place. On gloo, the bits of an element do not depend on its position in the tensor.
 
-    (gloo's own all-reduce adds the ranks' numbers in an order that changes along the tensor.) For what is small or
-    seldom summed: each rank receives the tensors of all.
+    gloo's own all-reduce adds the ranks' values in an order that changes along the tensor. Use this only for small or
+    rare sums on gloo: each rank receives the tensors of all ranks.
     """
     if group.size == 1 or not _is_gloo(group):
         return all_reduce_(tensor, group)
@@ -116,9 +124,9 @@ def _gather_and_add(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """[n, ...] on each rank to [size * n, ...] on all; `out`, if given, receives it.
+    """Gather [n, ...] of each rank into [size * n, ...] on all ranks, in `out` if given.
 
-    `tensor` may be this rank's slice of `out` itself.
+    `tensor` may be this rank's slice of `out`.
     """
     if group.size == 1:
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
@@ -133,7 +141,7 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
-    """The text of every rank of the group, in rank order, on every rank; it must not be empty."""
+    """Return the texts of all ranks of the group, in rank order, on every rank. No text may be empty."""
     if group.size == 1:
         return [text]
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
@@ -145,19 +153,19 @@ def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
 
 
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
-    """The numbers of every rank of the group, in rank order, on its first rank; nothing on the others."""
+    """Return the numbers of all ranks, in rank order, on the group's first rank, and an empty list on the others."""
     if group.size == 1:
         return [list(numbers)]
     own = torch.tensor([len(numbers), *numbers], device=device)
     length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
     own = pad(own, (0, length - own.numel()))
-    # All ranks receive them, few as they are: to gather them on one, NCCL would buffer there for each of the others.
+    # All ranks receive the numbers, which are few. A gather to one rank would need NCCL buffers there for every peer.
     gathered = all_gather(own, group).view(group.size, length)
     return [row[1 : row[0] + 1] for row in gathered.tolist()] if group.rank == 0 else []
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Flat parts, one for each rank, to what the ranks had for this one: from rank i so many elements as sizes[i]."""
+    """Send one flat part to each rank, and return the parts for this rank: sizes[i] elements from rank i."""
     if group.size == 1:
         return list(parts)
     received = all_to_all_rows(torch.cat(list(parts)), [part.numel() for part in parts], sizes, group)
@@ -165,7 +173,7 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
 
 
 def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """[n, ...] to [m, ...]: the next sent[i] rows are for rank i, and received[i] come from it, in rank order."""
+    """Exchange rows [n, ...] for [m, ...]: sent[i] rows go to rank i and received[i] come from it, in rank order."""
     if group.size == 1:
         return rows
     rows = rows.contiguous()
@@ -176,9 +184,9 @@ def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """[size * n, ...] on each rank to the sum's slice [n, ...] that this rank owns; `out`, if given, receives it.
+    """Sum [size * n, ...] over the ranks and return this rank's slice [n, ...], in `out` if given.
 
-    `out` may be this rank's slice of `tensor` itself.
+    `out` may be this rank's slice of `tensor`.
     """
     if group.size == 1:
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))

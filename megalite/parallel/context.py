@@ -15,17 +15,19 @@ from megalite.parallel.sharding import LogicalTensor, Sharding
 
 Meaning = Literal["heads", "ffn", "vocabulary"]
 AXES: Mapping[Meaning, tuple[str, ...]] = {"heads": ("tp",), "ffn": ("tp",), "vocabulary": ("tp",)}
-"""Meaning of a dimension of a logical tensor -> the axes of the mesh that split it."""
+"""The mesh axes that split each kind of dimension of a logical tensor."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Facts about its rank that a layer needs; layers ask by what a dimension means, never by the name of an axis.
+    """Parallel settings that all layers of a network share.
+
+    Layers select groups by the meaning of a dimension ("heads", "ffn", "vocabulary"), never by the name of an axis.
 
     Attributes:
-        sequence_parallel: between the layers' products, activations are split along the sequence over the ranks that
-            split heads and inner widths.
-        dtype: of weights and activations.
+        sequence_parallel: True if activations between the matrix products are split along the sequence, over the
+            tensor-parallel ranks.
+        dtype: dtype of weights and activations.
     """
 
     mesh: ParallelMesh
@@ -38,37 +40,42 @@ class ParallelContext:
 
     @property
     def shards(self) -> int:
-        """Parts of a sequence between the layers' products."""
+        """The number of parts of a sequence between the layers' matrix products."""
         return self.mesh.size("tp") if self.sequence_parallel else 1
 
     @property
     def shard(self) -> int:
-        """The number of this rank's part."""
+        """The index of this rank's part of the sequence."""
         return self.mesh.coordinate("tp") if self.sequence_parallel else 0
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """Axes of the mesh that split the tokens between the layers' products: over them sums of tokens are partial."""
+        """The mesh axes that split the tokens between the layers' matrix products.
+
+        A sum over a rank's tokens is partial over these axes.
+        """
         return ("dp", "cp", *AXES["heads"]) if self.sequence_parallel else ("dp", "cp")
 
     def group(self, meaning: Meaning) -> Group:
-        """The ranks that share such a dimension among them."""
+        """Return the group of ranks that split a dimension of this meaning."""
         return self.mesh.group(*AXES[meaning])
 
     def split(
         self, tensor: LogicalTensor, dimensions: Mapping[int, Meaning], *, columns: int = 1, padded: int | None = None
     ) -> Sharding:
-        """Place a tensor by what its dimensions mean; `columns` and `padded` are those of `placement.split`."""
+        """Split a tensor by the meaning of its dimensions. `columns` and `padded` are those of `placement.split`."""
         splits = {dimension: AXES[meaning] for dimension, meaning in dimensions.items()}
         return placement.split(self.mesh, tensor, splits, columns=columns, padded=padded)
 
     def replicated(self, tensor: LogicalTensor, *, of_part: bool = False) -> Sharding:
-        """Place the whole of a vector on every rank.
+        """Replicate a vector on every rank.
 
-        `of_part`: each rank applies it to a part of the activations whatever the sequence does, as to its own heads.
+        Args:
+            of_part: True if each rank applies it to only a part of the activations even without sequence parallelism,
+                for example to its own heads. Its gradient is then partial.
         """
         return placement.replicated(self.mesh, tensor, grad_is_partial=of_part or self.sequence_parallel)
 
     def parameter(self, sharding: Sharding) -> Parameter:
-        """A parameter on this rank's device, its values not yet set."""
+        """Create a parameter on this rank's device. Its values are not set yet."""
         return Parameter(sharding, self.dtype, self.mesh.device)

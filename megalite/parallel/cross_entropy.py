@@ -1,8 +1,8 @@
 """Cross entropy over logits whose vocabulary is split over the tensor-parallel ranks.
 
-Two floats a token travel, once: the log-sum-exp of the rank's logits and the label's logit; with label smoothing a
-third, their sum. The gradient is written into the logits' own storage, which the caller hands over: nothing else may
-read those logits after the loss.
+The ranks communicate once, two floats per token: the log-sum-exp of the rank's logits and the label's logit. Label
+smoothing adds a third, the sum of the rank's logits. Backward overwrites the logits with their gradient, so nothing
+else may read the logits after the loss.
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from megalite_kernels.launch import as_rows
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: Group, vocab_size: int, options: LossOptions | None = None
 ) -> Tensor:
-    """Loss of each token, in fp32 or wider.
+    """Compute the loss of each token, in fp32 or wider.
 
     Args:
-        logits: [..., padded vocabulary / size], this rank's columns; handed over, backward overwrites them.
+        logits: [..., padded vocabulary / size], this rank's columns. Backward overwrites them.
         labels: [...], ids in [0, vocab_size).
-        group: the ranks that hold the vocabulary, in order.
-        vocab_size: the true vocabulary; columns at or past it are padding.
-        options: changes to the loss; None: no change.
-    Returns: [...].
-    Raises: RuntimeError in a second backward pass, and for leaf logits, which are somebody's to keep.
+        group: the ranks over which the vocabulary is split, in order.
+        vocab_size: the true vocabulary size. Columns from this index on are padding.
+        options: changes to the loss; None for plain cross entropy.
+
+    Returns:
+        The losses, [...].
+
+    Raises:
+        RuntimeError: the logits are a leaf tensor, whose values the caller may still need. Also raised in a second
+            backward pass.
     """
     if logits.is_leaf and logits.requires_grad:
         raise RuntimeError("the logits handed to the loss must be an intermediate result: backward overwrites them")
@@ -40,7 +45,7 @@ def vocab_parallel_cross_entropy(
 
 
 def over_ranks(statistics: Tensor, group: Group) -> Tensor:
-    """The statistics of the whole vocabulary from those of each rank's columns: the same bits on all ranks."""
+    """Merge the statistics of all ranks' columns. The result has the same bits on all ranks."""
     if group.size == 1:
         return statistics
     return combined(collectives.all_gather(statistics.unsqueeze(0), group))
@@ -53,7 +58,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         matrix = as_rows(logits)
         found = over_ranks(statistics(matrix, labels.reshape(-1), columns, options), group)
-        ctx.save_for_backward(matrix, labels, found[0].clone())  # by itself: the other statistics are done with
+        ctx.save_for_backward(matrix, labels, found[0].clone())  # a copy, so that the other statistics are freed
         ctx.shape, ctx.columns, ctx.options, ctx.consumed = logits.shape, columns, options, False
         return losses(found, columns.vocab_size, options).view(labels.shape)
 

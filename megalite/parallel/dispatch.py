@@ -1,7 +1,7 @@
-"""All-to-all of activation rows, as expert parallelism needs it: forward sends rows, backward returns their gradients.
+"""All-to-all of activation rows for expert parallelism. Forward sends rows, backward returns their gradients.
 
-Both sides pass the numbers of rows as Python integers. If they are counted on a device, `exchange_counts` announces
-them once per forward pass; backward reuses them.
+Sender and receiver both pass the numbers of rows as Python integers. If only the sender has them, `exchange_counts`
+sends them to the receivers, once per forward pass. Backward reuses them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
     """Send rows [n, width] and return the received rows [m, width]. Counts may be zero.
 
     The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Received rows are sorted
-    by the rank that sent them. Every rank of the group must call it and run its backward, even without rows.
+    by the rank that sent them. Every rank of the group must call this function and run its backward, even without rows.
 
-    Raises ValueError if there is not one count per rank, or if the counts do not add up to the rows.
+    Raises:
+        ValueError: there is not one count per rank, or the counts do not add up to the rows.
     """
     for counts in (send_counts, receive_counts):
         if len(counts) != group.size or min(counts) < 0:
@@ -49,9 +50,10 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 
 
 def exchange_counts(counts: Sequence[int], group: Group, device: torch.device) -> list[int]:
-    """Send equally many numbers to each rank, in rank order, and return those for this rank, sorted by their sender.
+    """Send an equal number of counts to each rank, in rank order, and return the received counts, sorted by sender.
 
-    Raises ValueError if the numbers cannot be divided evenly over the ranks.
+    Raises:
+        ValueError: the counts do not divide evenly over the ranks.
     """
     if len(counts) % group.size:
         raise ValueError(f"{len(counts)} counts cannot be dealt evenly to {group.size} ranks")

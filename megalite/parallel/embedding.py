@@ -18,7 +18,13 @@ from megalite.parallel.sharding import Sharding
 
 @dataclass(frozen=True)
 class _VocabParallelGradient:
-    """The gradient of a rank's rows; what is split along the sequence is gathered when it is added."""
+    """The gradient of a rank's rows. An output gradient that is split along the sequence is gathered when it is added.
+
+    Attributes:
+        rows: the local row of each id.
+        outside: True for ids whose rows are on other ranks.
+        gather_over: the ranks that split the sequence, or None.
+    """
 
     rows: Tensor
     outside: Tensor
@@ -34,7 +40,7 @@ class _VocabParallelGradient:
 
 
 class _VocabParallelRows(torch.autograd.Function):
-    """Rows of a table, from the ranks that hold them; ids outside a rank's [first, first + rows) are others'."""
+    """Lookup in a table that is split over ranks. This rank has the ids [first, first + rows)."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, ids: Tensor, first: int, group: Group, sequence_parallel: bool) -> Tensor:
@@ -54,7 +60,7 @@ class _VocabParallelRows(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank looks up the ids that it holds; the sum over ranks has them all."""
+    """Embedding table split over ranks. Each rank looks up its own ids and zeros the others; then ranks are summed."""
 
     def __init__(self, context: ParallelContext, weight: Sharding) -> None:
         super().__init__()
@@ -63,6 +69,6 @@ class VocabParallelEmbedding(nn.Module):
         self.first_id = self.group.rank * weight.local_shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [sequence, batch] to [sequence (/ size under sequence parallelism), batch, hidden]."""
+        """Map ids [sequence, batch] to [sequence (/ size under sequence parallelism), batch, hidden]."""
         rows: Tensor = _VocabParallelRows.apply(self.weight, ids, self.first_id, self.group, self.sequence_parallel)
         return rows

@@ -69,7 +69,8 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
 def _experts(sharding: Sharding) -> int:
     """Return the number of experts on this rank.
 
-    Raises ValueError for a fused weight of several tensors: its rows are grouped by tensor, not by expert.
+    Raises:
+        ValueError: the weight fuses several tensors, so its rows are grouped by tensor instead of by expert.
     """
     first = sharding.pieces[0]
     if first.rows != sharding.local_shape[0]:
@@ -83,7 +84,7 @@ def _experts(sharding: Sharding) -> int:
 
 
 def _matrices(weight: Tensor, input: Tensor, offsets: Sequence[int]) -> Tensor:
-    """[experts, out, in]"""
+    """View the weight as [experts, out, in]."""
     return weight.view(len(offsets) - 1, -1, input.shape[1])
 
 

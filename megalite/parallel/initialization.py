@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, global name, index), the same for every layout."""
+"""Initial weights as a pure function of (seed, global name, index). They are equal under every layout."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Give every parameter of `module` its initial values."""
+    """Set the initial values of every parameter of `module`."""
     for parameter in {id(parameter): parameter for parameter, _ in named_pieces(module)}.values():
         set_initial_values(parameter, seed)
 
 
 @torch.no_grad()
 def set_initial_values(parameter: Parameter, seed: int) -> None:
-    """Fill one parameter; padding becomes zero."""
+    """Set the initial values of one parameter. Padding is zero."""
     parameter.allocate()
     parameter.zero_()
     for piece in parameter.sharding.pieces:
@@ -31,10 +31,10 @@ def set_initial_values(parameter: Parameter, seed: int) -> None:
 
 
 def initial_values(tensor: LogicalTensor, box: Box, seed: int) -> Tensor:
-    """The initial values of `box`, in fp32 on the CPU.
+    """Return the initial values of `box`, in fp32 on the CPU.
 
-    The whole logical tensor, as a matrix of rows of its last dimension, is drawn in blocks of rows, each seeded by
-    (seed, name, block); only the blocks that meet the box are drawn.
+    The logical tensor, as a matrix whose columns are its last dimension, is divided into blocks of rows. Each block has
+    its own seed, made of (seed, name, block). Only the blocks that overlap the box are drawn.
     """
     if isinstance(tensor.initial, Constant):
         return torch.full(box.size, tensor.initial.value)

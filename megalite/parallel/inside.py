@@ -1,4 +1,4 @@
-"""Collectives that a stage's modules run inside an action of the schedule, other than over tensor-parallel ranks."""
+"""Collectives that modules of a stage run inside a schedule action, except those over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 class Inside(NamedTuple):
-    """A collective inside an action, among ranks of several pipelines.
+    """A collective inside an action, over ranks of several pipelines.
 
     Attributes:
-        group: its group, as axes of the mesh, such as "dp x cp" or "ep".
+        group: the axes of its group, for example "dp x cp" or "ep".
     """
 
     name: str
@@ -20,7 +20,7 @@ class Inside(NamedTuple):
 
 
 def inside_forward(modules: Iterable[nn.Module]) -> list[Inside]:
-    """List the collectives of modules in the order of forward; backward runs them in reverse order.
+    """List the modules' collectives in the order of forward. Backward runs them in reverse order.
 
     A submodule that communicates lists its collectives in an attribute `inside`.
     """

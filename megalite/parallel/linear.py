@@ -1,14 +1,15 @@
 """Linear layers split over the tensor-parallel ranks (Megatron-LM, arXiv:1909.08053).
 
-With A the transposed weight and p ranks, of which rank i holds A_i:
+A is the transposed weight, and rank i of p ranks has A_i:
 
     column-parallel:  Y = X [A_1, ..., A_p] = [X A_1, ..., X A_p]; backward sums the gradient of X over the ranks.
     row-parallel:     Y = [X_1, ..., X_p] [A_1; ...; A_p] = X_1 A_1 + ... + X_p A_p, summed over the ranks.
 
-With sequence parallelism (arXiv:2205.05198), X of the first and Y of the second are split along the sequence: the
-column-parallel layer all-gathers its input, and the row-parallel layer reduce-scatters its output. The gathered input
-is not saved: backward gathers it again while it computes the input gradient, and reduces the input gradient while it
-computes the weight gradient. Deferred weight gradients keep the split tensors and gather them when they are added.
+With sequence parallelism (arXiv:2205.05198), X of the column-parallel layer and Y of the row-parallel layer are split
+along the sequence: the column-parallel layer all-gathers its input, and the row-parallel layer reduce-scatters its
+output. The gathered input is not saved: backward gathers it again while it computes the input gradient, and reduces the
+input gradient while it computes the weight gradient. Deferred weight gradients keep the split tensors and gather them
+when they are added.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _GatheredGradient:
-    """A `ProductGradient` that gathers one of its factors when it is added."""
+    """A `ProductGradient` that gathers one of its factors only when it is added to the buffer."""
 
     output_gradient: Callable[[], Tensor]
     input: Callable[[], Tensor]
@@ -45,12 +46,12 @@ class _GatheredGradient:
 
 
 def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Return a function that gathers once, for all gradients that call it."""
+    """Return a function that gathers on its first call and returns the same tensor on later calls."""
     return functools.cache(lambda: _matrix(collectives.all_gather(split, group)))
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """input [sequence (/ size), batch, in], weights [out_i, in] -> [sequence, batch, sum of out_i]."""
+    """Product of input [sequence (/ size), batch, in] and weights [out_i, in]: [sequence, batch, sum of out_i]."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """input [sequence, batch, in / size], weight [out, in / size] -> [sequence (/ size), batch, out]."""
+    """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out]."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
@@ -139,11 +140,13 @@ class ColumnParallelLinear(nn.Module):
         use: int = 0,
         adds_bias: bool = True,
     ) -> None:
-        """Make the layer. A weight that is tied to another layer's is passed as that `Parameter`, with its `use` here.
+        """Make the layer.
 
         Args:
             outputs: the meaning of the output dimension, which is split.
-            adds_bias: False leaves `bias` to be added by the next operation.
+            weights: the placement of each weight; or, for a weight tied to another layer's, that `Parameter`.
+            use: the number of this use, if the weight is tied.
+            adds_bias: False if the next operation adds `bias` instead of this layer.
         """
         super().__init__()
         self.weights = nn.ParameterList(
@@ -155,20 +158,20 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """[out / size]"""
+        """The biases concatenated, [out / size]."""
         if len(self.biases) < 2:
             return self.biases[0] if self.biases else None
         return torch.cat(list(self.biases))
 
     def forward(self, input: Tensor) -> Tensor:
-        """[sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
+        """Map [sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
         output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *self.weights)
         bias = self.bias if self.adds_bias else None
         return output if bias is None else output + bias
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split over ranks: partial outputs are summed, then the bias is added once.
+    """A linear layer whose inputs are split over ranks. Partial outputs are summed, then the bias is added once.
 
     `inputs`: the meaning of the input dimension, which is split.
     """
@@ -180,6 +183,6 @@ class RowParallelLinear(nn.Module):
         self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
 
     def forward(self, input: Tensor) -> Tensor:
-        """[sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out]."""
+        """Map [sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out]."""
         output: Tensor = _RowParallel.apply(input, self.weight, self.group, self.sequence_parallel)
         return output if self.bias is None else output + self.bias

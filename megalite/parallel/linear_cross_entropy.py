@@ -1,9 +1,9 @@
 """Fused output layer and cross entropy: logits exist only for one chunk of tokens at a time.
 
 Forward saves the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, overwrites
-them with their gradient, and multiplies that with the weight and with the hidden states. This costs a fourth matrix
-product and saves the memory of the logits. The communication is that of a column-parallel layer and its loss; the
-statistics of all chunks are gathered together.
+them with their gradient, and multiplies this gradient with the weight and with the hidden states. This costs a fourth
+matrix product and saves the memory of the logits. Communication is the same as without fusion: that of a
+column-parallel layer and of its loss. The statistics of all chunks are gathered in one message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradien
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
-"""Limits on a GPU: logits per chunk, and the fewest tokens per chunk: with fewer, products do not fill it."""
+"""On a GPU: the most logits per chunk, and the fewest tokens per chunk. Fewer tokens do not keep a GPU busy."""
 CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS = 1 << 21, 64
-"""Limits on a CPU: logits per chunk that fit in the cache, and enough tokens to amortise reading the weight."""
+"""On a CPU: logits per chunk that fit in the cache, and enough tokens to amortize reading the weight."""
 
 
 def linear_cross_entropy(
@@ -39,17 +39,19 @@ def linear_cross_entropy(
     sequence_parallel: bool = False,
     use: int = 0,
 ) -> Tensor:
-    """Loss of each token, in fp32 or wider: that of the logits hidden @ weight.T.
+    """Compute the loss of each token from the logits hidden @ weight.T, in fp32 or wider.
 
     Args:
         hidden: [sequence (/ size under sequence parallelism), batch, hidden].
         weight: [padded vocabulary / size, hidden], this rank's rows.
         labels: [sequence, batch], ids in [0, vocab_size).
-        group: the ranks that hold the vocabulary, in order.
-        vocab_size: the true vocabulary; rows at or past it are padding.
-        options: changes to the loss; None: no change.
-        use: of the weight, where it is tied: this one's number.
-    Returns: [sequence, batch].
+        group: the ranks over which the vocabulary is split, in order.
+        vocab_size: the true vocabulary size. Rows from this index on are padding.
+        options: changes to the loss; None for plain cross entropy.
+        use: the number of this use, if the weight is tied.
+
+    Returns:
+        The losses, [sequence, batch].
     """
     columns = Columns.of_rank(group.rank, weight.shape[0], vocab_size)
     split_over = group if sequence_parallel and group.size > 1 else None
@@ -68,7 +70,7 @@ class _Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class _LogitGradients:
-    """Inputs from which the gradient of the logits is made, chunk by chunk."""
+    """The inputs from which the gradient of the logits is computed, chunk by chunk."""
 
     labels: Tensor  # [tokens]
     log_sums: Tensor  # [tokens]
@@ -78,7 +80,10 @@ class _LogitGradients:
     options: LossOptions
 
     def of(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of [tokens, hidden] states, each with the gradient of its logits [tokens, columns]."""
+        """Yield chunks of the tokens, each with the gradient of its logits [tokens in chunk, columns].
+
+        The gradient is valid until the next chunk, which overwrites it.
+        """
         for tokens, logits in _logits(hidden, self.weight):
             labels, log_sums, scales = (part[tokens] for part in (self.labels, self.log_sums, self.scales))
             gradient_(logits, labels, log_sums, scales, self.columns, self.options)
@@ -87,14 +92,14 @@ class _LogitGradients:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """The gradient of the weight. Also fills `hidden_gradient`, if given, from the same chunks of logits."""
+    """The gradient of the weight. It also computes `hidden_gradient`, if given, from the same chunks of logits."""
 
     logit_gradients: _LogitGradients
     hidden: Callable[[], Tensor]  # [tokens, hidden]
     hidden_gradient: Tensor | None = None  # [tokens, hidden], to be filled
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """The sum over the chunks is in fp32 or wider, whatever the target."""
+        """Add the sum over the chunks, which is in fp32 or wider even if the target is not."""
         hidden = self.hidden()
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         if target.dtype != dtype:
@@ -148,12 +153,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _whole(hidden: Tensor, split_over: Group | None) -> Tensor:
-    """[sequence (/ size), batch, hidden] states as [tokens, hidden]."""
+    """Return states [sequence (/ size), batch, hidden], gathered if they are split, as [tokens, hidden]."""
     return (hidden if split_over is None else collectives.all_gather(hidden, split_over)).flatten(0, 1)
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of [tokens, hidden] states with their logits [tokens, columns], one after the other in one place."""
+    """Yield chunks of the tokens with their logits [tokens in chunk, columns]. All chunks use the same memory."""
     tokens, width = hidden.shape[0], weight.shape[0]
     on_cpu = hidden.device.type == "cpu"
     elements, least = (CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS) if on_cpu else (CHUNK_ELEMENTS, CHUNK_TOKENS)

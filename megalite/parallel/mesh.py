@@ -1,4 +1,4 @@
-"""Place of a rank: one grid of ranks seen through a dense and an expert view that share the pipeline axis."""
+"""The grid of ranks, with a dense and an expert view that share the pipeline axis, and its groups."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Kind = Literal["group", "link"]
 
 @dataclass
 class WaitTimer:
-    """Time that a rank has waited for others, as the host sees it: a wait on a GPU does not keep the host."""
+    """Time that the host was blocked waiting for other ranks. Waits on a GPU stream do not block the host."""
 
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to one another, as seen by one of them. A group of one has no process group."""
+    """Ranks that communicate with each other, as seen by one of them. A group of one rank has no process group."""
 
     ranks: tuple[int, ...]
     rank: int
-    """Position of this process in `ranks`."""
+    """Index of this process in `ranks`."""
     process_group: dist.ProcessGroup | None = None
     waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
-    """Counter to which the time spent waiting for the group is added."""
+    """Timer to which the time spent waiting for this group is added."""
 
     @property
     def size(self) -> int:
@@ -43,11 +43,11 @@ class Group:
 
 
 class ParallelMesh:
-    """The ranks of a run as a grid, tensor-parallel ranks closest together (Megatron's order tp-cp-ep-dp-pp).
+    """The ranks of a run as a grid. Tensor-parallel ranks are adjacent (Megatron's order tp-cp-ep-dp-pp).
 
-    The dense view is (pp, dp, cp, tp); the expert view (pp, edp, ep, etp) lays the same ranks of a pipeline stage out
-    again for expert weights. Groups are made for this rank only, once per set of ranks, whatever the world's size.
-    One process needs no `torch.distributed` at all.
+    The dense view is (pp, dp, cp, tp). The expert view (pp, edp, ep, etp) arranges the same ranks of a pipeline stage
+    differently, for expert weights. A process makes only the groups that contain its rank, once per set of ranks. A run
+    of one process does not use `torch.distributed`.
     """
 
     def __init__(
@@ -63,9 +63,13 @@ class ParallelMesh:
         device: torch.device | None = None,
         timeout: datetime.timedelta | None = None,
     ) -> None:
-        """`timeout`: how long a collective of the mesh's own groups may take (None: the backend's default).
+        """Make the mesh.
 
-        Raises ValueError if the sizes do not factor the world.
+        Args:
+            timeout: time limit of a collective in the groups that the mesh makes; None for the backend's default.
+
+        Raises:
+            ValueError: the sizes do not divide the world size.
         """
         tp, cp, pp = tensor_parallel_size, context_parallel_size, pipeline_parallel_size
         ep, etp = expert_parallel_size, tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
@@ -88,15 +92,15 @@ class ParallelMesh:
         self._coordinates = self.coordinates_of(rank)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along `axes` together."""
+        """Return the product of the sizes of `axes`."""
         return math.prod(self._sizes[axis] for axis in axes)
 
     def coordinate(self, axis: str) -> int:
-        """Position of this rank along `axis`."""
+        """Return the position of this rank along `axis`."""
         return self._coordinates[axis]
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
-        """The positions of a rank along all axes of both views."""
+        """Return the positions of a rank along all axes of both views."""
         coordinates: dict[str, int] = {}
         for axes in self._views:
             rest = rank
@@ -105,7 +109,7 @@ class ParallelMesh:
         return coordinates
 
     def at(self, rank: int) -> UnconnectedMesh:
-        """The place of any rank of this mesh, on the meta device: to look at what it holds without asking it."""
+        """Return the mesh of another rank, on the meta device, to compute what it holds without communication."""
         sizes = self._sizes
         return UnconnectedMesh(
             rank=rank,
@@ -119,9 +123,10 @@ class ParallelMesh:
         )
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along `axes` only, in rank order.
+        """Return the ranks that differ from this one only along `axes`, in rank order.
 
-        Raises ValueError if no view has all of the axes.
+        Raises:
+            ValueError: no view has all of the axes.
         """
         if unknown := [axis for axis in axes if axis not in self._sizes]:
             raise ValueError(
@@ -134,23 +139,23 @@ class ParallelMesh:
         return tuple(self._views[view][index].flatten().tolist())
 
     def group(self, *axes: str) -> Group:
-        """The group along `axes`. Every member must ask for its groups in the same order."""
+        """Return the group along `axes`. All members must request their groups in the same order."""
         if axes not in self._by_axes:
             self._by_axes[axes] = self.group_of(self.ranks(*axes))
         return self._by_axes[axes]
 
     def world(self) -> Group:
-        """All ranks; found once, as any group is."""
+        """Return the group of all ranks."""
         return self.group(*DENSE_AXES)
 
     def group_of(self, ranks: Sequence[int]) -> Group:
-        """The group of an explicit set of ranks that contains this one."""
+        """Return the group of these ranks, which must include this rank."""
         return self._cached_group("group", tuple(sorted(ranks)))
 
     def link(self, source: int, destination: int) -> Group:
-        """The group on which `source` sends to `destination`, in this order; one of them is this rank.
+        """Return the group in which `source` sends to `destination`. One of them is this rank.
 
-        Both must ask for their links in the same order.
+        The opposite direction has its own group. Both ranks must request their links in the same order.
         """
         return self._cached_group("link", (source, destination))
 
@@ -161,9 +166,10 @@ class ParallelMesh:
         return self._groups[kind, ranks]
 
     def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Make a process group that only its members make, named by its ranks and by how often they have made it.
+        """Make a process group, on its members only. Its name has its ranks and a count, which makes it unique.
 
-        Raises CommunicationError if one of them has ended.
+        Raises:
+            CommunicationError: a member has ended or cannot be reached.
         """
         if len(ranks) == 1:
             return None
@@ -183,7 +189,7 @@ class ParallelMesh:
             ) from error
 
     def close(self) -> None:
-        """Destroy the process groups that this mesh made; the default group stays."""
+        """Destroy the process groups that this mesh has made, but not the default group."""
         for group in self._groups.values():
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
@@ -192,7 +198,7 @@ class ParallelMesh:
 
 
 class UnconnectedMesh(ParallelMesh):
-    """The place of a rank that no process has, to look at what it would hold: its groups cannot communicate."""
+    """The mesh of a rank without a process, used to compute what it would hold. Its groups cannot communicate."""
 
     def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None

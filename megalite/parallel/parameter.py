@@ -1,4 +1,4 @@
-"""Parameters that know their place in the global model, and the kinds of gradient that reach them."""
+"""Parameters with a record of their place in the global model, and the kinds of gradients they receive."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class DenseGradient:
 class ProductGradient:
     """The weight gradient of a linear layer, output_gradient.T @ input.
 
-    On GPUs, and if the dtypes agree, the product is added directly, without a temporary.
+    If the dtypes agree, or on CUDA GPUs, the product is added directly, without a temporary.
     """
 
     output_gradient: Tensor  # [tokens, out]
     input: Tensor  # [tokens, in]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        transposed, beta = self.output_gradient.t(), 0.0 if overwrite else 1.0  # 0 ignores what was there, NaN included
+        transposed, beta = self.output_gradient.t(), 0.0 if overwrite else 1.0  # 0 ignores old values, even NaN
         if target.dtype == self.input.dtype:
             torch.addmm(target, transposed, self.input, beta=beta, out=target)
         elif device.adds_products_in(target):
@@ -56,9 +56,9 @@ class ProductGradient:
 
 @dataclass(frozen=True)
 class GroupedProductGradient:
-    """The weight gradient of a grouped linear product: a `ProductGradient` for each expert, over its rows.
+    """The weight gradient of a grouped linear layer: one `ProductGradient` per expert.
 
-    Rows are sorted by expert: expert e has those from offsets[e] to offsets[e + 1], perhaps none.
+    Rows are sorted by expert. Expert e has the rows from offsets[e] to offsets[e + 1], possibly none.
     """
 
     output_gradient: Tensor  # [rows, out]
@@ -66,7 +66,7 @@ class GroupedProductGradient:
     offsets: Sequence[int]  # [experts + 1]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Add to `target`, experts x out x in elements in that order."""
+        """Add to `target`, which has experts * out * in elements in this order."""
         matrices = target.view(len(self.offsets) - 1, self.output_gradient.shape[1], self.input.shape[1])
         for matrix, (start, stop) in zip(matrices, pairwise(self.offsets), strict=True):
             if start < stop:
@@ -78,7 +78,7 @@ class GroupedProductGradient:
 
 @dataclass(frozen=True)
 class RowsGradient:
-    """The gradient of an embedding table of which some rows were looked up."""
+    """The gradient of an embedding table after a lookup of some of its rows."""
 
     rows: Tensor  # [tokens], integer
     values: Tensor  # [tokens, width]
@@ -110,24 +110,24 @@ class DeferredGradients:
 
 
 class GradientBuffer(Protocol):
-    """The buffer that accumulates gradients, and the only way by which they enter it."""
+    """The buffer that accumulates gradients. All gradients enter it through `accumulate`."""
 
     @property
     def deferred(self) -> DeferredGradients | None:
-        """The queue for gradients computed now; None if they are added at once."""
+        """The queue for gradients that are computed now; None if gradients are added immediately."""
 
     @property
     def frees_parameters(self) -> bool:
-        """True if a parameter's values may be gone once its gradient has been added or kept."""
+        """True if a parameter's values may be freed as soon as its gradient has been added or queued."""
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Accumulate a gradient of one of the parameter's uses, given by its number."""
+        """Accumulate a gradient of one use of the parameter. `use`: the number of the use."""
 
 
 class Parameter(nn.Parameter):
-    """A parameter with its `Sharding` and, once the run has made it, the buffer that accumulates its gradient.
+    """A parameter with its `Sharding` and, once attached, the buffer that accumulates its gradient.
 
-    It takes no memory until a bucket or `allocate` provides it: so a sharded model is never unsharded on a rank.
+    It has no memory until a bucket or `allocate` provides it, so a sharded model is never unsharded on any rank.
     """
 
     sharding: Sharding
@@ -143,7 +143,7 @@ class Parameter(nn.Parameter):
         pass
 
     def allocate(self) -> None:
-        """Allocate uninitialized memory, if it has none."""
+        """Allocate uninitialized memory if the parameter has none."""
         if not any(self.stride()):
             self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -154,9 +154,10 @@ def is_deferred(parameter: Parameter) -> bool:
 
 
 def accumulate_grad(parameter: Parameter, gradient: Gradient, use: int = 0) -> Tensor | None:
-    """Accumulate the gradient of a use into the parameter's buffer; called from a backward function.
+    """Accumulate the gradient of a use into the parameter's buffer. Backward functions call it.
 
-    Returns what that function must return to autograd: None, or the gradient itself if there is no buffer.
+    Returns:
+        The value that the backward function must return to autograd: None, or the gradient if there is no buffer.
     """
     if parameter.gradient_buffer is not None:
         parameter.gradient_buffer.accumulate(parameter, gradient, use)
@@ -167,9 +168,10 @@ def accumulate_grad(parameter: Parameter, gradient: Gradient, use: int = 0) -> T
 
 
 def named_pieces(module: nn.Module) -> Iterator[tuple[Parameter, Piece]]:
-    """Each piece of each parameter of `module` once, in registration order.
+    """Yield each piece of each parameter of `module` once, in registration order.
 
-    Raises TypeError for a parameter without a sharding: there is no default.
+    Raises:
+        TypeError: a parameter has no sharding.
     """
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, Parameter):

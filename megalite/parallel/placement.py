@@ -10,7 +10,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, partition_range
 
 DENSE, EXPERT = ("tp",), ("ep", "etp")
-"""Axes of either view over which a data-parallel replica of a stage is split."""
+"""The axes of each mesh view that split one data-parallel replica of a stage."""
 
 
 def whole(tensor: LogicalTensor) -> Box:
@@ -18,9 +18,11 @@ def whole(tensor: LogicalTensor) -> Box:
 
 
 def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bool) -> Sharding:
-    """The whole of a vector on every rank of a replica of the stage.
+    """Replicate a vector on every tensor-parallel rank of a stage.
 
-    `grad_is_partial`: each of them sees only a part of what the vector acts on, its slice of the sequence or its heads.
+    Args:
+        grad_is_partial: True if each rank applies the vector to only a part of the activations: its slice of the
+            sequence, or its own heads.
     """
     return Sharding(
         tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks(*DENSE), grad_is_partial
@@ -35,15 +37,19 @@ def split(
     columns: int = 1,
     padded: int | None = None,
 ) -> Sharding:
-    """An equal part of each dimension in `splits` on each rank along its axes, all of one view of the mesh.
+    """Split each dimension in `splits` into equal parts over the ranks of its axes.
 
-    The ranks of a replica of the stage along other axes hold copies, each with the whole gradient.
+    The tensor is replicated over the remaining axes of the stage, and each replica computes the full gradient.
 
     Args:
-        columns: the box stands in a local matrix whose columns are so many last dimensions (0: a vector).
-        padded: the first dimension is dealt as if it had this length; what lies past the true one is padding.
+        splits: the mesh axes that split each dimension. All axes belong to one view of the mesh.
+        columns: the number of last dimensions that become the columns of the local matrix. 0 makes a vector.
+        padded: the padded length of the first dimension, which is divided over the ranks. Rows past the true length
+            are padding.
 
-    Raises ValueError for axes that do not cut weights, or cut them twice, and where parts would not be equal.
+    Raises:
+        ValueError: an axis does not split weights or is given twice, axes are of two views, or a dimension does not
+            divide evenly.
     """
     used = [axis for axes in splits.values() for axis in axes]
     if len(set(used)) < len(used) or not any(set(used) <= set(axes) for axes in (DENSE, EXPERT)):
@@ -76,7 +82,7 @@ def split(
 
 
 def stacked(shardings: list[Sharding]) -> Sharding:
-    """Several placements with the same copies as one local parameter, one under the other."""
+    """Stack several placements into one local parameter, along its rows. All must have the same replica ranks."""
     pieces: list[Piece] = []
     row = 0
     for sharding in shardings:

@@ -1,4 +1,4 @@
-"""Names of what runs, for a profile of it."""
+"""Names for sections of code in a profile."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from megalite.torch_internals import is_profiling
 
 
 def profile_range(name: str) -> AbstractContextManager[object]:
-    """Name the block in a profile that is being taken; otherwise do nothing."""
+    """Return a context that names its block in the profile being recorded. Without a profiler it does nothing."""
     return torch.profiler.record_function(name) if is_profiling() else nullcontext()

@@ -1,8 +1,9 @@
-"""Exchange of activations between the replicated and the split regions of a layer, with their gradients.
+"""Communication of activations between replicated and split regions of a layer, with gradients.
 
-Each function pairs a map with its transpose (Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198):
-copy and reduce, gather and scatter along the last dimension, all-gather and reduce-scatter along the sequence
-(dimension 0). All out of place: neither inputs nor incoming gradients are ever written.
+Each function runs one operation in forward and its transpose in backward (Megatron-LM, arXiv:1909.08053; sequence
+parallelism, arXiv:2205.05198). The pairs are: copy and reduce; gather and scatter along the last dimension; all-gather
+and reduce-scatter along the sequence (dimension 0). All are out of place: inputs and incoming gradients are never
+overwritten.
 """
 
 from __future__ import annotations
@@ -54,30 +55,30 @@ def _apply(input: Tensor, group: Group, forward: Map, transpose: Map) -> Tensor:
 
 
 def copy_to_region(input: Tensor, group: Group) -> Tensor:
-    """Identity forward; the gradients of the split region are summed."""
+    """Return the input unchanged; backward sums the gradients over the ranks."""
     return _apply(input, group, _identity, _sum)
 
 
 def reduce_from_region(input: Tensor, group: Group) -> Tensor:
-    """Sum the partial results of the split region; identity backward."""
+    """Sum the partial results over the ranks; backward returns the gradient unchanged."""
     return _apply(input, group, _sum, _identity)
 
 
 def gather_from_region(input: Tensor, group: Group) -> Tensor:
-    """[..., n] on each rank to [..., size * n]; backward takes this rank's slice."""
+    """Gather [..., n] of each rank into [..., size * n]; backward takes this rank's slice."""
     return _apply(input, group, _concatenate_last, _slice_last)
 
 
 def scatter_to_region(input: Tensor, group: Group) -> Tensor:
-    """This rank's slice of the last dimension; backward gathers."""
+    """Return this rank's slice of the last dimension; backward gathers."""
     return _apply(input, group, _slice_last, _concatenate_last)
 
 
 def all_gather_sequence(input: Tensor, group: Group) -> Tensor:
-    """[sequence / size, ...] to [sequence, ...]; backward reduce-scatters."""
+    """Gather [sequence / size, ...] into [sequence, ...]; backward reduce-scatters."""
     return _apply(input, group, collectives.all_gather, collectives.reduce_scatter)
 
 
 def reduce_scatter_sequence(input: Tensor, group: Group) -> Tensor:
-    """Partial sums [sequence, ...] to this rank's [sequence / size, ...]; backward all-gathers."""
+    """Reduce partial sums [sequence, ...] to this rank's [sequence / size, ...]; backward all-gathers."""
     return _apply(input, group, collectives.reduce_scatter, collectives.all_gather)

@@ -1,4 +1,4 @@
-"""Places of a rank's tokens in their samples."""
+"""Indices of a rank's tokens in their samples."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 Runs = tuple[range, ...]
-"""Places, or rows of a tensor, in order."""
+"""Indices of tokens or of rows of a tensor, as consecutive runs in order."""
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The places in the sample of this rank's tokens, the same for each sample of a batch.
+    """The indices in the sample of this rank's tokens. They are equal for all samples of a batch.
 
     Attributes:
-        length: of the whole sample.
-        runs: the places, counted from 0.
+        length: number of tokens of the full sample.
+        runs: the indices, counted from 0 at the start of the sample.
     """
 
     length: int
@@ -25,22 +25,23 @@ class SequenceLayout:
 
     @staticmethod
     def whole(length: int) -> SequenceLayout:
-        """All tokens of a sample."""
+        """Return the layout of a rank that has all tokens of each sample."""
         return SequenceLayout(length, (range(length),))
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the rank has all tokens, in their order."""
+        """True if the rank has all tokens, in order."""
         return self.runs == (range(self.length),)
 
     def places(self, device: torch.device) -> Tensor:
-        """The place of each token, [tokens] int64."""
+        """Return the index in the sample of each token, [tokens] int64."""
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     def part(self, number: int, parts: int) -> Runs:
-        """The places of one of the equal parts into which the rank's tokens are cut in their order.
+        """Cut the rank's tokens, in order, into `parts` equal parts, and return the indices of part `number`.
 
-        Raises ValueError if some would be left over.
+        Raises:
+            ValueError: the tokens do not divide evenly.
         """
         tokens, left = divmod(sum(map(len, self.runs)), parts)
         if left:
@@ -54,7 +55,7 @@ class SequenceLayout:
         return tuple(found)
 
     def rows_of(self, heads: range) -> Runs:
-        """The rows of a matrix [heads * length, ...] that stand for the rank's tokens in some consecutive heads."""
+        """Return the rows of a matrix [heads * length, ...] that belong to the rank's tokens in these heads."""
         if self.is_whole:
             return (range(heads.start * self.length, heads.stop * self.length),)
         at = (head * self.length for head in heads)

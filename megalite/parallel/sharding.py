@@ -1,7 +1,7 @@
 """`Sharding`: the record of which part of the global model a parameter holds.
 
 Initialization, gradient reduction, the gradient norm, ZeRO, checkpoints, resharding and conversion read this record.
-Nothing looks at module types or at parts of names.
+No code depends on module types or on parts of names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class LogicalTensor:
 
     Attributes:
         matrices: an einops pattern to [matrices, rows, columns], for matrix-wise optimizers such as Muon; None for
-            vectors and tables.
-        is_embedding_or_output: True if its rows are tokens, as in the word embedding and the output layer.
+            vectors and embedding tables.
+        is_embedding_or_output: True if its rows stand for tokens, as in the word embedding and the output layer.
     """
 
     name: str
@@ -47,20 +47,21 @@ class LogicalTensor:
     is_embedding_or_output: bool = False
 
     def as_matrices(self, values: Tensor) -> Tensor:
-        """View a tensor of this shape, or a box of whole matrices, as [matrices, rows, columns].
+        """View a tensor of this shape, or a box of full matrices, as [matrices, rows, columns].
 
-        Raises ValueError for a tensor that has no matrix view.
+        Raises:
+            ValueError: this logical tensor has no matrix view.
         """
         return rearrange(values, " -> ".join(self._matrix_view()))
 
     def from_matrices(self, matrices: Tensor, size: tuple[int, ...]) -> Tensor:
-        """The inverse of `as_matrices`, to a tensor of this size."""
+        """Invert `as_matrices`, returning a tensor of this size."""
         ours, theirs = self._matrix_view()
         return rearrange(matrices, f"{theirs} -> {ours}", **dict(zip(ours.split(), size, strict=True)))
 
     @property
     def matrix_dimensions(self) -> tuple[int, ...]:
-        """The dimensions that number the matrices: each index along them is a separate matrix."""
+        """The dimensions that enumerate the matrices: each index along them selects a separate matrix."""
         ours, theirs = self._matrix_view()
         numbers = theirs.strip("( ").partition(")" if theirs.startswith("(") else " ")[0]
         return tuple(ours.split().index(name) for name in numbers.split() if name != "1")
@@ -87,7 +88,7 @@ class Box:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor of this shape."""
+        """Return the box that covers a full tensor of this shape."""
         return Box((0,) * len(shape), shape)
 
     @property
@@ -98,7 +99,7 @@ class Box:
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """The overlap of two boxes, or None if there is none."""
+        """Return the overlap of two boxes, or None if there is none."""
         bounds = [
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
@@ -108,11 +109,11 @@ class Box:
         return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
     def indices(self, dimension: int) -> range:
-        """The range of indices along a dimension."""
+        """Return the range of indices along a dimension."""
         return range(self.offset[dimension], self.offset[dimension] + self.size[dimension])
 
     def at(self, dimensions: Sequence[int], index: Sequence[int]) -> Box:
-        """The same region at one index along each of some dimensions."""
+        """Return the region with the given dimensions reduced to one index each."""
         chosen = dict(zip(dimensions, index, strict=True))
         return Box(
             tuple(chosen.get(dimension, offset) for dimension, offset in enumerate(self.offset)),
@@ -120,7 +121,7 @@ class Box:
         )
 
     def runs_of(self, part: Box) -> Iterator[tuple[int, int]]:
-        """Yield the elements of a box inside this one as runs (start, stop) in this box's row-major order."""
+        """Yield the elements of `part`, a box inside this box, as runs (start, stop) in this box's row-major order."""
         corner, size = part.relative_to(self).offset, part.size
         cut = next((d for d in reversed(range(len(size))) if size[d] != self.size[d]), 0)
         length = math.prod(size[cut:])
@@ -131,13 +132,14 @@ class Box:
             yield start, start + length
 
     def relative_to(self, outer: Box) -> Box:
-        """The same region, with its offset counted from the corner of `outer`."""
+        """Return the same region with its offset relative to the offset of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
 
     def flat_range(self, start: int, stop: int) -> list[tuple[Box, int]]:
         """Cut the elements [start, stop) of this box, counted in row-major order, into boxes.
 
-        Returns each box with its first element's position in that order; at most 2 * dimensions - 1 of them.
+        Returns:
+            At most 2 * dimensions - 1 boxes, each with the position of its first element in that order.
         """
         return [
             (Box(tuple(o + c for o, c in zip(self.offset, corner, strict=True)), size), position)
@@ -167,10 +169,11 @@ def _flat_range(size: tuple[int, ...], start: int, stop: int) -> list[tuple[tupl
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a local parameter, which store a box of a logical tensor in row-major order.
+    """Consecutive rows of a local parameter that store a box of a logical tensor in row-major order.
 
     Attributes:
         row: the first of these rows.
+        rows: the number of these rows.
         splits: the splits that made the box: (dimension of the logical tensor, mesh axis).
     """
 
@@ -181,18 +184,18 @@ class Piece:
     splits: tuple[tuple[int, str], ...] = ()
 
     def view(self, local: Tensor) -> Tensor:
-        """View the piece of a tensor laid out like the local parameter, in the box's shape."""
+        """View this piece of `local`, a tensor with the layout of the local parameter, in the box's shape."""
         return local[self.row : self.row + self.rows].view(self.box.size)
 
 
 @dataclass(frozen=True)
 class Use:
-    """A place of the network that uses a weight. The gradients of each use are summed separately.
+    """A place in the network that uses a weight. The gradients of each use are summed separately.
 
     Attributes:
-        times: how many gradients of this use a micro-batch accumulates: 1 + n for an output layer that n further depths
-            of prediction use. Gradients that autograd sums by itself count as one.
-        chunk: its place among the rank's chunks that hold the weight, from 0.
+        times: number of gradients that this use accumulates per micro-batch, for example 1 + n for an output layer that
+            n prediction depths use in addition. Gradients that autograd sums by itself count as one.
+        chunk: index of the use's chunk among the rank's chunks that hold the weight, from 0.
     """
 
     times: int = 1
@@ -207,9 +210,9 @@ class Sharding:
 
     Attributes:
         replica_ranks: the ranks of this data-parallel replica that hold the same values, including this rank.
-        grad_is_partial: True if each of them computes only a part of the gradient, which must be summed over them.
-        expert: True if its data-parallel peers are those of the expert view.
-        uses: by number; two for a weight that two layers share.
+        grad_is_partial: True if each replica rank computes only a part of the gradient, which must be summed over them.
+        expert: True if its data-parallel ranks are those of the expert view.
+        uses: the uses of the weight; two for a weight that two layers share.
     """
 
     local_shape: tuple[int, ...]
@@ -221,7 +224,7 @@ class Sharding:
 
     @property
     def replica_group(self) -> tuple[int, ...]:
-        """The ranks over which the gradient must still be summed; empty if it is complete on each."""
+        """The ranks over which the gradient must still be summed; empty if it is complete on each rank."""
         return self.replica_ranks if self.grad_is_partial and len(self.replica_ranks) > 1 else ()
 
     @property
@@ -242,7 +245,10 @@ class Sharding:
 
 
 def partition_range(total: int, parts: int, index: int) -> tuple[int, int]:
-    """The (start, length) of part `index` if `total` is cut into runs of ceil(total / parts); the last may be short."""
+    """Return (start, length) of part `index` of `total` cut into parts of ceil(total / parts).
+
+    The last parts may be short or empty.
+    """
     run = -(-total // parts)
     start = min(index * run, total)
     return start, min(run, total - start)

@@ -1,7 +1,7 @@
-"""The output of a network's stage: tensors for the next stage, and terms of the loss.
+"""The output of a pipeline stage: tensors for the next stage, and terms of the loss.
 
-This is all that a network and the engine that runs it know of each other. It imports torch for types alone, so that a
-schedule can be drawn without.
+This is the whole interface between a network and the engine that runs it. It imports torch only for type checking, so
+a schedule can be drawn without importing torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NO_SUMS: TermSums = MappingProxyType({})
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a stage passes to the next one for every micro-batch.
+    """A tensor that a stage sends to the next stage for every micro-batch.
 
     Attributes:
-        shape: for hidden states [sequence (/ size under sequence parallelism), batch, hidden]; like `dtype`, None
-            where nothing is sent, as in a schedule that is only drawn.
-        gradient: the next stage gives its gradient back.
+        shape: [sequence (/ size under sequence parallelism), batch, hidden] for hidden states. Shape and dtype are
+            None if nothing is sent, for example in a schedule that is only drawn.
+        gradient: True if the next stage sends the gradient of this tensor back.
     """
 
     name: str
@@ -42,9 +42,9 @@ class StageOutput(NamedTuple):
     """The output of a stage for one micro-batch.
 
     Attributes:
-        tensors: for the next stage, by name; of the last stage, what it has instead of a loss, as logits.
-        terms: this rank's sums of loss terms over the micro-batch, scalars in fp32 or wider, by the term's name;
-            one that does not depend on what needs a gradient is recorded alone.
+        tensors: tensors for the next stage, by name. The last stage returns its logits here if there is no loss.
+        terms: this rank's sums of the loss terms over the micro-batch, by name: scalars in fp32 or wider. A sum that
+            does not require a gradient is only recorded.
     """
 
     tensors: Mapping[str, Tensor]
@@ -53,16 +53,17 @@ class StageOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A term of the loss: weight * sum / count, sum and count taken over the whole global batch.
+    """A term of the loss: weight * sum / count. Sum and count are taken over the whole global batch.
 
-    Any stage may return its sum, recomputed or not. The gradient of the loss is that of all terms together.
+    Any stage may return a sum, recomputed or not. The loss is the sum of all terms.
 
     Attributes:
-        name: under which it is recorded.
-        count: of a micro-batch, how much there is of what the term is a mean of, a scalar on any device.
-        axes: of the mesh, over whose ranks the sum is partial: of a sum over a layer's tokens
-            `ParallelContext.token_axes`. What stages return is added over the pipeline besides.
-        count_axes: over whose ranks the count is partial. Ranks with the same micro-batch count the same.
+        name: the name under which the term is recorded.
+        count: returns the number of items in a micro-batch that the mean is taken over, for example its valid tokens: a
+            scalar on any device.
+        axes: the mesh axes over which the sum is partial. For a sum over a layer's tokens, these are
+            `ParallelContext.token_axes`. The sums of all pipeline stages are added in any case.
+        count_axes: the mesh axes over which the count is partial. Ranks with the same micro-batch have the same count.
     """
 
     name: str
@@ -77,7 +78,7 @@ class LossTerm:
 
 
 def add_sums(terms: TermSums, more: TermSums) -> TermSums:
-    """The sum of terms by name."""
+    """Add two mappings of terms by name."""
     if not more:
         return terms
     return {**terms, **{name: terms[name] + value if name in terms else value for name, value in more.items()}}

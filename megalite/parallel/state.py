@@ -1,4 +1,4 @@
-"""State that is no parameter: tensors that a run keeps, with their place in the global model."""
+"""State that is not a parameter: tensors that a run keeps and saves, with their place in the global model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from megalite.parallel.sharding import Constant, Sharding
 
 
 class State(nn.Module):
-    """A tensor that no gradient changes, and its `Sharding`: a module's counts or biases, an optimizer's row sums.
+    """A tensor with a `Sharding` that has no gradient, for example a module's counts or an optimizer's row sums.
 
-    A module has it as any other module: an attribute, or one of a ModuleList. Its `replica_ranks`, and all ranks that
-    differ in their data-parallel position alone, hold the same values, whatever the ZeRO stage: whoever changes it
-    changes it alike on all of them. The first of them saves it, and all load it.
+    Register it as a submodule: an attribute of a module, or an element of a ModuleList. It is replicated over its
+    `replica_ranks` and over the data-parallel ranks, under every ZeRO stage. Code that changes it must make the same
+    change on all of these ranks. The first of them saves it, and all of them load it.
     """
 
     def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
-        """Raise TypeError if its logical tensors do not begin as constants."""
+        """Allocate the tensor and set its initial values.
+
+        Raises:
+            TypeError: the initial values of a logical tensor are not a constant.
+        """
         super().__init__()
         self.sharding = sharding
         self.values = torch.empty(sharding.local_shape, dtype=dtype, device=device)
-        """Contiguous."""
+        """The tensor, contiguous."""
         self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Set the values that it has before training; padding is zero."""
+        """Set the initial values. Padding is zero."""
         self.values.zero_()
         for piece in self.sharding.pieces:
             if not isinstance(piece.tensor.initial, Constant):
@@ -37,5 +41,5 @@ class State(nn.Module):
 
 
 def states_of(module: nn.Module) -> Iterator[State]:
-    """Each `State` of a module and of those in it once, in order of registration."""
+    """Return each `State` of a module and its submodules once, in registration order."""
     return (each for each in module.modules() if isinstance(each, State))

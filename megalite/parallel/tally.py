@@ -1,4 +1,4 @@
-"""Integers that modules count over a training step, such as tokens per expert: the same on every layout."""
+"""Integers that modules count over a training step, for example tokens per expert. They are equal on every layout."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class _Count(torch.autograd.Function):
 class Tally(nn.Module):
     """Counters of a module over all micro-batches of a step, summed over ranks at its end.
 
-    They are added in backward, which runs exactly once per micro-batch; forward also runs in evaluation and in
-    recomputation. Register it as a submodule: an attribute of a module, or an element of a ModuleList.
+    Counts are added in backward, which runs exactly once per micro-batch. Forward also runs in evaluation and in
+    recomputation. Register a tally as a submodule: an attribute of a module, or an element of a ModuleList.
 
     Attributes:
-        own: [size], int64: counts of this rank since the step began.
+        own: [size], int64: this rank's counts since the step began.
     """
 
     def __init__(self, size: int, group: Group, device: torch.device, take: Callable[[Tensor], None]) -> None:
         """Make a tally of `size` counters.
 
         Args:
-            group: the ranks that count different things; for tokens, those along `ParallelContext.token_axes`.
-            take: called with the sums over the group, [size] int64, after the step has updated the weights. It is not
-                called after a skipped step. It may change a `State`.
+            group: the ranks whose counts are summed; for tokens, those along `ParallelContext.token_axes`.
+            take: called with the sums over the group, [size] int64, after the step has updated the weights, but not
+                after a skipped step. It may change a `State`.
         """
         super().__init__()
         self.group, self.take = group, take
         self.own = torch.zeros(size, dtype=torch.int64, device=device)
 
     def count(self, numbers: Tensor, along: Tensor) -> Tensor:
-        """Add `numbers` [size] when backward reaches `along`; returns `along`, which the caller must use instead."""
+        """Add `numbers` [size] when backward reaches `along`. The caller must use the returned tensor for `along`."""
         counted: Tensor = _Count.apply(along, numbers, self)
         return counted
 
@@ -57,13 +57,13 @@ class Tally(nn.Module):
 
 
 def tallies_of(module: nn.Module) -> list[Tally]:
-    """Each `Tally` of a module and of those in it once, in order of registration."""
+    """Return each `Tally` of a module and its submodules once, in registration order."""
     return [each for each in module.modules() if isinstance(each, Tally)]
 
 
 @torch.no_grad()
 def end_step(tallies: Sequence[Tally]) -> None:
-    """Sum the counts over the ranks, in one all-reduce for all tallies, and hand each tally its sums."""
+    """Sum the counts of all tallies over the ranks in one all-reduce, and call `take` of each tally with its sums."""
     totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)
     for tally, total in zip(tallies, totals.split([len(tally.own) for tally in tallies]), strict=True):
         tally.take(total)
