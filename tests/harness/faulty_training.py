@@ -30,7 +30,7 @@ from megalite.optim.accumulator import Accumulator
 from megalite.optim.elementwise import FusedRule
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
-from megalite.training import checkpoints, loop, pretrain, trainer
+from megalite.training import builder, checkpoints, loop, pretrain, trainer
 from megalite.watchdog import monitor, sections, watchdog
 from tests.harness.fault import Fault
 
@@ -202,7 +202,7 @@ def disturb() -> None:
     wrap(rendezvous, "_come", "meeting", lambda: RANK > 0)
     in_rendezvous()
     wrap(launch.dist, "init_process_group", "group")
-    wrap(trainer, "make_optimizer", "building")
+    wrap(builder, "make_optimizer", "building")
     wrap(trainer.checkpoint, "load", "loading")
     wrap(trainer, "to_micro_batches", "data")
     wrap(Block, "forward", "forward", torch.is_grad_enabled)
