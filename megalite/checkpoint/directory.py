@@ -55,8 +55,8 @@ def candidates(directory: AnyPath) -> Candidates:
     """Return the checkpoint that the tracker names, and all older ones. Without a tracker, return all, newest first.
 
     Checkpoints newer than the tracker's are ignored: the user has gone back to an earlier one on purpose, and loading a
-    newer one would mix two runs. A tracker without a number is ignored. Raises CheckpointError if the tracker names a
-    checkpoint, and neither this one nor an older one exists.
+    newer one would mix two runs. A tracker without a number is ignored. Raises CheckpointError if all
+    checkpoints are newer than the tracker's, or if the tracker has no number and there are no checkpoints.
     """
     found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
@@ -122,7 +122,7 @@ def resolve(path: AnyPath) -> AnyPath:
 
 
 def complete(directory: AnyPath) -> dict[int, AnyPath]:
-    """Return the checkpoints by iteration, including damaged ones. Raises CheckpointError if this fails."""
+    """Return all checkpoints by iteration, damaged ones too. Raises CheckpointError if the directory is unreadable."""
     found: dict[int, AnyPath] = {}
     try:
         for path in reversed(folders(directory)):  # so iter_N takes precedence over iter_N.replaced

@@ -53,8 +53,7 @@ def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> byte
 
     `files`: the parts of each file with their byte ranges, by file name.
     """
-    # Imported here because the import takes a second and only one rank needs it. DCP's format includes these class
-    # names.
+    # Imported here because it takes a second and only one rank needs it. DCP's format includes these class names.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,

@@ -155,7 +155,7 @@ def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict
             return family, family.config(model)
         except CheckpointError as error:
             reasons[family.name] = str(error)
-    # A family whose error names no flag cannot even express the sizes of the network. It is never the nearest.
+    # A family whose error names no flag cannot even express the sizes of the network. It is the last choice.
     nearest = min(reasons, key=lambda name: reasons[name].count("--") or math.inf)
     raise CheckpointError(
         f"no family of Hugging Face has this network; the nearest is {nearest}, but for {reasons[nearest]}"

@@ -117,8 +117,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for a sliding window.
 
-    `window_size` is (keys before, keys after), where -1 means all keys. `window_attn_skip_freq` is N, or a list of 0
-    and 1.
+    `window_size` is (keys before, keys after), and -1 means all keys. `window_attn_skip_freq` is N, or a list of 0, 1.
     """
     size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if size is None:
