@@ -1,4 +1,7 @@
-"""Checkpoints by global coordinates: safetensors and a JSON manifest, loaded under any layout."""
+"""Checkpoints in safetensors files with a JSON manifest. A checkpoint can be loaded under any layout.
+
+Tensors are saved under global names, in global coordinates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that fails on all ranks or on none."""
+"""Blocks of work that fail on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from megalite.errors import CheckpointError, CorruptCheckpointError, MegaliteErr
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 
-_EXPECTED = (OSError, SafetensorError, MegaliteError)  # anything else is a defect and keeps its traceback
+_EXPECTED = (OSError, SafetensorError, MegaliteError)  # any other error is a bug and keeps its traceback
 
 
 @contextmanager
 def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
-    """Run the block on every rank; if it fails on one rank, all ranks raise, so that none waits for a rank that has
-    gone.
+    """Run the block on every rank. If it fails on one rank, all ranks raise, and none waits for the failed rank.
 
-    Raises the same CheckpointError on every rank. Its message says what was being done (`doing`), the lowest rank that
-    failed, why it failed, and `advice`. If every failure is damage, the error is a CorruptCheckpointError; a failure
-    that is not damage is reported before those that are. The block itself must not communicate.
+    Every rank raises the same CheckpointError. Its message names the work (`doing`), the lowest rank that failed, the
+    reason, and `advice`. If every failure is damage, the error is a CorruptCheckpointError. Otherwise a failure that is
+    not damage is reported. The block itself must not communicate.
     """
     failure: Exception | None = None
     try:
@@ -51,11 +50,11 @@ def _describe(failure: Exception) -> str:
 
 
 def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:
-    """Raise CheckpointError, on every rank, if ranks do not see the same thing at the path."""
+    """Raise CheckpointError on every rank if the ranks do not all have the same `what`, a text made from the path."""
     if len(set(all_gather_text(what, mesh))) > 1:
         raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")
 
 
 def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
-    """Return the text of every rank, in rank order, on every rank; no text may be empty."""
+    """Return the texts of all ranks in rank order, on every rank. No text may be empty."""
     return collectives.all_gather_text(text, mesh.world(), mesh.device)

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints, whatever layouts saved them."""
+"""Comparison of two checkpoints. They may have been saved under different layouts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Difference of the values of a tensor; infinite if only one of two elements is finite."""
+    """Difference between the values of a tensor. It is infinite if only one of two elements is finite."""
 
     elements: int
     different: int
-    """Number of elements whose bits differ or, if the dtypes differ, whose values do."""
+    """Number of elements that differ: in their bits or, if the dtypes differ, in their values."""
     absolute: float
     """Greatest |a - b|."""
     relative: float
@@ -32,7 +32,7 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences; in each pair the first checkpoint comes first."""
+    """Differences between two checkpoints. In each pair, the value of the first checkpoint comes first."""
 
     training: dict[str, tuple[Any, Any]]
     config: dict[str, tuple[Any, Any]]
@@ -40,7 +40,7 @@ class Comparison:
     only_in_a: list[str]
     only_in_b: list[str]
     kinds: dict[str, tuple[str, str]]
-    """Dtype and shape of tensors in which these differ."""
+    """Dtype and shape, as text, of each tensor for which these differ."""
     values: dict[str, ValueDifference]
     """Differences of the tensors whose values differ."""
     compared: int
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def compared_bytes(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> int:
-    """Return the number of bytes that `compare` reports to `advance` in total."""
+    """Return the total number of bytes that `compare` will report to `advance`."""
     return sum(a.tensors[name].size for name in _comparable(a, b, names))
 
 
@@ -62,7 +62,7 @@ def compare(
 ) -> Comparison:
     """Compare training state, configuration and the named tensors.
 
-    Raises CorruptFileError: nothing is compared before its checksum is verified.
+    Raises CorruptFileError if a checksum does not match; every checksum is verified before its values are compared.
     """
     ours, theirs, names = a.tensors, b.tensors, sorted(names)
     comparable = _comparable(a, b, names)
@@ -104,7 +104,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance: Advance) -> ValueDifference:
-    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises CorruptFileError."""
+    """Compare the values of a tensor that has the same shape in both checkpoints, block by block.
+
+    Raises CorruptFileError.
+    """
     tensor, other = a.tensors[name], b.tensors[name]
     different, absolute, relative = 0, 0.0, 0.0
     wider = max(tensor.dtype, other.dtype, key=lambda dtype: dtype.itemsize)

@@ -1,4 +1,7 @@
-"""Check that a checkpoint is of the network that a run describes: equal shapes do not make equal functions."""
+"""Check that a checkpoint holds the network that a run describes.
+
+Equal shapes are not sufficient: two networks with equal shapes can compute different functions.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,20 @@ from megalite.small_files import shown
 
 Section = TypeVar("Section")
 
-# What changes training or the layout but not the function that the weights stand for.
+# Fields that change the training or the layout, but not the function that the weights compute.
 _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
 
 
 def read_model_config(path: AnyPath) -> ModelConfig:
-    """Return the network's configuration from the checkpoint in folder `path`. Raises CheckpointError if it is unknown
-    here."""
+    """Return the network's configuration from the checkpoint in folder `path`.
+
+    Raises CheckpointError if this version of megalite does not support the network.
+    """
     return model_config(path, read_config(path))
 
 
 def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
-    """Return the network's configuration from the run's configuration, by section, that the checkpoint holds."""
+    """Return the network's configuration from `config`, the saved configuration of the run, by section."""
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise CheckpointError(
@@ -39,10 +44,10 @@ def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
 
 
 def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section]) -> Section:
-    """Return a section of the run's configuration that the checkpoint in folder `path` holds.
+    """Return a section of the saved configuration of the run, from the checkpoint in folder `path`.
 
-    Fields that only another version of this program has are left out or set to their defaults. Raises
-    CorruptCheckpointError if a field is missing or has a value that no field of its kind can have.
+    Fields of another version of megalite are ignored; fields that are missing get their defaults. Raises
+    CorruptCheckpointError if a required field is missing, or if a value is not possible for its field.
     """
     (name,) = (name for name, each in section_types().items() if each is kind)
     kinds, saved = get_type_hints(kind), config.get(name, {})
@@ -59,15 +64,16 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise CheckpointError, listing each difference, if the checkpoint's network computes another function.
+    """Raise CheckpointError if the network in the checkpoint does not compute the same function as `model`.
 
-    `config`: the configuration, by section, of the run that saved the checkpoint in folder `path`.
+    The error lists each difference. `config` is the configuration, by section, of the run that saved the checkpoint in
+    folder `path`.
     """
     check_same_function(str(path), model_config(path, config), model)
 
 
 def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
-    """Raise CheckpointError, listing each difference, if the network of `what` is not this run's `model`."""
+    """Raise CheckpointError, listing each difference, if `saved`, the network of `what`, differs from `model`."""
     theirs, ours = function_of(saved), function_of(model)
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:
@@ -78,7 +84,10 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
 
 
 def function_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that decide what the network computes, by flag, with defaults filled in."""
+    """Return the fields that decide which function the network computes, by name, with defaults filled in.
+
+    Fields without an effect on this network are set to None or left out.
+    """
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim

@@ -1,4 +1,4 @@
-"""Errors and checks for files that are not as they were written."""
+"""Errors and checks for damaged files: files whose contents are not as they were written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalite.errors import CheckpointError, CorruptCheckpointError
 
 
 class CorruptFileError(CorruptCheckpointError):
-    """File of a checkpoint, or a tensor in it, that is not as it was written."""
+    """Damaged file of a checkpoint, or damaged tensor in it."""
 
     def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
         advice = "Load another checkpoint; megalite-inspect-checkpoint --verify lists all that is damaged"
@@ -18,9 +18,9 @@ class CorruptFileError(CorruptCheckpointError):
 
 
 def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
-    """Return the error to raise when the system did not read a file.
+    """Return the error to raise after the operating system failed to read a file.
 
-    Data that the medium has lost or never had is damage; any other error, such as a missing permission, may pass.
+    Lost or missing data is damage. Any other failure, such as a missing permission, may be temporary.
     """
     if error.errno == errno.ENOENT:
         return CorruptFileError(path, "it is missing")

@@ -1,7 +1,8 @@
-"""Checkpoints of a run directory: their names, and the choice of the one to load.
+"""Checkpoints in a run directory: their names, and which one to load.
 
-`iter_0000100/` is a checkpoint and always complete (see `transaction`). So is `iter_0000100.replaced`, if there is no
-other of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the checkpoint to load.
+A folder `iter_0000100` is a checkpoint and always complete (see `transaction`). A folder `iter_0000100.replaced` is a
+checkpoint if there is no `iter_0000100`. The tracker, `latest_checkpointed_iteration.txt`, holds the iteration of the
+checkpoint to load.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def checkpoint_path(directory: PathType, iteration: int) -> PathType:
 
 
 def latest(directory: AnyPath) -> AnyPath | None:
-    """Return the folder of the checkpoint that the tracker names; without a tracker the newest; None if there is none.
+    """Return the folder of the checkpoint that the tracker names. Without a tracker, return the newest, or None.
 
-    Raises CheckpointError if the tracker names a checkpoint that is not there.
+    Raises CheckpointError if the checkpoint that the tracker names does not exist.
     """
     found, text = complete(directory), _tracked(directory)
     if text is None:
@@ -45,17 +46,17 @@ class Candidates:
     """Checkpoints that a run may start from."""
 
     paths: tuple[AnyPath, ...] = ()
-    """Folders, the best first; that one may be damaged or missing. The others are older."""
+    """Folders, in order of preference. The first may be damaged or missing; the others are older."""
     notes: tuple[str, ...] = ()
-    """Lines for the user on anything wrong or surprising."""
+    """Lines to show to the user about anything unexpected."""
 
 
 def candidates(directory: AnyPath) -> Candidates:
-    """Return the checkpoint that the tracker names and all older ones; without a tracker all, the newest first.
+    """Return the checkpoint that the tracker names, and all older ones. Without a tracker, return all, newest first.
 
-    Checkpoints newer than the tracker's were left behind on purpose (a run went back), and loading them would mix two
-    runs. A tracker that holds no number is ignored. Raises CheckpointError if the tracker names a checkpoint and there
-    are none.
+    Checkpoints newer than the tracker's are ignored: the user has gone back to an earlier one on purpose, and loading a
+    newer one would mix two runs. A tracker without a number is ignored. Raises CheckpointError if all
+    checkpoints are newer than the tracker's, or if the tracker has no number and there are no checkpoints.
     """
     found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
@@ -76,12 +77,12 @@ def candidates(directory: AnyPath) -> Candidates:
 
 
 def iterations(directory: AnyPath) -> list[int]:
-    """Return the iterations of all checkpoints, in order."""
+    """Return the iterations of all checkpoints, sorted."""
     return sorted(complete(directory))
 
 
 def iteration_of(path: AnyPath) -> int:
-    """Return the iteration in the name of a checkpoint's folder."""
+    """Return the iteration from the name of a checkpoint's folder."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} has not the name of a checkpoint")
@@ -89,8 +90,10 @@ def iteration_of(path: AnyPath) -> int:
 
 
 def _tracked(directory: AnyPath) -> str | None:
-    """Read the tracker, or say why it holds no step; None if there is no tracker, which means that no save has
-    ended."""
+    """Return the text in the tracker; None if there is no tracker, because no save has completed.
+
+    If the tracker is too large or not a regular file, return the reason in parentheses.
+    """
     try:
         return read_small(directory / TRACKER, largest=1000).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -108,7 +111,7 @@ def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> Che
 
 
 def resolve(path: AnyPath) -> AnyPath:
-    """Return a checkpoint's folder, given that folder or a run directory, whose latest checkpoint is taken.
+    """Return a checkpoint's folder. If `path` is a run directory, return the folder of its latest checkpoint.
 
     Raises CheckpointError if there is no checkpoint.
     """
@@ -119,10 +122,10 @@ def resolve(path: AnyPath) -> AnyPath:
 
 
 def complete(directory: AnyPath) -> dict[int, AnyPath]:
-    """Return the checkpoints by iteration, damaged ones too. Raises CheckpointError if the directory cannot be read."""
+    """Return all checkpoints by iteration, damaged ones too. Raises CheckpointError if the directory is unreadable."""
     found: dict[int, AnyPath] = {}
     try:
-        for path in reversed(folders(directory)):  # so that iter_N overrules iter_N.replaced
+        for path in reversed(folders(directory)):  # so iter_N takes precedence over iter_N.replaced
             if is_ours(path) if isinstance(path, Path) else (path / manifest.NAME).is_file():
                 found[iteration_of(path)] = path
     except OSError as error:
@@ -131,7 +134,7 @@ def complete(directory: AnyPath) -> dict[int, AnyPath]:
 
 
 def folders(directory: PathType) -> list[PathType]:
-    """Return everything in a run directory that has the name of a checkpoint, sorted by name. Raises OSError."""
+    """Return all paths in a run directory that have the name of a checkpoint, sorted by name. Raises OSError."""
     try:
         found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -140,5 +143,5 @@ def folders(directory: PathType) -> list[PathType]:
 
 
 def is_ours(path: Path) -> bool:
-    """Tell whether a folder is a checkpoint of this program, or the rest of one."""
+    """Return whether a folder is a checkpoint of megalite, or an incomplete one."""
     return (path / manifest.NAME).is_file() or any(path.glob("rank_*.safetensors"))

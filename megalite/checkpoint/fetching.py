@@ -1,8 +1,8 @@
-"""Reading of blocks of a checkpoint into memory: only the blocks that are needed, each verified.
+"""Fetch the needed blocks of a checkpoint into memory, and verify each block.
 
-A block that only one rank of a node needs is read by that rank, directly into its destination if it is contiguous
-there. A block that several ranks need is read by one of them and sent to the others, in rounds of bounded memory. The
-plan tells every rank of the node who reads what.
+A block that only one rank of a node needs is read by that rank. If the block is contiguous in its destination, it is
+read directly into it. A block that several ranks need is read by one of them and sent to the others, in rounds of
+bounded memory. Every rank of the node computes from the plan which rank reads which block.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from megalite.parallel.sharding import Box
 from megalite.process.progress import in_threads
 
 THREADS = 4
-"""Largest number of reading threads on a rank."""
+"""Maximum number of reading threads per rank."""
 ROUND = 4
-"""Full-sized blocks that a rank sends to others in one round."""
+"""Number of full-sized blocks that a rank sends to the others in one round."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Box to fill from a tensor."""
+    """Box of a tensor to fill."""
 
     box: Box
     values: Tensor
-    """View, of the box's shape, that is filled."""
+    """View to fill, with the shape of the box."""
 
 
 Wanted = Mapping[SavedBox, Sequence[Target]]
 """Targets to fill from each saved box."""
 
 Dealt = dict[int, list[Block]]
-"""Blocks that each rank reads for others, by rank."""
+"""Blocks that each rank reads and sends to the others, by rank."""
 
 
 def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
-    """Yield the blocks of a saved box that overlap one of the boxes."""
+    """Yield the blocks of a saved box that overlap at least one of the boxes."""
     meeting = [box for box in boxes if saved.box.intersection(box) is not None]
     whole = any(saved.box.intersection(box) == saved.box for box in meeting)
     for block in saved.blocks() if meeting else ():
@@ -58,10 +58,10 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 def fetch(
     path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
 ) -> Exception | None:
-    """Fill the targets, and return this rank's failure, if any.
+    """Fill the targets, and return the failure of this rank, if any.
 
-    All ranks of the group take part to the end, even if one has failed. `dealt`: the blocks that several of them need;
-    these blocks are sent from memory on the device `place`.
+    A rank that fails still takes part in all communication, so that the other ranks do not hang. `dealt` has the blocks
+    that several ranks of the group need. These blocks are sent from memory on the device `place`.
     """
     shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
     own = [
@@ -80,8 +80,10 @@ def fetch(
 
 
 def read_block(path: AnyPath, described: Manifest, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer with a verified block. No file stays open: a checkpoint may have more files than a process may
-    open."""
+    """Read a block into a buffer, and verify it.
+
+    The file is closed again, because a checkpoint may have more files than a process can have open.
+    """
     name = block.saved.file
     with shard_file.open_to_read(path / name, described.files[name].size) as file:
         shard_file.read_block(file, block, buffer)
@@ -103,8 +105,10 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
 
 
 def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
-    """Return the memory of a block in its target, if there is only one and the block is contiguous there as in the
-    file."""
+    """Return the memory of a block in its target, or None if the block cannot be read directly into its target.
+
+    Direct reading needs exactly one target, in which the block is contiguous in the same order as in the file.
+    """
     parts = block.parts()
     meeting = [target for target in targets if any(part.intersection(target.box) is not None for part, _ in parts)]
     if len(meeting) != 1:
@@ -121,7 +125,7 @@ def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
 
 @torch.no_grad()
 def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
-    """Copy the parts that the targets need out of a block's bytes."""
+    """Copy from the bytes of a block the parts that the targets need."""
     elements = data.view(block.saved.dtype)
     for part, position in block.parts():
         values = elements[position : position + part.numel].view(part.size)
@@ -135,9 +139,9 @@ def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
 
 
 def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
-    """Choose who reads the blocks that several ranks need: each time the rank of these with the fewest bytes so far.
+    """Assign each block that several ranks need to one of these ranks: the one with the fewest bytes so far.
 
-    `needs`: the blocks that each rank needs in part or in full, by rank.
+    `needs`: by rank, the blocks that it needs, completely or in part.
     """
     needers: dict[tuple[str, int], list[int]] = {}
     blocks: dict[tuple[str, int], Block] = {}
@@ -156,7 +160,7 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
 
 
 def _rounds(blocks: Iterable[Block]) -> list[list[Block]]:
-    """Split a rank's blocks into the groups that it sends in one round each."""
+    """Split the blocks of a rank into groups; one group is sent per round."""
     rounds: list[list[Block]] = []
     room = 0
     for block in blocks:
@@ -177,10 +181,10 @@ def _exchange(
     place: torch.device,
     failure: Exception | None,
 ) -> Exception | None:
-    """Read this rank's share of the dealt blocks, send them to the others, and fill the targets from all.
+    """Read this rank's share of the dealt blocks, send them to the others, and fill the targets from all blocks.
 
-    A rank that has failed, before (`failure`) or here, sends zeros, so that the others do not wait for it; they learn
-    of the failure later.
+    A rank that has failed, before (`failure`) or in this function, sends zeros, so that the others do not hang. The
+    caller reports the failure to all ranks afterwards.
     """
     rounds = [_rounds(dealt[rank]) for rank in group.ranks] if dealt else []
     for number in range(max(map(len, rounds), default=0)):

@@ -1,7 +1,8 @@
-"""Places of boxes in a file: which bytes belong to a box, and which bytes the file's format puts around it.
+"""Positions of boxes in a file.
 
-The layout of a file is a pure function of its parts: the byte range of each box is known before anything is written. A
-writer streams `before`, the box's bytes and `after`, box by box.
+The layout of a file is a pure function of its parts: the byte range of each box is known before anything is written.
+For each box, a writer streams `before`, the bytes of the box, and `after`. The format of the file defines `before` and
+`after`.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ class TensorBox:
 
     @property
     def entry(self) -> str:
-        """Name of the box, in files that name their boxes."""
+        """Name of the box, for formats that name the boxes."""
         return entry(self.name, self.box)
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Range of a part's bytes in its file."""
+    """Byte range of a part in its file."""
 
     before: bytes
-    """Bytes directly in front of the box's bytes, after the previous part."""
+    """Bytes of the format directly before the bytes of the box."""
     start: int
     stop: int
-    """End of bytes [start, stop) of the file, which are the box's elements in row-major order."""
+    """End of the byte range [start, stop) of the file, which has the elements of the box in row-major order."""
     after: Callable[[int], bytes]
-    """Function from the CRC-32 of the box's bytes to the bytes that follow them; the length does not depend on the
-    CRC-32."""
+    """Function from the CRC-32 of the box's bytes to the bytes that follow them.
+
+    The number of bytes that it returns does not depend on the CRC-32.
+    """

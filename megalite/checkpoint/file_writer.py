@@ -1,4 +1,4 @@
-"""Writing of files of boxes from any source, in one process and in bounded memory."""
+"""Writer of files of boxes, from any source, in one process and in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance, in_threads
 
 Cut = Sequence[Sequence[tuple[str, Box]]]
-"""Boxes that each file will hold, by tensor and in their order."""
+"""Boxes of each file, in order, each with the name of its tensor."""
 
 
 class FileWriter:
-    """Files of known size, into which tensors are copied in any order."""
+    """Set of files whose sizes are known in advance. Tensors are copied into them in any order."""
 
     def __init__(self, source: Source, folder: Path, cut: Cut, file_format: Format, advance: Advance) -> None:
         self.source, self.folder, self.format, self.advance = source, folder, file_format, advance
@@ -47,8 +47,10 @@ class FileWriter:
                 stream.write(byte_range.before)
 
     def write(self, workers: int) -> dict[str, SavedTensor]:
-        """Write all files, using this many threads, and sync them. Raises OSError, and CheckpointError of the
-        source."""
+        """Write all files with this many threads, and sync them to disk.
+
+        Raises OSError, or CheckpointError if the source cannot be read.
+        """
         names = sorted(self.by_tensor, key=numbers_as_numbers)
         tensors = dict(zip(names, in_threads(workers, self._copy, names), strict=True))
         in_threads(workers, self._sync, self.placed)
@@ -83,7 +85,7 @@ class FileWriter:
             os.fsync(stream.fileno())
 
     def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
-        """Return the records of the files, once the tensors are written."""
+        """Return the records of the files. Call it after `write`, with its result."""
         checksums = {(box.file, box.start): box.checksums[-1] for tensor in tensors.values() for box in tensor.boxes}
         files: dict[str, SavedFile] = {}
         for file, placed in self.placed.items():

@@ -20,11 +20,11 @@ class Format:
     """File format for boxes."""
 
     file: str
-    """Name of a writer's file, with {writer} for its number, or {number} for its number counted from 1."""
+    """Name of a file, with {writer} for the writer's number from 0, or {number} for its number from 1."""
     byte_ranges: Callable[[Sequence[TensorBox]], list[ByteRange]]
-    """Function that returns the byte ranges of a file's parts, in their order."""
+    """Function that returns the byte ranges of the parts of a file, in the order of the parts."""
     index: Callable[[Placed], Mapping[str, bytes]]
-    """Function that returns files that other programs need to read these, by name; megalite reads none of them."""
+    """Function that returns index files by name. Other programs need them; megalite does not read them."""
     checksums: bool = True
     """Flag for computing checksums of the boxes."""
 
@@ -34,8 +34,8 @@ def safetensors_byte_ranges(
 ) -> list[ByteRange]:
     """Return the byte ranges of parts in a safetensors file (https://huggingface.co/docs/safetensors).
 
-    Such a file has 8 bytes of header length, a JSON header, and then the tensors' bytes. `named` gives a part's name
-    there.
+    Such a file consists of 8 bytes of header length, a JSON header, and the bytes of the tensors. `named` returns the
+    name of a part in the header.
     """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -44,7 +44,7 @@ def safetensors_byte_ranges(
         dtype = _SAFETENSORS_DTYPES[part.dtype]
         fields[named(part)] = {"dtype": dtype, "shape": list(part.box.size), "data_offsets": [start, end]}
     header = json.dumps(fields).encode()
-    header += b" " * (-len(header) % 8)  # so that the tensors' bytes are aligned
+    header += b" " * (-len(header) % 8)  # aligns the tensors' bytes
     before = len(header).to_bytes(8, "little") + header
     byte_ranges: list[ByteRange] = []
     end = len(before)

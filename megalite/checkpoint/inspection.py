@@ -1,4 +1,4 @@
-"""Inspection of a checkpoint: its contents, the integrity of every byte, and statistics of its values."""
+"""Inspection of a checkpoint: its contents, its damage, and statistics of its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megalite.process.progress import Advance, in_threads
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
-    """Return a checkpoint's contents, including the named tensors, as JSON values."""
+    """Return the contents of a checkpoint, including the named tensors, as JSON values."""
     saved = reader.manifest
     files = _boxes_by_file(saved).items()
     return {
@@ -44,7 +44,7 @@ def _tensor(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
-    """Return totals by kind: the weights, the modules' state, and each state of the optimizer."""
+    """Return totals per kind. The kinds are the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
         kind = totals.setdefault(split_name(name)[0], {"tensors": 0, "elements": 0, "bytes": 0})
@@ -66,7 +66,7 @@ def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
 
 
 def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[CorruptFileError]:
-    """Return all damage: every file is read completely, even if others are damaged."""
+    """Return all damage in a checkpoint. Every file is read completely, even if others are damaged."""
     files = _boxes_by_file(reader.manifest).items()
     found = in_threads(workers, lambda file: list(_damages_of_file(reader, *file, advance)), files)
     return [*_uncovered(reader), *(damage for damages in found for damage in damages), *_foreign(reader)]
@@ -117,7 +117,7 @@ def _foreign(reader: CheckpointReader) -> Iterator[CorruptFileError]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of a tensor's elements; minimum, maximum, mean, std and norm are over the finite ones."""
+    """Statistics of a tensor's elements. Minimum, maximum, mean, std and norm are computed from the finite elements."""
 
     elements: int
     finite: int
@@ -143,14 +143,14 @@ class Statistics:
         return self.elements - self.finite - self.nans
 
     def to_json(self) -> dict[str, Any]:
-        """Return the statistics as JSON values; those that are undefined because no element is finite are None."""
+        """Return the statistics as JSON values. If no element is finite, the undefined ones are None."""
         numbers = {name: getattr(self, name) for name in ("minimum", "maximum", "mean", "std", "norm")}
         counts = {name: getattr(self, name) for name in ("elements", "zeros", "denormals", "nans", "infinities")}
         return {name: value if self.finite else None for name, value in numbers.items()} | counts
 
 
 def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statistics:
-    """Return the statistics of a tensor, in one pass. Raises CorruptFileError."""
+    """Return the statistics of a tensor, computed in one pass. Raises CorruptFileError."""
 
     def parts() -> Iterator[Statistics]:
         for saved in reader.manifest.tensors[name].boxes:

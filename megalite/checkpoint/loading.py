@@ -1,4 +1,4 @@
-"""Loading of checkpoints: each rank reads the saved boxes that overlap its tensors, whatever layout saved them."""
+"""Load checkpoints: each rank reads the saved boxes that overlap its tensors, independent of the saving layout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 
-_SHOWN = 8  # problems in one message
+_SHOWN = 8  # maximum number of problems in one message
 _PRECISION_FLAGS = {
     torch.bfloat16: "with --bf16",
     torch.float16: "with --fp16",
@@ -57,16 +57,21 @@ def load(
 ) -> TrainingState:
     """Set the weights, the modules' state, and the optimizer's state (if given) from the checkpoint in folder `path`.
 
-    Every rank calls it. All bytes that are used are compared with their checksums. Padding becomes zero. `described`:
-    the manifest, if `check_whole` has already read it; if None, it is read here. Without `state` the optimizer starts
-    fresh, with the loaded weights as master weights. With `casts`, weights that were saved in another precision are
-    rounded once, from the most precise saved values. `plan`: the plan of all ranks, with which blocks that several
-    ranks of a node need are read only once; without it, each rank reads for itself.
+    Every rank calls it. All bytes that are used are verified against their checksums. Padding becomes zero.
+
+    Args:
+        described: the manifest, if `check_whole` has already read it; otherwise it is read here.
+        plan: the plan of all ranks. With a plan, a block that several ranks of a node need is read only once per node;
+            without one, each rank reads all blocks that it needs.
+        state: if False, the optimizer starts fresh, and its master weights become copies of the loaded weights.
+        casts: allow weights that were saved in another precision. They are rounded once, from the most precise saved
+            values.
 
     Raises:
-        CorruptCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
-            have been overwritten in part.
-        CheckpointError: the checkpoint is not of this model, precision or optimizer; the same on every rank.
+        CorruptCheckpointError: a file is damaged. It is the same error on every rank. Some weights and state may
+            already be overwritten.
+        CheckpointError: the checkpoint belongs to another model, precision or optimizer. It is the same error on every
+            rank.
     """
     doing = f"loading {path}"
     with _writable(module, optimizer):
@@ -99,10 +104,11 @@ def load(
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
-    """Set the weights and the modules' state from a source, cast to their dtypes here; the optimizer starts fresh.
+    """Set the weights and the modules' state from a source, cast to the dtypes of this network.
 
-    Every rank calls it. Padding becomes zero. The source has each weight under its logical name, and state as
-    `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is of another model.
+    Every rank calls it. The optimizer starts fresh. Padding becomes zero. The source has each weight under its logical
+    name, and state under `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is
+    another model.
     """
     with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
@@ -115,7 +121,7 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
 
 @contextmanager
 def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-    """Allocate the parameters and, while the block sets them, keep the optimizer from using them; then gather them."""
+    """Allocate the parameters, let the block set them while the optimizer does not use them, and then gather them."""
     if optimizer is not None:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
@@ -128,7 +134,7 @@ def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def _source(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> str | None:
-    """Return the name of the saved tensor that a part is read from; None if the part is not to be filled."""
+    """Return the name of the saved tensor from which a part is read; None if the part is not loaded."""
     name = _finest(manifest, part) if casts else part.name
     return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
 
@@ -136,7 +142,8 @@ def _source(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> st
 def _finest(manifest: Manifest, part: TensorBox) -> str:
     """Return the most precise saved tensor for a part.
 
-    A weight that is saved in another precision is read from its master; a master that is not saved, from its weight.
+    A weight that is saved in another precision is read from its master weight. A master weight that is not saved is
+    read from its weight.
     """
     if part.name.startswith(MODEL):
         master = MASTER + part.name.removeprefix(MODEL)
@@ -159,7 +166,7 @@ def _wanted(manifest: Manifest, chosen: Iterable[tuple[str, Region]]) -> dict[Sa
 
 
 def _dealt(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool) -> Dealt:
-    """Choose the blocks that several ranks of the node need, and the rank that reads each."""
+    """Return the blocks that several ranks of the node need, by the rank that reads them."""
     needs: dict[int, list[Block]] = {}
     for rank in node.ranks:
         boxes: dict[str, list[Box]] = {}
@@ -182,14 +189,14 @@ def _on_this_node(mesh: ParallelMesh) -> list[int]:
 
 
 def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, casts: bool) -> None:
-    """Raise CheckpointError if the saved optimizer state is not the state that the optimizer keeps."""
+    """Raise CheckpointError if the saved optimizer state has other kinds than this optimizer's state."""
 
     def listed(kinds: set[str]) -> str:
         return ", ".join(sorted(kinds)) or "nothing"
 
     saved = {name.split("/")[1] for name in manifest.tensors if name.startswith(OPTIMIZER)}
     kinds = optimizer.state_kinds
-    if not state or not optimizer.shards:  # a stage that holds nothing does not know of masters
+    if not state or not optimizer.shards:  # without shards, the optimizer cannot tell whether there are masters
         return
     if saved - {"master"} == kinds - {"master"} and (casts or saved == kinds):
         return
@@ -205,19 +212,18 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
 
 
 def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
-    """Raise CheckpointError if a needed tensor is missing in the checkpoint, incomplete, or of another dtype or
-    shape."""
+    """Raise CheckpointError if a needed tensor is missing or incomplete, or has another dtype or shape."""
     _raise_if_any(_mismatch(manifest, name, part, casts) for name, part in chosen)
 
 
 def _raise_if_any(problems: Iterable[str | None]) -> None:
-    """Raise CheckpointError that lists the problems, each once, if there are any that are not None."""
+    """Raise CheckpointError with a list of the distinct problems; do nothing if all are None."""
     if found := list(dict.fromkeys(problem for problem in problems if problem is not None)):
         raise CheckpointError(f"it does not fit this run:\n{_listed(found)}")
 
 
 def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:
-    """Return why a part cannot be read from the named tensor, or None."""
+    """Return the reason why a part cannot be read from the named tensor, or None."""
     saved = manifest.tensors.get(name)
     different = _difference(name, saved, part)
     if saved is None or different is not None:
@@ -238,7 +244,7 @@ def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> st
 
 
 def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
-    """Return why a part cannot be read from a tensor even with casts, or None."""
+    """Return the reason why a part cannot be read from a tensor, even if casts are allowed, or None."""
     if saved is None:
         return f"{name} {list(part.shape)} is not in it: it is of another model"
     if saved.shape != part.shape:
@@ -252,7 +258,7 @@ def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
 def _check_all_used(
     manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: AnyPath, prefixes: tuple[str, ...]
 ) -> None:
-    """Raise CheckpointError, on every rank, if the checkpoint holds a tensor that no rank has a place for."""
+    """Raise CheckpointError on every rank if the checkpoint holds a tensor that no rank loads."""
     names = [name for name in manifest.tensors if name.startswith(prefixes)]
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
     used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
@@ -265,9 +271,9 @@ def _check_all_used(
 
 @torch.no_grad()
 def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) -> None:
-    """Set to zero all that is not read: padding and, if the optimizer starts fresh, its whole state.
+    """Set all values to zero that are not loaded: padding and, without `state`, the whole optimizer state.
 
-    State that has a placement of its own is set to its first values, even if it is read later.
+    State with a placement of its own is reset to its initial values, even if it is loaded later.
     """
     for _, own in held_states(module, optimizer):
         own.begin()

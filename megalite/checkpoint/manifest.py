@@ -1,23 +1,23 @@
-"""The manifest of a checkpoint: which box of which tensor stands in which file, and what run it came from.
+"""Manifest of a checkpoint: the position of each box of each tensor in the files, and the state of the run.
 
-One JSON object with a checksum of its own. Version 2:
+The manifest is one JSON object that includes its own checksum. Version 2:
 
     format, version   "megalite", 2
     training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples,
                     evaluation_left
     config            the run's configuration, by section
-    files             by file name: its size in bytes, and the checksum of those of its bytes that are in no box
-    tensors           by name: shape, dtype and boxes; of a box: offset, size, file, start and checksums
+    files             by file name: the size in bytes, and the checksum of the bytes that are in no box
+    tensors           by name: shape, dtype and boxes; per box: offset, size, file, start and checksums
     checksum          CRC-32 of all of the above
 
-The values of a box stand in `file` from byte `start` on, row-major, little-endian: no other knowledge of the file's
-format is needed. `checksums` has 8 hexadecimal digits for each block of 4 MiB of them: the CRC-32 of all bytes from the
-box's first to the block's last, so that a block is checked by itself, from the number of the one before.
+The values of a box begin at byte `start` of `file`, in row-major order, little-endian. A reader needs no other
+knowledge of the file's format. `checksums` has 8 hexadecimal digits per block of 4 MiB of the box: the CRC-32 of all
+bytes of the box up to the end of the block. To check one block alone, start from the CRC-32 of the block before.
 
-Names are `model/NAME` for a weight, `state/NAME` for what a module keeps that is no weight, and `optimizer/STATE/NAME`
-for what the optimizer keeps of weight NAME, in its shape or in another; NAME is the logical tensor's. Shapes are those
-of the mathematics: nothing of the layout that saved it shows but how the boxes are cut. Weights and their masters are
-floating-point numbers; what is kept beside them may be whole numbers, int64.
+Names are `model/NAME` for a weight, `state/NAME` for state of a module that is not a weight, and `optimizer/STATE/NAME`
+for optimizer state of weight NAME, which may have another shape than the weight. NAME is the logical name. Shapes are
+global and unpadded. Only the boundaries of the boxes depend on the layout that saved the checkpoint. Weights and master
+weights are floating-point numbers; state may also be int64.
 """
 
 from __future__ import annotations
@@ -48,39 +48,46 @@ MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
 MASTER = OPTIMIZER + "master/"
 VERSION = 2
 BLOCK = 1 << 22
-"""Bytes of a box that share one checksum."""
+"""Size in bytes of the blocks into which a box is divided; each block has one checksum."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
 _LONGEST_NAME, _MOST_AXES = 1000, 16
 _DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16", "int64")}
 _LARGEST = 512 * MIB
-"""Largest size of a manifest in bytes: one of three million boxes (1,000 tensors, three states of each, 750 ranks)."""
+"""Maximum size of a manifest in bytes.
+
+It is enough for three million boxes: 1,000 tensors with three states per tensor, on 750 ranks.
+"""
 _BYTES_A_MARK = 6
-"""Average bytes per brace, bracket, comma and colon in a large manifest. A box has 120 bytes or more, and 15 to 17
-such."""
+"""Minimum average number of bytes per brace, bracket, comma and colon in a large manifest.
+
+A box takes at least 120 bytes, which contain 15 to 17 of these characters.
+"""
 _MOST_CUTS, _MOST_INTERLOCKED = 32, 32
-"""Limits on nested straight cuts, and on boxes that no cut parts: megalite's own checkpoints need a few, and one
-box."""
+"""Limits on the depth of nested straight cuts, and on the number of boxes that no straight cut separates.
+
+A few cuts separate all boxes of megalite's own checkpoints.
+"""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Progress of a run; everything else follows from it and the configuration."""
+    """Progress of a run. All other state follows from it and from the configuration."""
 
     iteration: int
     consumed_samples: int
     optimizer_steps: int
-    """Number of updates; a skipped step is not counted."""
+    """Number of updates, not including skipped steps."""
     loss_scale: dict[str, Any] | None = None
-    """State of a dynamic loss scale."""
+    """State of a dynamic loss scaler."""
     seen_samples: list[tuple[int, int]] | None = None
-    """Numbers of some consumed samples, each with a checksum of its tokens, to detect a changed order of the data."""
+    """Numbers of some consumed samples, each with a checksum of its tokens. They detect a changed order of the data."""
     evaluation_left: bool = False
-    """Mark of a stop that came before the evaluation after this step had ended."""
+    """True if the run stopped after this step, before the evaluation of this step was complete."""
 
 
 @dataclass(frozen=True)
 class SavedBox:
-    """Box of a tensor, and its place."""
+    """Box of a tensor, and its position in a file."""
 
     tensor: str
     dtype: torch.dtype
@@ -89,7 +96,7 @@ class SavedBox:
     start: int
     """Position of the first byte in the file."""
     checksums: tuple[int, ...]
-    """CRC-32 of the bytes from the first up to the end of each block."""
+    """CRC-32 of the box's bytes up to the end of each block."""
 
     @property
     def stop(self) -> int:
@@ -111,12 +118,12 @@ class SavedBox:
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a box that are read and checked together."""
+    """Part of a box's bytes that is read and verified at once."""
 
     saved: SavedBox
     start: int
     stop: int
-    """End of bytes [start, stop) of the file."""
+    """End of the byte range [start, stop) of the file."""
     before: int
     """CRC-32 of the box's bytes before this block."""
     checksum: int
@@ -129,12 +136,12 @@ class Block:
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Number of the block's first element, counted in its box, and that after its last."""
+        """Range [first, stop) of the block's elements, counted from the first element of its box."""
         item = self.saved.dtype.itemsize
         return (self.start - self.saved.start) // item, (self.stop - self.saved.start) // item
 
     def parts(self) -> list[tuple[Box, int]]:
-        """Return the boxes that the block consists of, each with the number of its first element in the block."""
+        """Return the boxes that make up the block, each with the number of its first element in the block."""
         first, stop = self.elements
         return [(part, position - first) for part, position in self.saved.box.flat_range(first, stop)]
 
@@ -179,7 +186,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Read a manifest from its text.
+        """Parse a manifest.
 
         Raises ValueError, KeyError, TypeError or AttributeError if the text is not a complete manifest, and
         CheckpointError if it is of another version.
@@ -228,7 +235,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 
 
 def of_others(path: AnyPath) -> str:
-    """Return the end of a message: what to do with a folder that Megatron-LM has written; empty for all others."""
+    """Return the end of an error message: advice if Megatron-LM has written the folder, otherwise an empty text."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
         return "; one of Megatron-LM is brought in by megalite-convert --loader megatron"
     return ""
@@ -240,35 +247,35 @@ def read_config(path: AnyPath) -> dict[str, Any]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a name such as `float32`."""
+    """Return the name of a dtype, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def split_name(tensor: str) -> tuple[str, str]:
-    """Return the kind of a checkpoint's tensor, such as `model` or `optimizer/exp_avg`, and its logical name."""
+    """Split a tensor's name into its kind, such as `model` or `optimizer/exp_avg`, and its logical name."""
     *kind, logical = tensor.split("/", 2 if tensor.startswith(OPTIMIZER) else 1)
     return "/".join(kind), logical
 
 
 def owner_name(tensor: str) -> str:
-    """Return the name of the weight that a tensor of optimizer state belongs to; for any other tensor, its own name."""
+    """Return the name of the weight to which optimizer state belongs. For any other tensor, return its own name."""
     return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Tell whether the boxes hold each element of `target` exactly once.
+    """Return whether the boxes contain each element of `target` exactly once.
 
-    Raises CorruptCheckpointError if the boxes interlock so that no straight cut separates them: the check would take
-    long.
+    Raises CorruptCheckpointError if many boxes interlock, so that no straight cut separates them: checking them would
+    take too long.
     """
     return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
 
 
 def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
-    """Tell whether boxes within `target` hold each of its elements once.
+    """Return whether boxes within `target` contain each of its elements once.
 
-    The boxes are divided at every straight cut that crosses none of them, and each side is checked by itself, at most
-    this many cuts deep.
+    The boxes are divided at every straight cut that does not go through a box. Each side is then checked recursively,
+    to a depth of at most `cuts`.
     """
     if sum(part.numel for part in parts) != target.numel:
         return False
@@ -291,7 +298,7 @@ def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
 
 
 def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
-    """Return the boxes between straight cuts across an axis, in order."""
+    """Group the boxes by the straight cuts across an axis, and return the groups in order."""
     slabs: list[list[Box]] = []
     end = -1
     for part in sorted(parts, key=lambda part: part.offset[axis]):
@@ -309,7 +316,7 @@ def _side(box: Box, axis: int, start: int, stop: int) -> Box:
 
 
 def _is_count(value: object) -> bool:
-    """Tell whether a value is a non-negative whole number within bounds."""
+    """Return whether a value is an integer from 0 to 2**53."""
     return type(value) is int and 0 <= value <= 2**53
 
 
@@ -346,7 +353,7 @@ def _checksum(fields: dict[str, Any]) -> int:
 def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFile]) -> None:
     """Raise ValueError or TypeError if a box is not inside its tensor or its file.
 
-    So even a hostile manifest cannot make the program read anything outside this checkpoint.
+    This check keeps a malicious manifest from making megalite read outside of the checkpoint.
     """
     offset, size, start = saved.box.offset, saved.box.size, saved.start
     if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
@@ -354,7 +361,7 @@ def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFi
     beyond = any(map(gt, map(add, offset, size), shape))
     if beyond or min(offset, default=0) < 0 or min(size, default=1) < 1:
         raise ValueError(f"{saved.entry} is not within {list(shape)}")
-    stop = saved.stop  # a product of few numbers, now that they are as many as the shape's
+    stop = saved.stop  # multiplies only as many numbers as the shape has, because of the check above
     if saved.file not in files or not 0 <= start < stop <= files[saved.file].size:
         raise ValueError(f"{saved.entry} is not within {saved.file!r}")
     if len(saved.checksums) != -(-(stop - start) // BLOCK):
@@ -370,7 +377,7 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def box_to_json(saved: SavedBox) -> dict[str, Any]:
-    """Return a box in the form that the manifest has."""
+    """Return a box in its JSON form in the manifest."""
     return {
         "offset": saved.box.offset,
         "size": saved.box.size,
@@ -398,8 +405,10 @@ def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> Sav
 
 
 def _axes(name: str, values: Any) -> tuple[int, ...]:
-    """Check that the values are a short list; `from_json` checks that they are numbers before anything multiplies
-    them."""
+    """Return the values as a tuple if they are a short list.
+
+    `from_json` later checks that they are integers, before they are multiplied.
+    """
     if not isinstance(values, list) or len(values) > _MOST_AXES:
         raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
     return tuple(values)

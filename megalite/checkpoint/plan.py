@@ -1,7 +1,7 @@
-"""Plan of the parts of a checkpoint's global tensors that each rank holds and saves.
+"""Plan of a checkpoint: which parts of the global tensors each rank holds and saves.
 
-The plan is a pure function of the mesh and of the parameters' records: every rank can compute it for every other rank
-without communication.
+The plan is a pure function of the mesh and of the shardings of the parameters. Every rank can compute it for every
+other rank without communication.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalite.parallel.state import State, states_of
 
 @dataclass(frozen=True)
 class Contents:
-    """Parameters and state on a rank."""
+    """Parameters and state of a rank."""
 
     layouts: Sequence[BucketLayout]
     states: Sequence[State]
@@ -51,39 +51,39 @@ class Contents:
 
 
 ContentsAt = Callable[[ParallelMesh], Contents]
-"""Function that returns, on the meta device, the contents of the rank whose mesh is given."""
+"""Function that builds the contents of a rank on the meta device, given the mesh of that rank."""
 
 
 class Plan:
-    """Parts that every rank of a mesh holds and saves."""
+    """Plan of the parts that each rank of a mesh holds and saves."""
 
     def __init__(
         self, mesh: ParallelMesh, contents_at: ContentsAt, optimizer: OptimizerConfig, *, stage: int, instances: int
     ) -> None:
-        """Set up the plan; `stage` and `instances` are ZeRO's, as in `DataParallel`."""
+        """Create the plan. `stage` and `instances` are ZeRO's, as in `DataParallel`."""
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._stage, self._instances = stage, instances
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
-        """Return the plan of a world of one rank."""
+        """Return the plan for a single rank."""
         contents = Contents([bucket.layout for bucket in optimizer.buckets], optimizer.module_states)
         return Plan(optimizer.mesh, lambda _: contents, optimizer.config, stage=0, instances=1)
 
     def saved(self, rank: int) -> list[TensorBox]:
-        """Return the parts that a rank writes, in file order: over all ranks, each element of each tensor once."""
+        """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
         parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         return parts + _state_parts(each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at))
 
     def held(self, rank: int) -> list[TensorBox]:
-        """Return the parts that a rank must load."""
+        """Return the parts that a rank loads."""
         updated = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
         return updated + _state_parts(self._look(rank).states)
 
     def _look(self, rank: int) -> _Seen:
-        """Inspect a rank, once for all that differ only in data-parallel position; the first of these is inspected."""
+        """Inspect a rank. Ranks that differ only in their data-parallel position share one cached result."""
         at = self.mesh.coordinates_of(rank)
         like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
         if like not in self._seen:
@@ -95,7 +95,7 @@ class Plan:
         return self._seen[like]
 
     def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
-        """Yield a rank's slices of each of its buckets."""
+        """Yield the slice of each bucket that belongs to a rank."""
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
         for layout in seen.layouts:
@@ -125,12 +125,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Result of inspecting a rank."""
+    """Cached contents of a rank, which also stand for the ranks that differ only in their data-parallel position."""
 
     rank: int
     layouts: Sequence[BucketLayout]
     states: Sequence[tuple[str, State]]
-    """State of the modules, then of the optimizer, with the prefix of its tensors' names."""
+    """State of the modules, then of the optimizer, each with the prefix of its tensor names."""
 
 
 def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
@@ -138,7 +138,7 @@ def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -
 
 
 def _pieces(states: Iterable[tuple[str, State]]) -> Iterator[tuple[TensorBox, State, Piece]]:
-    """Yield the parts of logical tensors that the states are. Padding belongs to no part."""
+    """Yield the parts of logical tensors in the states. Padding belongs to no part."""
     for prefix, state in states:
         for piece in state.sharding.pieces:
             if piece.box.numel:
@@ -151,8 +151,10 @@ def _state_parts(states: Iterable[tuple[str, State]]) -> list[TensorBox]:
 
 
 def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield the parameters in elements [begin, end) of a bucket, as (parameter, start, stop) of the flattened
-    parameter."""
+    """Yield the parameters in elements [begin, end) of a bucket.
+
+    Each one is (parameter, start, stop), a range of the flattened parameter.
+    """
     slots = spec.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:
@@ -165,7 +167,7 @@ def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Paramet
 def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[LogicalTensor, Box, int]]:
     """Yield the boxes of logical tensors in elements [start, stop) of a flattened local parameter.
 
-    Each box comes with the number of its first element. Padding belongs to no box.
+    Each box is yielded with its tensor and the number of its first element. Padding belongs to no box.
     """
     columns = math.prod(parameter.shape[1:])
     for piece in parameter.sharding.pieces:
@@ -180,7 +182,7 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
 
 @dataclass(frozen=True)
 class Region:
-    """Box of a tensor, and the memory on this rank that holds it."""
+    """Part of a tensor, and the memory on this rank that stores it."""
 
     part: TensorBox
     kept: Tensor | View
@@ -188,14 +190,16 @@ class Region:
 
     @property
     def values(self) -> Tensor:
-        """Return the values in the box's shape: the memory itself or, if that is packed, a new copy."""
+        """Return the values in the shape of the box: a view of the memory, or a new copy if the memory is packed."""
         flat = self.kept if isinstance(self.kept, Tensor) else self.kept.read()
         return flat.view(self.part.box.size)
 
 
 def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSlice]:
-    """Return all that this rank must load: its whole parameters, or the slices that its optimizer updates, with
-    state."""
+    """Return the slices that this rank loads.
+
+    With an optimizer, these are the slices that it updates, with their state; otherwise the complete parameters.
+    """
     if optimizer is not None:
         return list(optimizer.slices())
     parameters = {id(parameter): parameter for parameter, _ in named_pieces(module)}.values()
@@ -203,17 +207,17 @@ def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSli
 
 
 def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[str, State]]:
-    """Return all state of this rank that has a placement of its own, with the prefix of its tensors' names."""
+    """Return all state of this rank that has its own placement, each with the prefix of its tensor names."""
     return _with_prefixes(states_of(module), optimizer.own_states if optimizer is not None else ())
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """Return `held_slices` and `held_states` as parts of the checkpoint."""
+    """Return `held_slices` and `held_states` as regions."""
     return _regions(held_slices(module, optimizer), held_states(module, optimizer))
 
 
 def saved_regions(optimizer: Optimizer) -> list[Region]:
-    """Return the regions that this rank writes, as in its plan."""
+    """Return the regions that this rank writes. They match its part of the plan."""
     rank = optimizer.mesh.rank
     at = optimizer.mesh.coordinates_of(rank)
     states = _with_prefixes(optimizer.module_states, optimizer.own_states)
@@ -223,7 +227,7 @@ def saved_regions(optimizer: Optimizer) -> list[Region]:
 def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) -> list[Region]:
     weights: list[Region] = []
     state: list[Region] = []
-    for run in reversed(list(slices)):  # as the model has them
+    for run in reversed(list(slices)):  # buckets have the order of backward; this restores the order of the model
         for tensor, box, position in boxes(run.parameter, run.start, run.stop):
             at = slice(position - run.start, position - run.start + box.numel)
             weights.append(_region(MODEL, tensor, box, run.values[at]))

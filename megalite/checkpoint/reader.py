@@ -1,4 +1,4 @@
-"""Reader of a checkpoint in one process: any box of any tensor, however it was cut, in bounded memory, verified."""
+"""Reader of a checkpoint in one process, in bounded memory. It reads any box of any tensor, and verifies the bytes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box
 
 _KEPT = 8
-"""Most recent blocks that a thread keeps, for reading a tensor by other boxes than it was saved in."""
+"""Number of blocks that a thread keeps. They help if a tensor is read in other boxes than it was saved in."""
 
 
 class CheckpointReader:
-    """Tensors of the checkpoint in folder `path`, a `Source`. Threads may share one."""
+    """Reader of the tensors of a checkpoint (a `Source`). Threads may share one."""
 
     def __init__(self, path: AnyPath) -> None:
-        """Read the manifest. Raises CheckpointError if there is no checkpoint, or if its manifest is damaged."""
+        """Read the manifest of the checkpoint in folder `path`. Raises CheckpointError if it is missing or damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
         self._kept = _Kept()
         self.tensors = self.manifest.tensors
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor. All bytes that are used were verified. Raises CorruptFileError."""
+        """Return a box of a tensor. All bytes are verified. Raises CorruptFileError."""
         values = torch.empty(box.size, dtype=self.tensors[name].dtype)
         self.fill(name, box, values)
         return values
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises CorruptFileError."""
+        """Fill `values`, as in `Source`. All bytes are verified. Raises CorruptFileError."""
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
@@ -52,7 +52,7 @@ class CheckpointReader:
                     read_block(self.path, self.manifest, block, place)
 
     def check_covered(self, name: str) -> None:
-        """Raise CorruptFileError unless the boxes of a tensor hold each of its elements once."""
+        """Raise CorruptFileError unless the boxes of a tensor contain each of its elements once."""
         tensor = self.manifest.tensors[name]
         try:
             covered = covers((saved.box for saved in tensor.boxes), tensor.whole)
@@ -62,18 +62,18 @@ class CheckpointReader:
             raise CorruptFileError(self.path, f"the boxes of {name} do not hold each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
-        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises CorruptFileError."""
+        """Yield the elements of a saved box in row-major order, one flat tensor per block. Raises CorruptFileError."""
         for block in saved.blocks():
             yield self._read_block(block).view(saved.dtype)
 
     def _read_block(self, block: Block) -> Tensor:
-        """Return the bytes of a block."""
+        """Return the verified bytes of a block."""
         data = torch.empty(block.size, dtype=torch.uint8)
         read_block(self.path, self.manifest, block, bytes_of(data))
         return data
 
     def _block(self, block: Block) -> Tensor:
-        """Return the bytes of a block, in memory that is reused once this thread has read some more blocks."""
+        """Return the verified bytes of a block. The memory is reused after this thread has read a few more blocks."""
         kept, key = self._kept.blocks, (block.saved.file, block.start)
         if key not in kept:
             full = torch.empty(manifest.BLOCK, dtype=torch.uint8) if len(kept) < _KEPT else kept.pop(next(iter(kept)))
@@ -82,7 +82,7 @@ class CheckpointReader:
         return kept[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
-        """Raise CorruptFileError if the bytes of a file that are in none of its boxes are not as they were written."""
+        """Raise CorruptFileError if the bytes of a file outside of its boxes do not match their checksum."""
         path, described = self.path / file, self.manifest.files[file]
         checksum, position = 0, 0
         with open_to_read(path, described.size) as opened:
@@ -99,11 +99,14 @@ class CheckpointReader:
 class _Kept(local):
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, int], Tensor] = {}
-        """Blocks by place, the oldest first."""
+        """Blocks by their position, the oldest first."""
 
 
 def chunks(box: Box, dtype: torch.dtype) -> Iterator[list[tuple[Box, int]]]:
-    """Yield a box in row-major order, a block at a time: boxes, each with the number of elements before it."""
+    """Yield a box in row-major order, block by block.
+
+    A block is a list of boxes, each with the number of elements before it.
+    """
     step = manifest.BLOCK // dtype.itemsize
     for start in range(0, box.numel, step):
         yield box.flat_range(start, min(start + step, box.numel))

@@ -1,4 +1,4 @@
-"""Rewriting of a checkpoint with other cuts, in one process and bounded memory: the values stay, bit for bit."""
+"""Rewrite a checkpoint with other boxes, in one process and in bounded memory. The values stay bit-identical."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from megalite.process.progress import Advance
 
 
 def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
-    """Cut into files of equal size. A weight and its state are neighbours, and so are layers: stages read few files."""
+    """Divide the tensors into files of equal size.
+
+    The tensors are sorted by layer, and a weight is next to its state, so that a pipeline stage reads few files.
+    """
     total = sum(kind.size for kind in tensors.values())
     bounds = [total * file // files for file in range(files + 1)]
     cut: list[list[tuple[str, Box]]] = [[] for _ in range(files)]
@@ -41,10 +44,11 @@ def _by_weight(name: str) -> tuple[str, str]:
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
-    """Cut the optimizer's state as the weights are cut; `weights` has the boxes per file of weights and modules' state.
+    """Divide the optimizer's state like the weights.
 
-    State that has another shape than its weight is stored uncut in the first file that has part of the weight. Raises
-    CheckpointError if the given weights are not the checkpoint's.
+    `weights` has the boxes of weights and modules' state, per file. State that has another shape than its weight is not
+    divided: it goes into the first file that has a part of the weight. Raises CheckpointError if `weights` does not
+    match the tensors of the checkpoint.
     """
     alike: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -75,7 +79,7 @@ def reshard(
     advance: Advance,
     file_format: Format = NATIVE,
 ) -> Path:
-    """Write the tensors that `cut` names into run directory `directory`; see `write_checkpoint`."""
+    """Write the tensors in `cut` as a checkpoint into run directory `directory`, as `write_checkpoint` does."""
     read = reader.manifest
     return write_checkpoint(reader, read.training, read.config, directory, cut, workers, advance, file_format)
 
@@ -90,10 +94,10 @@ def write_checkpoint(
     advance: Advance,
     file_format: Format = NATIVE,
 ) -> Path:
-    """Write the tensors that `cut` names into run directory `directory`, as a save does, and return the new folder.
+    """Write the tensors in `cut` as a checkpoint into run directory `directory`, and return the new folder.
 
-    Raises CheckpointError, and leaves nothing behind, if the data read is damaged, the disk fails, or there is already
-    a checkpoint of this iteration.
+    Raises CheckpointError if the source is damaged, the disk fails, or there is already a checkpoint of this iteration.
+    The incomplete files are then removed.
     """
     transaction = FolderTransaction(directory, training.iteration)
     if transaction.path.exists():

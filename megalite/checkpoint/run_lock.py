@@ -1,10 +1,10 @@
-"""Lock that lets only one run at a time save into a directory: two would remove each other's unfinished files.
+"""Lock that lets only one run at a time save into a directory. Two runs would remove each other's unfinished files.
 
-Rank 0 holds a lock of the operating system (flock) on `DIR/lock` for as long as it lives, and writes into the file
-which run it belongs to. The system releases the lock however the process ends, so no lock is ever stale; network file
-systems (NFS, Lustre mounted with flock, GPFS, Ceph) pass it on between nodes. If locks are not supported, as on object
-stores, a note says so. The other ranks look for the text that rank 0 wrote: if one does not see it, the ranks do not
-share the directory.
+Rank 0 holds a lock of the operating system (flock) on `DIR/lock` during the run, and writes into the file which run it
+belongs to. The operating system releases the lock when the process ends for any reason, so a lock is never stale.
+Network file systems (NFS, Lustre mounted with flock, GPFS, Ceph) share it between nodes. If locks are not supported, as
+on object stores, a note reports this. The other ranks read the text that rank 0 wrote. If a rank does not find it, the
+ranks do not share the directory.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megalite.parallel.mesh import ParallelMesh
 
 NAME = "lock"
 SEEN_WITHIN = 10.0
-"""Seconds after which a network file system must show on one node what another has written."""
+"""Number of seconds within which a network file system must show a file of one node on all others."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]]:
-    """Make `directory` and keep other runs from saving into it during the block; yield notes to show.
+    """Create `directory`, and keep other runs from saving into it during the block. Yield notes for the user.
 
-    Every rank calls it. Raises ConfigurationError on every rank, naming the other run, if there is one, and
-    CheckpointError if the directory cannot be written to or is not the same for all ranks.
+    Every rank calls it. Raises ConfigurationError on every rank if another run saves there; the error names that run.
+    Raises CheckpointError if the directory cannot be written, or if the ranks do not share it.
     """
     if isinstance(directory, ObjectPath):
         yield (f"note: {directory} has no locks, as an object store: see to it that no other run saves there",)
@@ -52,7 +52,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
             refusal, note = _lock(file, directory)
             if not refusal:
                 if not note:
-                    clear_away(directory)  # it may fill the disk
+                    clear_away(directory)  # leftover files may fill the disk
                 holder = _write_holder(file)
     refusal, holder = json.loads(all_gather_text(json.dumps([refusal, holder]), mesh)[0])
     try:
@@ -69,8 +69,10 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
 
 
 def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
-    """Take the lock; return why the run must not begin, and a note if it may; each is empty if there is nothing to
-    say."""
+    """Take the lock. Return an error message and a note.
+
+    The error message is empty if the run may start, and the note is empty if the lock was taken.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,7 +93,7 @@ def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
 
 
 def _write_holder(file: TextIO) -> str:
-    """Write into the lock file which run saves from now on."""
+    """Write a description of this process into the lock file, and return it."""
     holder = f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
     file.truncate(0)
     file.write(holder)
@@ -101,7 +103,7 @@ def _write_holder(file: TextIO) -> str:
 
 
 def _await(path: Path, text: str) -> None:
-    """Wait until a file holds a text. Raises CheckpointError if it does not within some time."""
+    """Wait until a file contains a text. Raises CheckpointError if this takes longer than `SEEN_WITHIN`."""
     deadline = time.monotonic() + SEEN_WITHIN
     while not path.is_file() or path.read_text() != text:
         if time.monotonic() > deadline:

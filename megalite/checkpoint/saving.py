@@ -1,4 +1,4 @@
-"""Saving of checkpoints: each rank writes its boxes, then one rank writes the manifest and gives the final name."""
+"""Save checkpoints: each rank writes its boxes; then rank 0 writes the manifest and makes the checkpoint visible."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ALIGNMENT = 64  # bytes
 
 
 class Staging:
-    """Memory for the regions that a rank saves, made once and used for every save."""
+    """Host memory for copies of the regions that a rank saves. It is allocated once and used for every save."""
 
     def __init__(self, regions: Sequence[Region], place: torch.device) -> None:
-        """Make memory of the sizes of `regions`, whose values are on the device `place`."""
+        """Allocate memory with the sizes of `regions`, whose values are on the device `place`."""
         self._device = place
         starts = [0]
         for region in regions:
@@ -56,7 +56,7 @@ class Staging:
 
     @torch.no_grad()
     def take(self, regions: Sequence[Region]) -> list[Region]:
-        """Return the same regions with copies of their values; the copies are complete."""
+        """Copy the values of the regions, wait for the copies, and return the regions with the copies."""
         for region, copy in zip(regions, self._copies, strict=True):
             copy.copy_(region.values.flatten(), non_blocking=True)
         device.synchronize(self._device)
@@ -64,11 +64,11 @@ class Staging:
 
 
 class Saver:
-    """Saver of the checkpoints of a run, one after the other. All ranks call `save`, `begin` and `advance` together.
+    """Saver of a run's checkpoints, one at a time. All ranks call `save`, `begin` and `advance` together.
 
-    `save` returns once the checkpoint is on disk. If `asynchronous`, there are also `begin`, which returns once the
-    state has been copied, and `advance`, which is called between steps until it returns the new checkpoint. Ranks
-    communicate only in these calls; the work between them only writes files.
+    `save` returns after the checkpoint is on disk. An `asynchronous` saver writes in the background: `begin` returns
+    after the state has been copied, and `advance` is called between steps until it returns the new checkpoint. Ranks
+    communicate only in these three calls; the background thread only writes files.
     """
 
     def __init__(
@@ -81,33 +81,34 @@ class Saver:
         state: bool = True,
         asynchronous: bool = False,
     ) -> None:
-        """Set up the saver; without `state` the optimizer's state is not saved."""
+        """Create the saver. Without `state`, the optimizer's state is not saved."""
         self._directory, self._optimizer, self._plan, self._format = directory, optimizer, plan, file_format
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._phases: Iterator[AnyPath | None] | None = None
-        """Rest of the save that is under way."""
+        """Remaining phases of the save in progress."""
         self._work: Future[Any] = Future()
-        """Work of the phase that this rank began last."""
+        """Work of the latest phase on this rank."""
         self.ended = 0.0
-        """Time, by `time.perf_counter`, when this rank last finished a part of a save."""
+        """Time (`time.perf_counter`) at which this rank last completed the work of a phase."""
         self._closed = Event()
 
     def close(self) -> None:
-        """Stop writing in the background because the run ends; an incomplete checkpoint is never used."""
+        """Stop background writing at the end of the run. An incomplete checkpoint is never used."""
         self._closed.set()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
     def save(self, training: TrainingState, config: dict[str, Any]) -> AnyPath:
-        """Write a checkpoint into the run directory, make it the latest and return its folder.
+        """Write a checkpoint into the run directory, make it the latest, and return its folder.
 
-        `config`: the run's configuration by section, JSON values. A crash at any moment leaves the checkpoint that was
-        the latest, or this one. One of the same iteration is replaced.
+        `config`: the run's configuration by section, as JSON values. A checkpoint of the same iteration is replaced.
+        After a crash at any moment, the latest checkpoint is either the previous one or this one.
 
         Raises:
-            CheckpointError: a rank could not write; the same on every rank, and what had been written is removed.
+            CheckpointError: a rank could not write. It is the same error on every rank, and the files of this save are
+                removed.
         """
         self.begin(training, config)
         while True:
@@ -115,7 +116,7 @@ class Saver:
                 return path
 
     def begin(self, training: TrainingState, config: dict[str, Any]) -> None:
-        """Begin a save of the present state, after the save that is under way. Raises as `save` does."""
+        """Complete the save in progress, if any, and begin a save of the current state. Raises as `save` does."""
         while self.under_way:
             self.advance()
         self._optimizer.finish_parameter_gather()
@@ -124,10 +125,9 @@ class Saver:
         self.advance()
 
     def advance(self) -> AnyPath | None:
-        """Begin the next phase of the save that is under way, after waiting until all ranks have ended the last one;
-        return the checkpoint's folder once it is complete.
+        """Wait until all ranks have completed the current phase of the save in progress, and begin the next phase.
 
-        Raises as `save` does.
+        Returns the checkpoint's folder after the last phase, otherwise None. Raises as `save` does.
         """
         if self._phases is None:
             raise ValueError("no save is under way")
@@ -143,7 +143,7 @@ class Saver:
     def _save(
         self, transaction: SaveTransaction, training: TrainingState, config: dict[str, Any]
     ) -> Iterator[AnyPath | None]:
-        """Save in phases: yield None when the work of a phase has begun, and the checkpoint's folder at the end."""
+        """Save in phases. Yield None after the work of a phase has begun, and finally the checkpoint's folder."""
         rank = self._mesh.rank
         all_or_none = partial(
             raise_on_all_ranks, self._mesh, f"saving iteration {training.iteration} to {self._directory}", _ADVICE
@@ -178,7 +178,7 @@ class Saver:
         return self._state or not part.name.startswith(OPTIMIZER)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
-        """Do the work now, or on the writer thread."""
+        """Run the work: in the background if the saver is asynchronous, otherwise now."""
 
         def timed() -> Any:
             try:
@@ -202,22 +202,24 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """Tell whether a save has begun and not ended."""
+        """Return whether a save is in progress."""
         return self._phases is not None
 
     @property
     def busy(self) -> bool:
-        """Tell whether this rank is still writing."""
+        """Return whether this rank is still writing."""
         return self.under_way and not self._work.done()
 
     @property
     def failed(self) -> bool:
-        """Tell whether this rank has failed to write."""
+        """Return whether this rank has failed to write."""
         return self.under_way and self._work.done() and self._work.exception() is not None
 
     def _gather(self, regions: Iterable[Region], written: Written | None) -> list[list[int]]:
-        """Gather on rank 0, per rank: a digest of its parts, its file's checksum and its blocks' checksums. Returns an
-        empty list on other ranks."""
+        """Gather on rank 0, for each rank, a digest of its parts, its file's checksum and the checksums of its blocks.
+
+        On other ranks, return an empty list.
+        """
         numbers = [_digest(region.part for region in regions)]
         if written is not None:
             numbers += [written.file.checksum, *(checksum for box in written.checksums for checksum in box)]
@@ -230,7 +232,7 @@ class Saver:
         config: dict[str, Any],
         written: Sequence[list[int]],
     ) -> None:
-        """Make a checkpoint of the written files, which the plan describes; `written` is the result of `_gather`."""
+        """Make the written files a checkpoint. The plan describes the files; `written` is the result of `_gather`."""
         file_format = self._format
         files: dict[str, SavedFile] = {}
         placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
@@ -272,7 +274,7 @@ def save(
 
 
 def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
-    """Write a rank's file, unless it would be empty; stop at the next block once `closed` is set."""
+    """Write the file of a rank, if it has any regions. Stop at the next block after `closed` is set."""
     if not regions:
         return None
     byte_ranges = file_format.byte_ranges([region.part for region in regions])
@@ -285,7 +287,7 @@ def _digest(parts: Iterable[TensorBox]) -> int:
 
 
 def write_index(transaction: SaveTransaction, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
-    """Write the files that other programs need to read the checkpoint."""
+    """Write the index files that other programs need to read the checkpoint, and return their records."""
     files: dict[str, SavedFile] = {}
     for name, data in file_format.index(placed).items():
         with create(transaction.folder / name) as stream:
@@ -294,7 +296,7 @@ def write_index(transaction: SaveTransaction, file_format: Format, placed: Place
 
 
 def finish(transaction: SaveTransaction, made: Manifest) -> None:
-    """Check that the checkpoint is whole, add its manifest and give it its final name."""
+    """Check that the checkpoint is complete, add its manifest, and make it visible under its final name."""
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run starts from, the same on all ranks, and of old checkpoints to remove."""
+"""Selection of the checkpoint that a run starts from, the same on all ranks, and of old checkpoints to remove."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpoi
 from megalite.parallel.mesh import ParallelMesh
 
 NEWEST = 2
-"""Number of newest checkpoints that always stay: one to start from, and one to fall back to."""
+"""Number of newest checkpoints that are always kept: one to load, and one to fall back to if that is damaged."""
 ATTEMPTS = 2
-"""Readings that must find damage before it is believed: a single reading may have failed on its way."""
+"""Number of reads that must all find damage. A single read may fail although the file is intact."""
 
 T = TypeVar("T")
 
 
 def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
-    """Return `directory.candidates`, agreed by all ranks. Raises CheckpointError if they do not see the same files."""
+    """Return the result of `directory.candidates`. Raises CheckpointError if the ranks do not see the same files."""
     with raise_on_all_ranks(mesh, f"looking for a checkpoint in {directory}"):
         found = run_directory.candidates(directory)
     check_all_see(str(found), directory, mesh)
@@ -43,10 +43,10 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
 
 
 def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
-    """Return the manifest of the checkpoint in folder `path`, after checking that all its files are there.
+    """Check that all files of the checkpoint in folder `path` exist with the right sizes, and return its manifest.
 
-    Raises CorruptCheckpointError, the same on every rank, if a file is missing or has another size. The bytes
-    themselves are checked when they are read.
+    Raises CorruptCheckpointError, the same on every rank, if a file is missing or has another size. The checksums are
+    verified later, when the files are read.
     """
     with raise_on_all_ranks(mesh, f"reading {path}"):
         manifest = read_manifest(path)
@@ -58,7 +58,7 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
 
 
 def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:
-    """Raise CorruptCheckpointError if one of the files is missing or its size differs from the manifest's."""
+    """Raise CorruptCheckpointError if one of the files is missing, or if its size differs from the manifest."""
     files = list(files)
     try:
         found = sizes(path, files)
@@ -71,11 +71,11 @@ def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None
 
 
 def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple[AnyPath, T, tuple[str, ...]]:
-    """Return the first checkpoint that `use` does not find damaged, the result of `use`, and the faults of those
-    before.
+    """Return the first checkpoint that is not damaged, the result of `use` for it, and the errors of those before it.
 
-    Every rank calls it, and `use` must fail on all ranks or on none. Damaged checkpoints stay in place. Raises
-    CheckpointError if none is whole. Any error that is not damage, such as a checkpoint of another model, is passed on.
+    Every rank calls it. `use` raises CorruptCheckpointError for a damaged checkpoint, and must fail on all ranks or on
+    none. Damaged checkpoints are not removed. Raises CheckpointError if all are damaged. Any other error of `use`, such
+    as a checkpoint of another model, is raised unchanged.
     """
     passed_over: list[str] = []
     for path in paths:
@@ -89,7 +89,7 @@ def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple
 
 
 def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str]) -> tuple[str, ...]:
-    """Return notes on checkpoints that were passed over, of which `first` is the newest; empty if there was none."""
+    """Return warnings about skipped checkpoints, the newest of them being `first`; empty if none was skipped."""
     problems = [f"  {problem}" for problem in passed_over]
     if not problems:
         return ()
@@ -102,10 +102,10 @@ def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str])
 
 
 def remove_old(directory: AnyPath, interval: int) -> tuple[str, ...]:
-    """Remove checkpoints whose step is not a multiple of `interval`, except the newest two; return what failed.
+    """Remove checkpoints whose step is not a multiple of `interval`, except the newest two. Return notes on failures.
 
-    One rank calls it, once a save is on disk. Damaged or foreign checkpoints are neither counted nor touched. Neither
-    are checkpoints newer than the one that the tracker names: a run has gone back from these.
+    One rank calls it, after a save is on disk. Damaged and foreign checkpoints are not counted and not removed. The
+    same holds for checkpoints newer than the tracker's: the user has gone back to an earlier one.
     """
     try:
         paths = run_directory.candidates(directory).paths

@@ -1,4 +1,4 @@
-"""Files of boxes, written as a stream with checksums, and read in blocks that are compared with their checksums."""
+"""Files of boxes. They are written as a stream with checksums, and read in blocks that are verified."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.checkpoint.manifest import Block, SavedFile
 from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
 from megalite.errors import CheckpointError
 
-_ALONE = 1 << 16  # bytes whose checksum takes less than handing them to another thread
+_ALONE = 1 << 16  # up to this many bytes, computing the checksum takes less time than using another thread
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Written:
 
 
 def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Event | None = None) -> Written:
-    """Write boxes in the order of their byte ranges; a second thread computes their checksums meanwhile.
+    """Write boxes in the order of their byte ranges, while a second thread computes the checksums.
 
-    A tensor on a device is copied to the host one block at a time. Raises OSError if the disk fails, and
-    CheckpointError once `closed` is set.
+    A tensor on a device is copied to the host block by block. Raises OSError if the disk fails, and CheckpointError
+    after `closed` is set.
     """
     size, around = 0, 0
     checksums: list[tuple[int, ...]] = []
@@ -59,13 +59,13 @@ def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Eve
 
 
 def write_bytes(stream: Writer, data: bytes) -> SavedFile:
-    """Write a file without boxes."""
+    """Write a file that contains no boxes."""
     stream.write(data)
     return SavedFile(len(data), zlib.crc32(data))
 
 
 class _RunningChecksum:
-    """CRC-32 of all bytes so far, kept after each block; at most one block waits to be added."""
+    """Running CRC-32 of a box, recorded after each block. At most one block is in the queue of the other thread."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -91,7 +91,7 @@ class _RunningChecksum:
 
 def _blocks_of(values: Tensor) -> Iterator[memoryview]:
     flat = values.detach().flatten().contiguous()
-    flat = flat.as_strided(flat.shape, (1,))  # also where the one element of a tensor has another stride
+    flat = flat.as_strided(flat.shape, (1,))  # a tensor of one element may have a stride other than 1
     step = manifest.BLOCK // flat.itemsize
     for start in range(0, flat.numel(), step):
         yield bytes_of(flat[start : start + step].cpu())
@@ -107,20 +107,23 @@ def bytes_of(values: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """File or object of a checkpoint, open for reading by any thread."""
+    """File or object of a checkpoint, open for reading. Any thread may read from it."""
 
     path: AnyPath
     descriptor: int
-    """File descriptor; not used for an object."""
+    """File descriptor; -1 for an object."""
 
     @property
     def piece(self) -> int:
-        """Number of bytes to read at a time: of a file, few enough that they are still in the processor's cache when
-        their checksum is computed; of an object, a block per request."""
+        """Number of bytes per read.
+
+        For a file, it is so small that the bytes are still in the CPU cache when their checksum is computed. For an
+        object, it is one block, because each read is a request.
+        """
         return manifest.BLOCK if isinstance(self.path, ObjectPath) else 1 << 18
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes that begin at a position. Raises CorruptFileError or CheckpointError."""
+        """Fill a buffer with the bytes from position `start` on. Raises CorruptFileError or CheckpointError."""
         with _reported(self.path):
             if isinstance(self.path, ObjectPath):
                 data = self.path.read_range(start, start + len(buffer))
@@ -137,16 +140,16 @@ class OpenFile:
 
 @contextmanager
 def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
-    """Yield an open file, which should have `size` bytes.
+    """Yield an open file, after checking that it has `size` bytes. The size of an object is not checked.
 
-    Raises CorruptFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
-    refused.
+    Raises CorruptFileError if the size differs or the file is damaged, and CheckpointError if it cannot be opened for
+    another reason.
     """
     if isinstance(path, ObjectPath):
         yield OpenFile(path, -1)
         return
     with _reported(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait on a pipe: its size differs
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # never blocks on a pipe, whose size then differs
     try:
         check_size(path, os.fstat(descriptor).st_size, size)
         yield OpenFile(path, descriptor)
@@ -163,7 +166,7 @@ def _reported(path: AnyPath) -> Iterator[None]:
 
 
 def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer, of the block's size, with a block. Raises CorruptFileError if its checksum is wrong."""
+    """Read a block into a buffer of the same size. Raises CorruptFileError if its checksum does not match."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
         raise CorruptFileError(
@@ -172,8 +175,10 @@ def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
 
 
 def checksum_of(file: OpenFile, start: int, buffer: memoryview, before: int = 0) -> int:
-    """Fill a buffer from a position of a file, and return the CRC-32 of all bytes so far; `before` is that of those
-    before."""
+    """Fill a buffer with the bytes from position `start` on, and return the running CRC-32 that includes them.
+
+    `before` is the CRC-32 of the bytes before them.
+    """
     for first in range(0, len(buffer), file.piece):
         piece = buffer[first : first + file.piece]
         file.read(start + first, piece)

@@ -1,4 +1,4 @@
-"""Sources of tensors: a checkpoint is written from a source, and a network is filled from one."""
+"""Sources of tensors, for writing a checkpoint and for filling a network."""
 
 from __future__ import annotations
 
@@ -38,19 +38,21 @@ def widest(kinds: Iterable[Kind]) -> torch.dtype:
 
 
 class Source(Protocol):
-    """Tensors of which any box can be read. Threads may share one."""
+    """Set of tensors, any box of which can be read. Threads may share a source."""
 
     @property
     def tensors(self) -> Mapping[str, Kind]:
         """Tensors' shapes and dtypes, by name."""
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Copy a box of a tensor into `values`, of the box's shape and any strides, cast to its dtype.
+        """Copy a box of a tensor into `values`, cast to the dtype of `values`.
+
+        `values` has the shape of the box, with any strides.
 
         Raises CheckpointError if it cannot be read.
         """
 
 
 def numbers_as_numbers(name: str) -> str:
-    """Return a key to sort names by, so that `layers.10` comes after `layers.9`."""
+    """Return a sort key for names, such that `layers.10` comes after `layers.9`."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), name)

@@ -1,7 +1,7 @@
-"""Storage of checkpoints: a file system, or an object store that fsspec reaches (s3://bucket/run, gs://...).
+"""Storage of checkpoints: a file system, or an object store that fsspec supports (s3://bucket/run, gs://...).
 
-`ObjectPath` has the part of `pathlib.Path` that an object store can do. A store cannot rename, append or sync, and has
-no folders: an object appears, complete, when its upload ends, and overwrites the old object of that name.
+`ObjectPath` has the methods of `pathlib.Path` that an object store can support. A store cannot rename, append or sync,
+and has no folders. An object appears complete when its upload ends, and replaces an older object of the same name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.small_files import MIB, read_small_file
 
 BUFFER = 1 << 18
-"""Bytes in which small tensors are gathered before they are written to a file."""
+"""Size of the write buffer of a file in bytes, so that small tensors are written together."""
 
 
 def open_directory(place: str) -> AnyPath:
-    """Return the directory that a flag names: a path, or a URL that fsspec knows.
+    """Return the directory for the value of a flag: a path, or a URL that fsspec supports.
 
-    Raises ConfigurationError if the URL is not valid or a package that its protocol needs is not installed, and
-    CheckpointError if the store's client does not start.
+    Raises ConfigurationError if the URL is not valid, or if a package for its protocol is not installed. Raises
+    CheckpointError if the client of the store cannot start.
     """
     if not is_url(place):
         return Path(place)
@@ -37,11 +37,11 @@ def open_directory(place: str) -> AnyPath:
         raise ConfigurationError(f"{place}: give the path itself, {rest}")
     if "::" in place or set(place) & set("*?["):
         raise ConfigurationError(f"{place}: a URL here is one protocol and a name without any of * ? [")
-    from fsspec.core import url_to_fs  # slow to import, and most runs never need it
+    from fsspec.core import url_to_fs  # imported here because it is slow and most runs do not need it
 
     url = place.rstrip("/")
     try:
-        # What one rank has written must be seen by another that has listed the folder before.
+        # Without a cache, a rank that has already listed a folder sees files that other ranks write later.
         file_system, key = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
@@ -49,7 +49,7 @@ def open_directory(place: str) -> AnyPath:
         raise ConfigurationError(f"{place} needs a package that is not installed{advice} ({error})") from error
     except ValueError as error:
         raise ConfigurationError(f"{place} cannot be used: {error}") from error
-    except Exception as error:  # of any kind, where the store's client asks for credentials
+    except Exception as error:  # clients raise any class of error, such as for missing credentials
         raise CheckpointError(f"{place} cannot be used: {type(error).__name__}: {error}") from error
     return ObjectPath(file_system, url, key.rstrip("/"))
 
@@ -62,14 +62,14 @@ class ObjectStatus:
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """Object, or common prefix of the names of several. Every failure is an OSError that names the URL."""
+    """Object, or common prefix of the names of several objects. Every failure is an OSError that names the URL."""
 
     file_system: Any = field(repr=False)
-    """File system of fsspec, which has no annotations."""
+    """File system of fsspec. It is Any because fsspec has no type annotations."""
     url: str
-    """URL as it was given."""
+    """URL, as the user gave it."""
     key: str
-    """Key as `file_system` has it."""
+    """Key of the object in `file_system`."""
 
     def __str__(self) -> str:
         return self.url
@@ -86,7 +86,7 @@ class ObjectPath:
         return ObjectPath(self.file_system, self.url.rpartition("/")[0], self.key.rpartition("/")[0])
 
     def resolve(self) -> ObjectPath:
-        """Return the path itself: a URL depends on no working directory."""
+        """Return this path, because a URL does not depend on the working directory."""
         return self
 
     def read_bytes(self) -> bytes:
@@ -95,7 +95,7 @@ class ObjectPath:
             return data
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) with one request; fewer if the object ends before."""
+        """Read bytes [start, stop) with one request. Return fewer bytes if the object ends earlier."""
         with self._as_os_errors():
             data: bytes = self.file_system.cat_file(self.key, start=start, end=stop)
             return data
@@ -105,7 +105,7 @@ class ObjectPath:
             return ObjectStatus(self.file_system.info(self.key)["size"])
 
     def modified(self) -> datetime:
-        """Return when the object was last written. Raises OSError, also if a store does not say."""
+        """Return the time of the last write. Raises OSError, also if the store does not report it."""
         with self._as_os_errors():
             when: datetime = self.file_system.modified(self.key)
             return when
@@ -118,43 +118,45 @@ class ObjectPath:
             return False
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """Yield the paths directly below; none if there are none, since there are no empty folders."""
+        """Yield the paths directly below this one. A path without any is not an error: stores have no empty folders."""
         return (self / name for name in self.listing())
 
     def listing(self) -> dict[str, int]:
-        """Return the names directly below, in order, each with its size in bytes, or 0 if there are further names below
-        it."""
+        """Return the names directly below this path, sorted, each with its size in bytes.
+
+        The size is 0 if there are further names below the name.
+        """
         try:
             with self._as_os_errors():
                 found = self.file_system.ls(self.key, detail=True)
         except FileNotFoundError:
             return {}
         sizes = {entry["name"].rstrip("/"): entry["size"] or 0 for entry in found}
-        prefix = f"{self.key}/".lstrip("/")  # some have keys that begin with a slash, and not in all answers
+        prefix = f"{self.key}/".lstrip("/")  # in some stores keys begin with a slash, but not in all answers
         names = {name.lstrip("/").removeprefix(prefix): size for name, size in sizes.items() if name != self.key}
         return dict(sorted(names.items()))
 
     def put(self, data: bytes) -> None:
-        """Write the whole object: a reader finds the old one or the new one, whatever happens meanwhile."""
+        """Write the whole object atomically: a reader always gets either the old object or the new one."""
         with self._as_os_errors():
             self.file_system.pipe_file(self.key, data)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: object stores have no folders and need none."""
+        """Do nothing, because object stores have no folders."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        if not missing_ok or self.is_file():  # stores do not agree on what happens where there is none
+        if not missing_ok or self.is_file():  # stores differ in how they remove an object that does not exist
             self.parent.remove([self.name])
 
     def remove(self, names: Collection[str]) -> None:
-        """Remove these objects directly below."""
+        """Remove the named objects directly below this path."""
         if names:
             with self._as_os_errors():
                 self.file_system.rm([f"{self.key}/{name}" for name in names])
 
     @contextmanager
     def _as_os_errors(self) -> Iterator[None]:
-        """Turn any error into an OSError: stores' clients raise any class, and `FileNotFoundError` with any text."""
+        """Turn any error into an OSError, because the clients of stores raise errors of any class."""
         try:
             yield
         except Exception as error:
@@ -171,7 +173,7 @@ AnyPath = Path | ObjectPath
 
 
 class Writer(Protocol):
-    """Stream that `create` yields."""
+    """Stream to write to, as `create` yields it."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -187,9 +189,9 @@ class _Upload:
 
 @contextmanager
 def create(path: AnyPath) -> Iterator[Writer]:
-    """Yield a new file, which is on disk, or in the store, when the block has ended. Raises OSError if that fails.
+    """Yield a new file. After the block it is on disk, or in the store. Raises OSError if this fails.
 
-    If the block fails, what it has written to an object store is discarded: no object appears.
+    If the block fails, the upload to an object store is cancelled, and no object appears.
     """
     if isinstance(path, Path):
         with atomic_files.path_in_errors(path), path.open("xb", buffering=BUFFER) as file:
@@ -209,7 +211,7 @@ def create(path: AnyPath) -> Iterator[Writer]:
 
 
 def _give_up(upload: Any) -> None:
-    """End an upload without an object. Otherwise the file would upload its contents when it is garbage-collected."""
+    """Cancel an upload. Otherwise, fsspec would upload the contents when the file is garbage-collected."""
     with suppress(Exception):
         upload.discard()
     with suppress(Exception):
@@ -217,7 +219,7 @@ def _give_up(upload: Any) -> None:
 
 
 def write_atomically(path: AnyPath, data: bytes) -> None:
-    """Write a whole file so that a reader finds the old one or the new one, whatever happens meanwhile.
+    """Write a whole file atomically: a reader always gets either the old file or the new one.
 
     Raises FileError.
     """
@@ -231,8 +233,10 @@ def write_atomically(path: AnyPath, data: bytes) -> None:
 
 
 def read_small(path: AnyPath, *, largest: int) -> bytes:
-    """Read a whole file of at most `largest` bytes. Raises OSError; ValueError if it is larger or not a regular
-    file."""
+    """Read a whole file of at most `largest` bytes.
+
+    Raises OSError if it cannot be read, and ValueError if it is larger or not a regular file.
+    """
     if isinstance(path, Path):
         return read_small_file(path, largest=largest)
     if path.stat().st_size > largest:
@@ -241,9 +245,9 @@ def read_small(path: AnyPath, *, largest: int) -> bytes:
 
 
 def sizes(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
-    """Return the sizes in bytes of those named files that are in a folder. Raises OSError if it cannot be read."""
+    """Return the sizes in bytes of the named files that exist in a folder. Raises OSError if it cannot be read."""
     if isinstance(folder, ObjectPath) and len(names) > 1:
-        found = folder.listing()  # one request for a thousand files
+        found = folder.listing()  # one request for all files
         return {name: found[name] for name in names if name in found}
     found = {}
     for name in names:

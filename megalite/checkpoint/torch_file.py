@@ -1,8 +1,9 @@
-"""Files that torch.distributed.checkpoint (DCP) reads: each box is an archive of its own, as `torch.save` writes one.
+"""Files for torch.distributed.checkpoint (DCP). Each box is a separate archive, as `torch.save` writes it.
 
-An archive is a zip file that stores the box's bytes unchanged, with a pickle that describes their tensor. Everything
-around the bytes depends only on the box's dtype and size. The length is a multiple of 64 bytes, so that an archive has
-the same bytes at any position. Zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+An archive is a zip file that stores the bytes of the box uncompressed, and a pickle that describes the tensor. All
+other bytes depend only on the dtype and size of the box, and on its CRC-32. The length of an archive is a multiple of
+64 bytes, so that it has the same bytes at any position. Zip:
+https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.torch_internals import rebuild_tensor, storage_info
 
-_ALIGNMENT = 64  # torch's own, for whoever maps a file into memory
+_ALIGNMENT = 64  # bytes, as torch.save uses it, so that the tensors of a memory-mapped file are aligned
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -35,7 +36,7 @@ _STORAGES = {
 
 
 def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
-    """Return the byte ranges of a file's parts, one after the other. No box may be empty."""
+    """Return the byte ranges of the parts of a file, in order. No box may be empty."""
     found = []
     end = 0
     for part in parts:
@@ -48,11 +49,11 @@ def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
 
 
 def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> bytes:
-    """Return the contents of the `.metadata` file of a folder: a pickle, with the same bytes for the same files.
+    """Return the contents of the `.metadata` file of a folder, a pickle. Equal `files` give equal bytes.
 
-    files: the parts of each file with their byte ranges, by file name.
+    `files`: the parts of each file with their byte ranges, by file name.
     """
-    # Here, since it takes a second and one rank writes this. The names of the classes are part of DCP's format.
+    # Imported here because it takes a second and only one rank needs it. DCP's format includes these class names.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
@@ -69,7 +70,7 @@ def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> byte
             boxes.setdefault(part.name, []).append((file, part, byte_range))
     tensors: dict[str, STORAGE_TYPES] = {}
     stored = {}
-    for name, parts in boxes.items():  # one string for each tensor: a pickle tells two equal ones apart
+    for name, parts in boxes.items():  # one string object per name: pickle writes equal but distinct strings twice
         chunks = []
         for file, part, byte_range in parts:
             offset = torch.Size(part.box.offset)
@@ -78,10 +79,10 @@ def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> byte
             stored[MetadataIndex(name, offset)] = storage_info(file, start, stop - start)
         _, part, _ = parts[0]
         tensors[name] = TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.shape), chunks)
-    # Tools that make a nested state dict ask the planner's data for the keys that lead to a tensor: there is one.
+    # Tools that build a nested state dict read in planner_data which keys lead to a tensor: here it is one key.
     keys = {name: (name,) for name in tensors}
     described = Metadata(tensors, planner_data=keys, storage_data=stored, version=CURRENT_DCP_VERSION)
-    return pickle.dumps(described, protocol=4)  # the default depends on the version of Python
+    return pickle.dumps(described, protocol=4)  # the default protocol depends on the Python version
 
 
 # ---------------------------------------------------------------------------------------------------- an archive
@@ -89,9 +90,9 @@ def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> byte
 _BYTES = b"archive/data/0"
 
 
-@functools.lru_cache(maxsize=1024)  # many boxes of a model are alike
+@functools.lru_cache(maxsize=1024)  # many boxes of a model have the same dtype and size
 def _archive(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[bytes, Callable[[int], bytes]]:
-    """Return the bytes before a box's bytes and the function for those after, as in a `ByteRange`."""
+    """Return `before` and `after` of a `ByteRange`: the bytes before a box, and the function for the bytes after it."""
     before = directory = b""
     for name, content in ((b"data.pkl", _description(dtype, size)), (b"byteorder", b"little"), (b"version", b"3\n")):
         name = b"archive/" + name
@@ -118,7 +119,7 @@ def _description(dtype: torch.dtype, size: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stand-in for a tensor's bytes in a pickle."""
+    """Placeholder for the bytes of a tensor in a pickle."""
 
     dtype: torch.dtype
     numel: int
@@ -126,7 +127,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Stand-in that is pickled as `torch.save` pickles a contiguous tensor on the CPU."""
+    """Placeholder that is pickled as `torch.save` pickles a contiguous tensor on the CPU."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -145,11 +146,11 @@ class _Pickler(pickle.Pickler):
 
 
 # ---------------------------------------------------------------------------------------------------- zip
-# Every size is written as of a file beyond 4 GiB (zip64), and every checksum and size behind the bytes (a data
-# descriptor), where those of a box are known: one way for all.
+# All entries use zip64, the form for files beyond 4 GiB, and have their checksum and sizes after the bytes, in a data
+# descriptor. The checksum of a box is known only after its bytes are written; one form for all entries is simpler.
 
-_VERSION = 45  # of the format, the first with zip64
-_FIELDS = (_VERSION, 1 << 3, 0, 0, 1 << 5 | 1)  # data descriptors; stored as it is; at 0:00 on 1980-01-01
+_VERSION = 45  # version 4.5 of the zip format, the first with zip64
+_FIELDS = (_VERSION, 1 << 3, 0, 0, 1 << 5 | 1)  # flag of a data descriptor; uncompressed; 1980-01-01 0:00
 _IN_ZIP64 = 0xFFFFFFFF
 
 
@@ -171,7 +172,7 @@ def _directory_entry(name: bytes, header_start: int, length: int, checksum: int)
 
 
 def _end(directory_start: int, directory_length: int, count: int) -> bytes:
-    """The end of an archive, padded by a comment of spaces."""
+    """Return the end of an archive, with a comment of spaces as padding."""
     stop = directory_start + directory_length
     zip64 = struct.pack(
         "<4sQ2H2I4Q", b"PK\6\6", 44, _VERSION, _VERSION, 0, 0, count, count, directory_length, directory_start

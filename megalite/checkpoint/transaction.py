@@ -1,16 +1,16 @@
-"""Transactions that each save one checkpoint: it becomes visible complete, or not at all.
+"""Transactions that each save one checkpoint, which becomes visible complete or not at all.
 
-On a file system the checkpoint is written as `iter_0000100.tmp` and then renamed. If there is already a checkpoint of
-that iteration (a run repeats steps after a crash), the old one is renamed to `iter_0000100.replaced` until the new one
-has its name. So at every moment the last good checkpoint exists under one of the two names.
+On a file system, the checkpoint is written as `iter_0000100.tmp` and then renamed. There may already be a checkpoint of
+this iteration, if a run repeats steps after a crash. Then the old one is first renamed to `iter_0000100.replaced`, and
+removed after the new one has its name. At every moment, the last good checkpoint exists under one of the two names.
 
-An object store has no rename. Files get their final names at once, with the mark of their transaction in the name
-(`rank_00000.3f9a2c01.safetensors`). So a transaction overwrites no files of an earlier one, and a late one
-none of this one. The manifest comes last, as one object: it publishes the new checkpoint and retires the one before.
-The files that the manifest names are the checkpoint; files that only an earlier manifest named no longer belong to it.
-A folder without a manifest holds a transaction that did not end.
+An object store cannot rename. The files get their final names at once, and each name contains the mark of its
+transaction (`rank_00000.3f9a2c01.safetensors`), so that no transaction overwrites the files of another one. The
+manifest is written last, as one object: this makes the new checkpoint visible and replaces an older one. A checkpoint
+consists of the files that its manifest names. A folder without a manifest is left over from a transaction that did not
+complete.
 
-In both cases the tracker is then set to the iteration, and leftover files are removed.
+In both cases, the tracker is then set to the iteration, and leftover files are removed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _FILE = re.compile(r"(?:rank_\d+|__\d+_\d+)(?:\.([0-9a-f]{8}))?\.(?:safetensors|
 
 
 def new_transaction(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> SaveTransaction:
-    """Return a transaction to save an iteration, the same on every rank. Every rank calls this; one rank calls its
-    methods."""
+    """Return a transaction that saves an iteration. Every rank calls it and gets the same transaction.
+
+    Only one rank calls `begin`, `commit` and `abandon`.
+    """
     if isinstance(directory, Path):
         return FolderTransaction(directory, iteration)
     return ObjectTransaction(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
@@ -46,7 +48,7 @@ def new_transaction(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> S
 
 @dataclass(frozen=True)
 class FolderTransaction:
-    """SaveTransaction on a file system."""
+    """Transaction on a file system."""
 
     directory: Path
     iteration: int
@@ -58,16 +60,15 @@ class FolderTransaction:
 
     @property
     def folder(self) -> Path:
-        """Folder that the files are written into."""
+        """Folder into which the files are written."""
         return _temporary(self.path)
 
     def file(self, name: str) -> Path:
-        """Return where to write a file such as `rank_00000.safetensors`; the manifest uses the name of the returned
-        path."""
+        """Return the path for writing a file such as `rank_00000.safetensors`; its name is the name in the manifest."""
         return self.folder / name
 
     def begin(self) -> None:
-        """Remove what unfinished saves have left, and make the folder to write into.
+        """Remove leftovers of unfinished saves, and create the folder for the files.
 
         Raises OSError, or CheckpointError if something else has the checkpoint's name.
         """
@@ -77,10 +78,9 @@ class FolderTransaction:
         self.folder.mkdir(parents=True)
 
     def commit(self, manifest_text: str) -> None:
-        """Add the manifest, give the folder its final name and point the tracker at it; each stage is synced to disk
-        first.
+        """Add the manifest, give the folder its final name, and set the tracker. Each stage is first synced to disk.
 
-        Raises OSError if the disk fails; everything then keeps its old name, unless only the last sync failed.
+        Raises OSError if the disk fails. All names are then restored, unless only the last sync failed.
         """
         aside = self.path.with_name(f"{self.path.name}.replaced")
         _write_synced(self.folder / manifest.NAME, manifest_text)
@@ -112,18 +112,18 @@ class FolderTransaction:
             raise
 
     def abandon(self) -> None:
-        """Remove all that was written."""
+        """Remove all files of this transaction."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class ObjectTransaction:
-    """Transaction on an object store. Its methods are as in `FolderTransaction`, unless they say otherwise."""
+    """Transaction on an object store. Its methods have the meaning of those of `FolderTransaction`, unless noted."""
 
     directory: ObjectPath
     iteration: int
     mark: str
-    """Mark of this transaction in the names of its files."""
+    """Text in the names of this transaction's files."""
 
     @property
     def path(self) -> ObjectPath:
@@ -139,7 +139,7 @@ class ObjectTransaction:
 
     def begin(self) -> None:
         for folder in folders(self.directory):
-            with suppress(OSError):  # what stays takes space, and no more
+            with suppress(OSError):  # leftovers only take space
                 folder.remove(_left_over(folder))
         there = self.path.listing()
         ours = any(mark or name.startswith("rank_") for name, mark in _files(there).items())
@@ -150,12 +150,14 @@ class ObjectTransaction:
         before = _files(self.path.listing())
         (self.path / manifest.NAME).put(manifest_text.encode())
         (self.directory / TRACKER).put(f"{self.iteration}\n".encode())
-        with suppress(OSError):  # the next save has another try
+        with suppress(OSError):  # the next save tries again
             self.path.remove([name for name, mark in before.items() if mark != self.mark])
 
     def abandon(self) -> None:
-        """Remove all that was written, unless the store has the manifest: it may have stored it and answered with an
-        error."""
+        """Remove all files of this transaction, unless the store has its manifest.
+
+        The store may have written the manifest and still reported an error.
+        """
         with suppress(OSError):
             self.path.remove(_left_over(self.path))
 
@@ -164,7 +166,7 @@ SaveTransaction = FolderTransaction | ObjectTransaction
 
 
 def clear_away(directory: Path) -> None:
-    """Remove what unfinished saves into a run directory have left. Raises OSError."""
+    """Remove leftovers of unfinished saves from a run directory. Raises OSError."""
     for path in directory.glob("iter_*"):
         if match := _LEFT_OVER.fullmatch(path.name):
             of_that = checkpoint_path(directory, int(match[1]))
@@ -173,12 +175,11 @@ def clear_away(directory: Path) -> None:
             elif match[2] == "replaced" and not of_that.exists():
                 os.rename(path, of_that)
             else:
-                shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
+                shutil.rmtree(path, ignore_errors=True)  # leftovers only take space
 
 
 def remove(path: AnyPath) -> None:
-    """Remove a checkpoint; a crash in between leaves no checkpoint, or leftovers that the next save removes. Raises
-    OSError."""
+    """Remove a checkpoint. After a crash in between, the next save removes the rest. Raises OSError."""
     if isinstance(path, Path):
         os.rename(path, _temporary(path))
         shutil.rmtree(_temporary(path))
@@ -196,22 +197,22 @@ def _foreign(path: AnyPath) -> CheckpointError:
 
 
 def _files(names: Iterable[str]) -> dict[str, str | None]:
-    """Return the names of checkpoint files among these, each with its transaction's mark, or None for a copied file."""
+    """Return the names of checkpoint files, each with the mark of its transaction, or None for a copied file."""
     return {name: match[1] for name in names if (match := _FILE.fullmatch(name))}
 
 
 def _left_over(folder: ObjectPath) -> Collection[str]:
-    """Return the files of transactions in a folder that are not part of a checkpoint."""
+    """Return the files of a folder that belong to a transaction but not to a checkpoint."""
     there = folder.listing()
     marks = _files(there)
     if manifest.NAME not in there:
         return [name for name, mark in marks.items() if mark]
     if len(set(marks.values())) < 2:
-        return ()  # without a look at the manifest, which may be large
+        return ()  # avoids reading the manifest, which may be large
     try:
         named = manifest.read_manifest(folder).files
     except CheckpointError:
-        return ()  # what is damaged stays as it is
+        return ()  # a damaged checkpoint is left unchanged
     return [name for name in marks if name not in named]
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are stored in pieces: by the ranks that saved them, by layers, or by halves."""
+"""Tensors that are stored in chunks: one per rank that saved them, per layer, or per half."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.parallel.sharding import Box
 
 @dataclass(frozen=True)
 class Chunk:
-    """Box of a tensor."""
+    """Box of a tensor, with a function that reads its values."""
 
     box: Box
     dtype: torch.dtype
@@ -26,18 +26,18 @@ class Chunk:
     """Function that returns the values, in the box's shape."""
 
     def rows_from(self, first: int) -> Chunk:
-        """Return the same chunk, moved `first` rows down."""
+        """Return the same chunk, moved down by `first` rows."""
         offset, *rest = self.box.offset
         return Chunk(Box((offset + first, *rest), self.box.size), self.dtype, self.read)
 
 
 class ChunkedFiles:
-    """Tensors that are assembled from chunks on request; each thread keeps the one it asked for last."""
+    """Tensors that are assembled from chunks when they are read. Each thread keeps the tensor that it read last."""
 
     def __init__(self, chunks: Mapping[str, Iterable[Chunk]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the chunks; `shapes` has tensors of which only the beginning, of the given shape, is wanted.
+        """Check the chunks. `shapes` has the tensors that are read only up to the given shape, from their beginning.
 
-        Raises CheckpointError if a tensor's chunks do not hold each of its elements once.
+        Raises CheckpointError if the chunks of a tensor do not contain each of its elements once.
         """
         self._chunks = {name: list(each) for name, each in chunks.items()}
         self._last = LastTensor()

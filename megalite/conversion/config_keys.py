@@ -1,4 +1,4 @@
-"""Keys of a family's config.json: each entry of the family's table is read and written here."""
+"""Keys of a family's config.json. Each entry reads and writes one or more keys."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of config.json that have a meaning together."""
+    """Keys of config.json that have a meaning only together."""
 
     names: tuple[str, ...]
     read: Callable[[Json], dict[str, Any]]
-    """Function that returns the fields of ModelConfig for the keys. Raises CheckpointError for values no field can
-    have."""
+    """Function that returns the fields of ModelConfig for the keys. Raises CheckpointError for unsupported values."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """Function that returns the keys for a model, as near as possible: reading them again shows what they cannot
-    express."""
+    """Function that returns the keys for a model, as exactly as they can express it.
+
+    The caller reads them again to find what they cannot express.
+    """
 
 
 def key(name: str, field: str, default: Any = _REQUIRED, *, written: str | None = None) -> Keys:
-    """Return the entry of a key that equals a field.
+    """Return the entry for a key that equals a field.
 
-    default: the family's value if the key is missing or null. written: the attribute of ModelConfig that is written, if
-    it is not the field, because the field may be None.
+    `default`: the family's value if the key is missing or null. `written`: the attribute of ModelConfig to write, if it
+    is not the field itself, because the field may be None.
     """
 
     def read(config: Json) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def key(name: str, field: str, default: Any = _REQUIRED, *, written: str | None 
 
 
 def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
-    """Return the entry of a key that may be missing, null or one value, since megalite computes nothing else."""
+    """Return the entry for a key with only one supported value. The key may also be missing or null."""
 
     def read(config: Json) -> dict[str, Any]:
         if config.get(name) not in (None, value):
@@ -60,12 +61,12 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
 
 def unread(*names: str) -> Keys:
-    """Return the entry of keys that some files of a family have, and that transformers does not read."""
+    """Return the entry for keys that are in some files of a family, but that transformers does not read."""
     return Keys(names, lambda _: {}, lambda _: {})
 
 
 def tied(default: bool) -> Keys:
-    """Return the entry that says whether the output layer is the word embedding."""
+    """Return the entry for the key that ties the output layer to the word embedding."""
     return Keys(
         ("tie_word_embeddings",),
         lambda config: {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", default)},
@@ -74,7 +75,7 @@ def tied(default: bool) -> Keys:
 
 
 def grouped_queries(default: int | None = None) -> Keys:
-    """Return the entry of the number of key-value heads; missing: `default`; null: one per query head."""
+    """Return the entry for the number of key-value heads. If missing: `default`; if null: one per query head."""
 
     def read(config: Json) -> dict[str, Any]:
         heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", default)
@@ -86,12 +87,12 @@ def grouped_queries(default: int | None = None) -> Keys:
 
 
 def head_width(default: int | None = None) -> Keys:
-    """Return the entry of the width of a head; missing: `default`, or the hidden size divided by the heads."""
+    """Return the entry for the width of a head. If missing: `default`, or the hidden size divided by the heads."""
     return key("head_dim", "kv_channels", default, written="head_dim")
 
 
 def linear_biases() -> Keys:
-    """Return the entry of Llama's two keys for biases; megalite has both biases or none."""
+    """Return the entry for Llama's two keys for biases. megalite supports only both biases or none."""
 
     def read(config: Json) -> dict[str, Any]:
         attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
@@ -109,7 +110,7 @@ def linear_biases() -> Keys:
 
 
 def activation(name: str, default: str, *, gated: bool) -> Keys:
-    """Return the entry of the feed-forward layer's activation function."""
+    """Return the entry for the activation function of the feed-forward layer."""
     rows = {each: row for row in ACTIVATIONS if row.gated == gated for each in row.hugging_face}
 
     def read(config: Json) -> dict[str, Any]:
@@ -126,9 +127,9 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
 
 
 def tanh_gate() -> Keys:
-    """Return the entry of the first Gemma's gate, the tanh form of GELU.
+    """Return the entry for the gate of the first Gemma, which is the tanh form of GELU.
 
-    Its published files call it gelu; version 4 of transformers has a key of its own for it.
+    Its published files call it gelu. Version 4 of transformers has a separate key for it.
     """
 
     def read(config: Json) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def tanh_gate() -> Keys:
 
 
 def square_root_of_heads() -> Keys:
-    """Return the entry of the scalar whose square root divides the attention scores; Gemma's default is 256."""
+    """Return the entry for the scalar whose square root divides the attention scores. Gemma's default is 256."""
     return Keys(
         ("query_pre_attn_scalar",),
         lambda config: {"query_pre_attn_scalar": float(config.get("query_pre_attn_scalar", 256))},
@@ -151,13 +152,15 @@ def square_root_of_heads() -> Keys:
 
 
 def soft_cap(name: str, default: float | None) -> Keys:
-    """Return the entry of a soft cap, which is off if the key is null; missing: `default`."""
+    """Return the entry for a soft cap. If missing: `default`; if null: no cap."""
     return Keys((name,), lambda config: {name: config.get(name, default)}, lambda model: {name: getattr(model, name)})
 
 
 def embedding_dropout() -> Keys:
-    """Return the entry of the embedding's dropout, a separate key in GPT-2; in megalite it equals that of the residual
-    branches."""
+    """Return the entry for the dropout of the embedding, which has its own key in GPT-2.
+
+    In megalite it equals the dropout of the residual branches.
+    """
     return Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 
 
@@ -167,8 +170,8 @@ def _whole(value: float) -> float:
 
 # ------------------------------------------------------------------------------------------------ rotary embeddings
 #
-# Keys are written under the names that published checkpoints have and that every version of transformers reads
-# (`rope_theta`, `rope_scaling`). The keys that version 5 writes (`rope_parameters`) are read, too.
+# Keys are written with the names in published checkpoints, which every version of transformers reads (`rope_theta`,
+# `rope_scaling`). The keys that version 5 writes (`rope_parameters`) are also read.
 
 _SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
@@ -190,8 +193,10 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "attention_factor": "yarn_attention_factor",
     },
 }
-"""Keys of each kind of scaling, with their fields. A missing key means the field's default, except that the original
-length is then max_position_embeddings."""
+"""Keys of each kind of scaling, with their fields.
+
+If a key is missing, the field has its default. Only the original length is then max_position_embeddings.
+"""
 
 
 @cache
@@ -200,7 +205,7 @@ def _field_defaults() -> dict[str, Any]:
 
 
 def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
-    """Return the fields for rotary parameters of either generation; `max_positions`: max_position_embeddings."""
+    """Return the fields for rotary parameters, in the old or new form. `max_positions`: max_position_embeddings."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _SCALINGS:
         raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, where {', '.join(_SCALINGS)} are known")
@@ -214,7 +219,7 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
         given.setdefault("original_max_position_embeddings", max_positions)
     if kind == "yarn":
         given.setdefault("factor", max_positions / given["original_max_position_embeddings"])
-        if not (given.get("mscale") and given.get("mscale_all_dim")):  # one alone says nothing
+        if not (given.get("mscale") and given.get("mscale_all_dim")):  # one of them alone has no effect
             given = {name: value for name, value in given.items() if not name.startswith("mscale")}
     elif "factor" in known and "factor" not in given:
         raise CheckpointError(f"rotary embeddings scaled by {shown(kind)} have no factor")
@@ -226,7 +231,7 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """Return the scaling keys of a model; {} if nothing is scaled."""
+    """Return the keys for the scaling of a model; {} if nothing is scaled."""
     kind = "default"
     if model.position_embedding_type == "yarn":
         kind = "yarn"
@@ -237,17 +242,17 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
     values = {name: getattr(model, field) for name, field in _SCALINGS[kind].items()}
     if kind == "yarn":
         left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == _field_defaults()[field]}
-        if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one alone says nothing
+        if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one of them alone has no effect
             left_out -= {"mscale", "mscale_all_dim"}
-        # The factor is always said: left out it would be that of the two lengths.
+        # The factor is always written. Without it, a reader would use the ratio of the two lengths.
         values = {name: value for name, value in values.items() if name == "factor" or name not in left_out}
     return {"rope_type": kind, **values} if values else {}
 
 
 def rotary(theta: str = "rope_theta", share: str | None = None, default_share: float = 1.0) -> Keys:
-    """Return the entry of rotary embeddings: their base, the rotated share of a head, and their scaling.
+    """Return the entry for rotary embeddings: their base, the rotated share of a head, and their scaling.
 
-    `share`: the key of the rotated share; None: the family rotates whole heads, whatever its files say.
+    `share` is the key for the rotated share. If it is None, the family always rotates whole heads.
     """
 
     def read(config: Json) -> dict[str, Any]:
@@ -267,7 +272,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
 
 
 def rotary_of_two_kinds() -> Keys:
-    """Return the entry of Gemma 3: layers with a sliding window have a base of their own, unscaled."""
+    """Return the entry for Gemma 3. Layers with a sliding window have their own base, and no scaling."""
 
     def read(config: Json) -> dict[str, Any]:
         nested = config.get("rope_parameters") or {}
@@ -302,7 +307,7 @@ def rotary_of_two_kinds() -> Keys:
 
 
 def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
-    """Return the fields for a window in which a token sees `size` keys, its own among them."""
+    """Return the fields for a window in which a token attends to `size` keys, including its own."""
     if size is None or not any(windowed):
         return {"window_size": None, "window_attn_skip_freq": None}
     pattern = None if all(windowed) else "[" + ",".join(str(int(each)) for each in windowed) + "]"
@@ -319,7 +324,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a window, by layer_types or, if that key is missing, by `otherwise`."""
+    """Return for each layer whether it has a window, from layer_types or, if this key is missing, from `otherwise`."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if type(layers) is not int or layers > MOST_LAYERS:
         raise CheckpointError(f"num_hidden_layers is {shown(layers)}, where at most {MOST_LAYERS:,} are")
@@ -334,7 +339,7 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
 
 
 def window_everywhere(default: int = 4096) -> Keys:
-    """Return the entry of Mistral: all layers have a window, or none if it is null."""
+    """Return the entry for Mistral: all layers have a window, or no layer if the key is null."""
 
     def read(config: Json) -> dict[str, Any]:
         return _window_fields(config.get("sliding_window", default), [True])
@@ -343,7 +348,7 @@ def window_everywhere(default: int = 4096) -> Keys:
 
 
 def window_from_layer() -> Keys:
-    """Return the entry of Qwen: windows only with use_sliding_window, and then from layer max_window_layers on."""
+    """Return the entry for Qwen: with use_sliding_window, the layers from max_window_layers on have windows."""
 
     def read(config: Json) -> dict[str, Any]:
         size = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
@@ -365,7 +370,7 @@ def window_from_layer() -> Keys:
 
 
 def window_pattern(full_every: int, default: int = 4096) -> Keys:
-    """Return the entry of Gemma: in each group of `full_every` layers, the last one sees all keys."""
+    """Return the entry for Gemma: in each group of `full_every` layers, the last one has no window."""
 
     def read(config: Json) -> dict[str, Any]:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern")) or full_every

@@ -1,6 +1,6 @@
-"""Families of Hugging Face models that megalite's network covers, one table per family.
+"""Families of Hugging Face models that megalite's network supports, one table per family.
 
-Tensor names are those of published checkpoints; patterns and axes are explained in `mapping`.
+Tensor names are those of published checkpoints. `mapping` explains the patterns and axes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, QUERY, UP, Mappe
 
 
 def _ends(word: str, final_norm: str, head: str) -> tuple[Rule, ...]:
-    """Return the rules of the tensors before and after the layers."""
+    """Return the rules for the tensors before and after the layers."""
     embedding, output = table(word, "vocabulary", "embedding.word"), table(head, "vocabulary", "output")
     return (embedding, *norm(final_norm, "final_norm"), output)
 
@@ -57,7 +57,7 @@ _WITHOUT_BIASES = _RMS_NORM | {"add_bias_linear": False}
 
 
 def _llama_like(name: str, architecture: str, always: dict[str, object], groups: int | None, *own: Keys) -> Family:
-    """Return a family like Llama; `groups`: the number of key-value heads if config.json does not give it."""
+    """Return a family similar to Llama. `groups`: number of key-value heads if config.json does not have it."""
     shared = (keys.activation("hidden_act", "silu", gated=True), keys.rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
     return Family(name, architecture, all_keys, always, _LLAMA_RULES, prefix="model.")
@@ -142,7 +142,7 @@ GEMMA3 = Family(
         *_SANDWICH_KEYS,
         keys.rotary_of_two_kinds(),
         keys.window_pattern(full_every=6),
-        fixed("attn_logit_softcapping", None),  # transformers reads it, and caps nothing
+        fixed("attn_logit_softcapping", None),  # transformers reads this key, but does not apply a cap
         keys.soft_cap("final_logit_softcapping", None),
     ),
     _GEMMA_ALWAYS | {"sandwich_norm": True, "qk_layernorm": True},
@@ -152,14 +152,14 @@ GEMMA3 = Family(
 
 # ------------------------------------------------------------------------------------------------ GPT-2, GPT-NeoX
 
-# Boxes of a fused matrix [heads, three, width, hidden]: the query, then key and value, of each head.
+# Boxes of a fused matrix [heads, three, width, hidden]. Per head it has the query, then the key, then the value.
 _FUSED = (
     MappedBox("attention.query", (slice(None), 0)),
     MappedBox("attention.key_value", (slice(None), slice(1, 3))),
 )
 _FUSED_GPT2 = "hidden (three heads width) -> heads three width hidden", "(three heads width) -> heads three width"
 _FUSED_NEOX = "(heads three width) hidden -> heads three width hidden", "(heads three width) -> heads three width"
-# GPT-2 stores matrices as inputs x outputs.
+# GPT-2 stores matrices as [inputs, outputs].
 _GPT2_OUTPUT = "(heads width) hidden -> hidden heads width", "hidden -> hidden"
 _GPT2_UP = "hidden ffn -> ffn hidden", "ffn -> ffn"
 _GPT2_DOWN = "ffn hidden -> hidden ffn", "hidden -> hidden"
@@ -234,4 +234,4 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3)
-"""Families in the order in which they are tried: a network may belong to several."""
+"""Families in the order in which they are tried. A network may belong to several families."""

@@ -1,4 +1,4 @@
-"""Family of models: one table, by which its folders are read and written."""
+"""Family of models: a table with which the Hugging Face folders of the family are read and written."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of config.json that do not describe the model but belong to it: the numbers of a tokenizer's special tokens."""
+"""Keys of config.json that do not describe the network but are kept: the numbers of a tokenizer's special tokens."""
 
 _OF_NO_ACCOUNT = {
-    # the file itself
+    # about the file itself
     "architectures", "auto_map", "_name_or_path", "transformers_version", "model_type", "torch_dtype", "dtype",
     "name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
-    # how it is run, and for what
+    # how the model is run, and for which purpose
     "use_cache", "gradient_checkpointing", "output_attentions", "output_hidden_states", "output_past", "return_dict",
     "is_decoder", "is_encoder_decoder", "pretraining_tp", "task_specific_params", "cache_implementation",
     "problem_type", "id2label", "label2id", "num_labels", "finetuning_task", "prefix", "torchscript",
@@ -32,7 +32,7 @@ _OF_NO_ACCOUNT = {
     "_num_labels", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_fixed",
     "unsloth_version",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    # how text is generated, which older files say here
+    # how text is generated, which older versions store in config.json
     "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
     "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
     "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
@@ -46,29 +46,29 @@ _KINDS = get_type_hints(ModelConfig)
 
 @dataclass(frozen=True)
 class Family:
-    """Description of the folders of one kind of model."""
+    """Table of the Hugging Face folders of one kind of model."""
 
     name: str
     """model_type in config.json."""
     architecture: str
-    """Single architecture in config.json."""
+    """Only architecture in config.json."""
     keys: tuple[Keys, ...]
     always: Mapping[str, Any]
-    """Fields of ModelConfig that are the same for the whole family."""
+    """Fields of ModelConfig that are the same for every model of the family."""
     rules: tuple[Rule, ...]
     prefix: str = ""
-    """Prefix of tensor names, which some files omit."""
+    """Prefix of tensor names, which some files leave out."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Names that the table uses, by the other names that some files have."""
+    """Tensor names that some files have, with the names in the table."""
     head: str = "lm_head.weight"
-    """Output layer, which files of a tied model may also have: it must then equal the embedding."""
+    """Name of the output layer. Files of a tied model may also have it, if it equals the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
-    """Pattern of the names of tensors that are not weights."""
+    """Pattern for the names of tensors that are not weights."""
 
     def model(self, config: Json) -> ModelConfig:
         """Return the network that a config.json describes.
 
-        Raises CheckpointError for every key, or value, that describes a network which megalite does not have.
+        Raises CheckpointError with a list of all keys and values that describe a network which megalite does not have.
         """
         values = dict(self.always)
         known = _OF_NO_ACCOUNT | set(CARRIED)
@@ -95,8 +95,10 @@ class Family:
         return model
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json of a network. Raises CheckpointError, listing each difference, if it cannot describe
-        it."""
+        """Return the config.json of a network.
+
+        Raises CheckpointError, listing each difference, if the family cannot describe the network.
+        """
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for keys in self.keys:
             written |= keys.write(model)
@@ -108,12 +110,12 @@ class Family:
         return written
 
     def is_buffer(self, name: str) -> bool:
-        """Tell whether a tensor of this name is not a weight."""
+        """Return whether a tensor with this name is not a weight."""
         return re.fullmatch(self.buffers, name) is not None
 
 
 def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with single fields of ModelConfig: a config.json may give any value to each of them."""
+    """Yield the errors in single fields of ModelConfig. A config.json may have any value for a field."""
     for name, value in values.items():
         kind = _KINDS[name]
         optional = NoneType in get_args(kind)
@@ -129,7 +131,7 @@ def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _indivisible(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with sizes in combination."""
+    """Yield the errors in combinations of sizes."""
     heads, groups = model.num_attention_heads, model.kv_groups
     if heads % groups:
         yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
@@ -145,7 +147,7 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """Return the first family that has exactly this network, and the network's config.json.
 
-    Raises CheckpointError if there is none, with the obstacles of the nearest family.
+    If there is none, raise CheckpointError with the differences from the nearest family.
     """
     reasons = {}
     for family in families:
@@ -153,7 +155,7 @@ def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict
             return family, family.config(model)
         except CheckpointError as error:
             reasons[family.name] = str(error)
-    # Of a family that cannot even say it (sizes that it has not), no flags are told.
+    # A family whose error names no flag cannot even express the sizes of the network. It is the last choice.
     nearest = min(reasons, key=lambda name: reasons[name].count("--") or math.inf)
     raise CheckpointError(
         f"no family of Hugging Face has this network; the nearest is {nearest}, but for {reasons[nearest]}"

@@ -1,4 +1,4 @@
-"""Hugging Face folders, opened and written: config.json, weights, and the files that belong to them."""
+"""Reading and writing of Hugging Face folders: config.json, weights, and related files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
 )
-"""Files of a folder that belong to its tokenizer."""
+"""Patterns for the files of a folder that belong to its tokenizer."""
 
 
 def open_huggingface(folder: Path) -> OpenedModel:
@@ -66,7 +66,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
-    """Return the family by model_type, or by architecture if config.json has no model_type."""
+    """Return the family with this model_type and architecture. A config.json without architectures is accepted."""
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
@@ -79,7 +79,7 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """Return the configuration fields that name the tokenizer in a folder; none if it has no tokenizer."""
+    """Return the configuration fields that name the tokenizer in a folder; empty if it has none."""
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     if (folder / "tokenizer.model").is_file():
@@ -99,16 +99,16 @@ def write_huggingface(
     workers: int,
     advance: Advance,
 ) -> Family:
-    """Write a model as a Hugging Face folder, complete or not at all, and return its family.
+    """Write a model as a Hugging Face folder, which appears complete or not at all, and return its family.
 
-    dtype: dtype to cast to; None: no cast. shard: largest size of a file in bytes. The tokenizer is copied. If a
-    config.json is beside it, that family is preferred, and the numbers of special tokens are taken from that file.
-    Raises CheckpointError if no family has this network, or the disk fails.
+    The tokenizer is copied. If the tokenizer's folder has a config.json, its family is preferred, and the numbers of
+    special tokens are taken from it. `dtype`: dtype to cast to; None: no cast. `shard`: maximum size of a file in
+    bytes. Raises CheckpointError if no family has this network, or if the disk fails.
     """
-    folder = folder.absolute()  # so that it has a name, as `.` has not
+    folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose another folder")
-    # config.json must have a maximum text length, whatever the position embedding is.
+    # config.json must have a maximum sequence length for every kind of position embedding.
     positions = opened.config.max_position_embeddings or opened.sequence_length
     companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
     before = _companion_config(companions)
@@ -134,7 +134,7 @@ def write_huggingface(
 
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:
-    """Return the number of the end-of-text token, if there is a tokenizer that can give it."""
+    """Return the number of the end-of-text token, if a tokenizer is known that has one."""
     data = opened.data
     if "tokenizer_type" not in data:
         return {}
@@ -153,7 +153,7 @@ def _companion_config(companions: Path | None) -> dict[str, Any]:
 
 
 def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
-    """Return the tensors of each file, layer after layer."""
+    """Return the tensors of each file, layer by layer."""
     shards: list[list[tuple[str, Box]]] = [[]]
     room = most
     for name in sorted(files.tensors, key=numbers_as_numbers):
@@ -167,7 +167,7 @@ def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
 
 
 def _index(placed: Placed) -> bytes:
-    """Return the index that says in which file each tensor is."""
+    """Return the contents of the index, which names the file of each tensor."""
     by_name = {part.name: file for file, parts in placed.items() for part, _ in parts}
     size = sum(part.size for parts in placed.values() for part, _ in parts)
     return _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))})
@@ -178,7 +178,7 @@ def _json(fields: Mapping[str, Any]) -> bytes:
 
 
 def copy_companions(companions: Path, folder: Path, *more: str) -> None:
-    """Copy a tokenizer's files, the generation config and further named files from one folder into another.
+    """Copy a tokenizer's files, the generation config, and files that match `more` from one folder into another.
 
     Raises CheckpointError for a link that leads out of the first folder, and for anything that is not a small file.
     """

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face folder, mapped into memory: safetensors, or pickles that hold nothing but tensors."""
+"""Memory-mapped weight files of a Hugging Face folder: safetensors, or pickles from which only tensors are read."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": t
 _OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _KINDS = _DTYPES | _OF_BUFFERS
 _LONGEST_HEADER = 1 << 25
-"""Largest header in bytes; a model with 100,000 tensors in one file needs half of this."""
+"""Maximum size of a header in bytes. A file with 100,000 tensors needs half of it."""
 LARGEST_CONFIG = 4 * MIB
-"""Largest config.json in bytes; one with the names of 20,000 classes has one million."""
+"""Maximum size of config.json in bytes. A file with the names of 20,000 classes has about 1 MB."""
 _LONGEST_NAME = 200
 _RESIDENT = 1 << 26
-"""Bytes of a mapped file that are handed out before all its memory is released; a larger tensor exceeds this."""
+"""Number of bytes that may be read from a mapped file before its memory is released. One larger tensor exceeds it."""
 
 
 class HuggingFaceFiles:
-    """Weights in a folder, by the names in the family's table."""
+    """Weights in a folder, by their names in the family's table."""
 
     def __init__(self, folder: Path, family: Family, expected: frozenset[str]) -> None:
-        """Open the files; `expected` has the names in the table. Raises CheckpointError if one is unreadable or has
-        more names."""
+        """Open the files. `expected` has the names that the table has for this model.
+
+        Raises CheckpointError if a file is unreadable or has further weights.
+        """
         self._tensors: dict[str, _Safetensors | _Pickled] = {}
         self._named: dict[str, str] = {}
         self.tensors: dict[str, Kind] = {}
@@ -61,7 +63,7 @@ class HuggingFaceFiles:
             raise CheckpointError(f"{folder} has weights that {family.name} lacks: {some}")
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, in the mapped file."""
+        """Return a whole tensor, as a view of the mapped file."""
         return self._tensors[name].tensor(self._named[name])
 
 
@@ -71,8 +73,10 @@ def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
 
 
 def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
-    """Open the files that transformers would choose: safetensors before pickles, one file before an index of
-    several."""
+    """Open the files that transformers would choose.
+
+    Safetensors files come before pickles, and a single file comes before an index of several files.
+    """
     for stem, suffix, opener in (("model", "safetensors", _Safetensors), ("pytorch_model", "bin", _Pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
         if single.is_file():
@@ -89,7 +93,7 @@ def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
 
 
 def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
-    """Return the object in a JSON file of a folder. Raises CheckpointError."""
+    """Return the JSON object in a file. Raises CheckpointError."""
     try:
         found = parse_json(read_small_file(path, largest=largest, folder=path.parent).decode())
     except (OSError, ValueError) as error:
@@ -103,12 +107,12 @@ def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
 class _Entry:
     kind: Kind
     start: int
-    """Position of its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
     stop: int
 
 
 class _Safetensors:
-    """File of https://huggingface.co/docs/safetensors. Its memory is bounded, however much of it is read."""
+    """Safetensors file (https://huggingface.co/docs/safetensors). Its resident memory is bounded while it is read."""
 
     def __init__(self, path: Path) -> None:
         self._lock, self._handed_out = Lock(), dict[str, int]()
@@ -126,7 +130,7 @@ class _Safetensors:
         kind, start = self._entries[name].kind, self._entries[name].start
         with self._lock:
             if name not in self._handed_out and sum(self._handed_out.values()) + kind.size > _RESIDENT:
-                self._map.madvise(mmap.MADV_DONTNEED)  # what is still in use is read again from the file
+                self._map.madvise(mmap.MADV_DONTNEED)  # pages that are still in use are read from the file again
                 self._handed_out.clear()
             self._handed_out[name] = kind.size
         count = kind.size // kind.dtype.itemsize
@@ -134,7 +138,7 @@ class _Safetensors:
 
 
 def _entries(content: mmap.mmap) -> dict[str, _Entry]:
-    """Return the tensors of a file by name; they fill the file from the header to the end. Raises ValueError."""
+    """Return the tensors of a file by name, after checking that they fill it without gaps. Raises ValueError."""
     if content[:8] == b"version ":
         raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
     length = int.from_bytes(content[:8], "little")
@@ -156,11 +160,11 @@ def _entries(content: mmap.mmap) -> dict[str, _Entry]:
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Raise ValueError if a value of a header's metadata is not a text."""
+    """Raise ValueError unless all values in the header's metadata are texts."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are no texts")
     for text in (*metadata, *metadata.values()):
-        text.encode()  # half of a surrogate pair is no character
+        text.encode()  # fails for half of a surrogate pair, which is not a character
 
 
 def _entry(name: str, fields: Any, header: int) -> _Entry:
@@ -186,13 +190,13 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_name(name: object) -> None:
-    """Raise ValueError if a tensor's name in a file cannot be shown in a message."""
+    """Raise ValueError if the name of a tensor is too long or not printable."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
         raise ValueError(f"a tensor is called {shown(name)}")
 
 
 class _Pickled:
-    """File of torch.save, from which only tensors are taken."""
+    """File written by torch.save, from which only tensors are read."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Cuts of a network's weights into files, for a layout that need not be running."""
+"""Division of a network's weights into files, one per rank of a layout. No process of that layout needs to run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megalite.pipeline.stages import Stages
 
 
 def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """Yield the boxes of weights and of modules' state that each rank would save, of as few ranks as this split needs.
+    """Yield for each rank the boxes of weights and modules' state that it would save.
 
-    The model is built as that rank would build it, on the meta device. Raises ConfigurationError if the model cannot be
-    split in this way.
+    The number of ranks is the smallest one that the layout allows. The model of each rank is built on the meta device.
+    Raises ConfigurationError if the model cannot be divided in this way.
     """
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
@@ -43,7 +43,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
 
 
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigurationError if ranks cannot have equal shares of the model."""
+    """Raise ConfigurationError if the model cannot be divided equally among the ranks."""
     if parallel.pipeline_model_parallel_size < 1:
         raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
     size = parallel.tensor_model_parallel_size

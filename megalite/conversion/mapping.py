@@ -1,7 +1,7 @@
-"""Mapping between the tensors of files and logical tensors: one description serves both directions.
+"""Mapping between tensors in files and logical tensors. One description is used for reading and for writing.
 
-A tensor of a file is viewed so that a part of it has the shape of a box of a logical tensor. A view copies nothing: the
-same view of a file's tensor is used for reading and for writing.
+The mapping views a tensor of a file in such a way that an index into the view has the shape of a box of a logical
+tensor. A view copies nothing, so the same view can be read from and written to.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ from megalite.parallel.sharding import Box
 Index = tuple[int | slice, ...]
 View = Callable[[Tensor], Tensor]
 _MOST_PROBLEMS = 5
-"""Largest number of problems in a message, one per tensor: often all tensors are wrong for the same reason."""
+"""Maximum number of problems in a message. There is one per tensor, and often all have the same cause."""
 
 
 @dataclass(frozen=True)
 class MappedBox:
-    """Box of a logical tensor in a file's tensor."""
+    """Box of a logical tensor, stored in a tensor of the files."""
 
     tensor: str
-    """Name of the logical tensor, without `layers.N.` in a rule for each layer.
+    """Name of the logical tensor, without `layers.N.` in a rule that applies per layer.
 
-    In a rule for each expert, the experts are the tensor's first axis, which all other fields here leave out.
+    In a rule that applies per expert, the first axis of the logical tensor is the experts. All other fields of this
+    class leave out this axis.
     """
     index: Index = ()
-    """Index of the box in the viewed tensor of the file."""
+    """Index of the box in the view of the file's tensor."""
     offset: tuple[int, ...] = ()
-    """First corner of the box; zeros at the end may be left out."""
+    """First corner of the box in the logical tensor. Zeros at the end may be left out."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Description of a tensor of the files. It applies if the model has the logical tensors named."""
+    """Rule for a tensor of the files. It applies if the model has the logical tensors that it names."""
 
     file: str
-    """Name of the tensor, with {layer} if there is one per layer, and {expert} if there is one per expert.
+    """Name of the tensor, with {layer} if there is one tensor per layer, and {expert} if there is one per expert.
 
-    A rule for a tensor that has all experts is a normal rule.
+    If one tensor has all experts, the name has no {expert}.
     """
     pattern: str
-    """View of the tensor: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
+    """View of the tensor: an einops pattern that only splits and moves axes. `axis_lengths` defines the axes."""
     pieces: tuple[MappedBox, ...] | Callable[[ModelConfig], tuple[MappedBox, ...]]
 
 
@@ -63,18 +64,20 @@ QUERY = "(heads width) hidden -> heads width hidden", "(heads width) -> heads wi
 ATTENTION_OUTPUT = "hidden (heads width) -> hidden heads width", "hidden -> hidden"
 UP = "ffn hidden -> ffn hidden", "ffn -> ffn"
 DOWN = "hidden ffn -> hidden ffn", "hidden -> hidden"
-"""Patterns of the weight and of the bias of linear layers, for `linear`, in files that store outputs x inputs."""
+"""Patterns for `linear`, of the weight and of the bias, for files that store weights as [outputs, inputs]."""
 
 
 def linear(file: str, patterns: tuple[str, str], *pieces: MappedBox) -> tuple[Rule, Rule]:
-    """Return the rules of a linear layer's weight and, if the model has one, its bias, with the same pieces for
-    both."""
+    """Return the rules for the weight and the bias of a linear layer, with the same boxes for both.
+
+    The rule for the bias applies only if the model has biases.
+    """
     of_bias = tuple(replace(piece, tensor=f"{piece.tensor}_bias") for piece in pieces)
     return Rule(f"{file}.weight", patterns[0], pieces), Rule(f"{file}.bias", patterns[1], of_bias)
 
 
 def norm(file: str, tensor: str, axis: str = "hidden", *, joint: str = ".") -> tuple[Rule, Rule]:
-    """Return the rules of a norm's weight and, if the model has one, its bias; `joint` is before these two words."""
+    """Return the rules for the weight and the bias, if any, of a norm. `joint` is the text before these two words."""
     weight, bias = (
         Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),))
         for part in ("weight", "bias")
@@ -83,22 +86,22 @@ def norm(file: str, tensor: str, axis: str = "hidden", *, joint: str = ".") -> t
 
 
 def table(file: str, rows: str, tensor: str) -> Rule:
-    """Return the rule of an embedding, or of an output layer, with one row per token or position."""
+    """Return the rule for an embedding or an output layer, with one row per token or position."""
     return Rule(file, f"{rows} hidden -> {rows} hidden", (MappedBox(tensor),))
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Tensor of the files, and the boxes of logical tensors in it."""
+    """Tensor in the files, with the boxes of logical tensors that it stores."""
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[str, Box, View], ...]
-    """Boxes, each with its logical tensor's name before it, and a view of a tensor of `shape` that has its shape."""
+    """Boxes as (logical tensor, box, function that views a tensor of `shape` in the shape of the box)."""
 
 
 def axis_lengths(model: ModelConfig) -> dict[str, int]:
-    """Return the lengths of the axes in the rules' patterns, by name."""
+    """Return the length of each axis that the patterns of the rules can have, by name."""
     heads, groups = model.num_attention_heads, model.kv_groups
     return {
         "hidden": model.hidden_size,
@@ -117,8 +120,8 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
 def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
     """Return the tensors of a model's files, by the rules of its family.
 
-    logical: the shapes of the model's logical tensors, by name. Raises CheckpointError if the rules place one of them
-    nowhere, or twice.
+    `logical`: shapes of the model's logical tensors, by name. Raises CheckpointError if the rules do not store each
+    element of a logical tensor exactly once.
     """
     found = []
     for rule in rules:
@@ -136,7 +139,7 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
 def _file_tensors(
     rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
 ) -> list[FileTensor]:
-    """Return the tensors of a rule, in a layer: one, or one per expert; none if the model has none."""
+    """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
     prefix = "" if layer is None else f"layers.{layer}."
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
     if not all(prefix + piece.tensor in logical for piece in pieces):
@@ -168,7 +171,7 @@ def _file_tensors(
 
 
 def _as_expert(view: View, values: Tensor) -> Tensor:
-    """View an expert's tensor as a tensor of all experts in which only this expert is present."""
+    """View the tensor of one expert as a tensor with an axis of experts of length 1."""
     return view(values).unsqueeze(0)
 
 
@@ -177,21 +180,24 @@ def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor
 
 
 class Files(Protocol):
-    """Tensors of a folder's files."""
+    """Tensors in the files of a folder."""
 
     @property
     def tensors(self) -> Mapping[str, Kind]:
         """Tensors' shapes and dtypes, by name."""
 
     def tensor(self, name: str) -> Tensor:
-        """Return a whole tensor, in memory or in a mapped file. Raises CheckpointError."""
+        """Return a whole tensor, in memory or as a view of a mapped file. Raises CheckpointError."""
 
 
 class FromFiles:
-    """Logical tensors of a model, read from files (a `Source`)."""
+    """Logical tensors of a model that are read from files (a `Source`)."""
 
     def __init__(self, files: Files, mapping: Sequence[FileTensor], logical: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the files. Raises CheckpointError if a tensor is missing or has another shape."""
+        """Check the files.
+
+        Raises CheckpointError if a tensor is missing, has another shape, or is not floating point.
+        """
         self._files = files
         self._boxes: dict[str, list[tuple[FileTensor, Box, View]]] = {name: [] for name in logical}
         dtypes: dict[str, torch.dtype] = {}
@@ -224,28 +230,31 @@ class FromFiles:
 
 
 class LastTensor(threading.local):
-    """Cache of one tensor per thread."""
+    """Cache that holds one tensor per thread."""
 
     key: object = None
     values: Tensor | None = None
 
     def get(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor made for `key`: the last one if it had this key, else a new one in its place."""
+        """Return the tensor for `key`: the cached one if it has this key, otherwise a new one that replaces it."""
         if self.values is None or self.key != key:
-            self.values = None  # so that two are never in memory at once
+            self.values = None  # so that two tensors are never in memory at once
             self.values, self.key = make(), key
         return self.values
 
 
 class ToFiles:
-    """Tensors of files, read from logical tensors (a `Source`).
+    """Tensors of files that are read from logical tensors (a `Source`).
 
-    If a tensor's boxes are contiguous in it, one after the other, any run of its elements is read by itself. Otherwise
-    the whole tensor is assembled, and each thread keeps the last one.
+    If the boxes of a tensor are contiguous in it, one after the other, any range of its elements is read directly.
+    Otherwise, the whole tensor is assembled first, and each thread keeps the last one.
     """
 
     def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
-        """Set up; `dtype`: dtype to cast to; None: no cast, and the widest dtype if a tensor is made of several."""
+        """Create the source.
+
+        `dtype`: dtype to cast to; None: no cast, or the widest dtype if a tensor is made of several.
+        """
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = LastTensor()
@@ -278,7 +287,7 @@ class ToFiles:
 
 
 def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
-    """Return the boxes of a tensor, each with the number of its first element; None if a box is not contiguous."""
+    """Return the boxes of a tensor, each with the position of its first element; None if one is not contiguous."""
     whole = torch.empty(tensor.shape, device="meta")
     views = [(view(whole), logical, box) for logical, box, view in tensor.boxes]
     if not all(view.is_contiguous() for view, _, _ in views):
@@ -287,11 +296,11 @@ def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
 
 
 def _flat_index(corner: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the number of an element in row-major order."""
+    """Return the position of an element in row-major order."""
     return reduce(lambda number, axis: number * axis[1] + axis[0], zip(corner, shape, strict=True), 0)
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Tell whether a box of a tensor is a run of its elements in row-major order."""
+    """Return whether the elements of a box are contiguous in row-major order of the tensor."""
     first = next((axis for axis, size in enumerate(box.size) if size > 1), len(shape))
     return box.size[first + 1 :] == tuple(shape[first + 1 :])

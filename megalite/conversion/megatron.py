@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints, as models to convert from and to: only weights."""
+"""Conversion from and to Megatron-LM's checkpoints. Only weights are converted."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
 
 RELEASE = "release"
-"""Megatron-LM's name for weights that no run of its own has saved; it starts from them at step 0."""
+"""Megatron-LM's name for a checkpoint that does not come from one of its runs. A run starts from it at step 0."""
 FILE = 5 * 10**9
-"""Approximate size of a file in bytes: a layer's tensors are not cut."""
+"""Approximate size of a file in bytes. The tensors of a layer are not divided."""
 
 
 def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel:
     """Open a checkpoint's folder, or the latest checkpoint of a run directory, without the optimizer's state.
 
-    true_vocab_size: number of tokens in the vocabulary; None: as the saved arguments say, or else all rows of the
-    embedding. Raises CheckpointError if megalite cannot compute exactly this network.
+    `true_vocab_size` is the number of tokens in the vocabulary. If it is None, the saved arguments give it, otherwise
+    the number of rows of the embedding. Raises CheckpointError if megalite cannot compute exactly this network.
     """
     folder = _resolve(path)
     opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
@@ -77,7 +77,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
 
 
 def _resolve(path: Path) -> Path:
-    """Return a checkpoint's folder, given that folder or its run directory."""
+    """Return a checkpoint's folder, given this folder or its run directory."""
     if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
         return path
     try:
@@ -92,8 +92,10 @@ def _resolve(path: Path) -> Path:
 
 
 def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
-    """Drop a tied model's copy of the embedding on its last stage. Raises CheckpointError if it differs from the
-    embedding."""
+    """Remove the second copy of a tied embedding, which the last stage has saved.
+
+    Raises CheckpointError if it differs from the embedding.
+    """
     of_both = {name: chunks[name] for name in TOKEN_TABLES if name in chunks}
     if len(of_both) == len(TOKEN_TABLES):
         files = ChunkedFiles(of_both, {})
@@ -107,10 +109,10 @@ def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
 
 
 class _Stacked:
-    """Tensors of files in the form of Megatron-LM's distributed checkpoints (a `Source`).
+    """Tensors of files, in the form of Megatron-LM's distributed checkpoints (a `Source`).
 
-    Tensors that all layers have are stacked into one, with layers along its first axis; tables of tokens are padded
-    with rows of zeros.
+    A tensor that every layer has becomes one tensor, stacked over the layers along its first axis. Tables of tokens are
+    padded with rows of zeros.
     """
 
     def __init__(self, files: ToFiles, layers: int, vocabulary: int) -> None:
@@ -137,8 +139,10 @@ class _Stacked:
             self._files.fill(name, there, values[there.relative_to(box).slices()])
 
     def cut(self) -> list[list[tuple[str, Box]]]:
-        """Return the boxes of each file: one box per layer, so that a rank of any layout reads no more than its own
-        layers."""
+        """Return the boxes of each file.
+
+        A stacked tensor has one box per layer, so that a rank of any layout reads only its own layers.
+        """
         files: list[list[tuple[str, Box]]] = [[]]
         room = FILE
         for name, kind in self.tensors.items():
@@ -164,11 +168,11 @@ def write_megatron(
     workers: int,
     advance: Advance,
 ) -> Path:
-    """Write a model into a run directory as Megatron-LM's `torch_dist`, complete or not at all, and return its folder.
+    """Write a model into a run directory as Megatron-LM's `torch_dist`, and return the new folder.
 
-    dtype: dtype to cast to; None: the widest in the model. tensor_parallel_size: size that the vocabulary is padded
-    for. Raises CheckpointError if Megatron-LM has no such network, the directory already has a released checkpoint, or
-    the disk fails.
+    The folder appears complete or not at all. `dtype`: dtype to cast to; None: the widest dtype in the model.
+    `tensor_parallel_size`: tensor-parallel size for which the vocabulary is padded. Raises CheckpointError if
+    Megatron-LM has no such network, the directory already has a checkpoint, or the disk fails.
     """
     model, folder = opened.config, directory / RELEASE
     vocabulary = model.padded_vocab_size(tensor_parallel_size)
@@ -186,7 +190,7 @@ def write_megatron(
         for name, data in FORMATS["torch_dist"].index(writer.placed).items():
             write_atomically(temporary / name, data)
         write_atomically(temporary / "common.pt", common.getvalue())
-        # Without this it is no checkpoint to Megatron-LM: the last.
+        # Written last, because Megatron-LM recognizes a checkpoint by this file.
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         backend |= {"common_backend": "torch", "common_backend_version": 1}
         write_atomically(temporary / "metadata.json", json.dumps(backend).encode())

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, as its checkpoints hold them, and the network that they describe."""
+"""Megatron-LM's arguments, as its checkpoints contain them, and the network that they describe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
     hidden_dropout attention_dropout normalization position_embedding_type"""
-"""Fields of ModelConfig that are arguments by the same name."""
+"""Fields of ModelConfig that have the same name as an argument."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",
     "norm_epsilon": "layernorm_epsilon",
@@ -30,7 +30,7 @@ _OTHER_NAMES = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-"""Other names of arguments, by field: names in older versions, and names that Megatron-LM's GPT uses for YaRN."""
+"""Other names of arguments, by field: those of older versions, and those for YaRN."""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -56,17 +56,17 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "retro_add_retriever": (None, False),
     **dict.fromkeys(MEGATRON_ALONE, (None, False)),
 }
-"""Arguments for parts of a network that megalite does not have, with the values at which they change nothing.
+"""Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 
-All other arguments that are not fields describe the run and not the network; any tensors that they add to it are found
-when the tensors are checked.
+All other arguments that are not fields describe the run, not the network. If one of them adds tensors to the network,
+the check of the tensors finds this.
 """
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
 _TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens"
 
 
 def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
-    """Return the network that a checkpoint's arguments describe, its vocabulary still unknown.
+    """Return the network that a checkpoint's arguments describe, without the size of its vocabulary.
 
     Raises CheckpointError, listing each argument that describes a network which megalite does not have.
     """
@@ -115,7 +115,10 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 
 
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window's fields, given (keys before, keys after), where -1 means all, and N or a list of 0 and 1."""
+    """Return the fields for a sliding window.
+
+    `window_size` is (keys before, keys after), and -1 means all keys. `window_attn_skip_freq` is N, or a list of 0, 1.
+    """
     size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if size is None:
         return {}
@@ -127,31 +130,31 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Return a number, a text or a list of numbers in the form that a flag has."""
+    """Return a number, a text or a list of integers as text, in the form that a flag takes."""
     if isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(type(each) is int for each in value):
         return str(list(value))
     return value if isinstance(value, str) else shown(value)
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens before padding, if the arguments give it."""
+    """Return the number of tokens in the vocabulary without padding; None if the arguments do not have it."""
     size = count_of(arguments, "vocab_size")
     return None if size is None else size + _more_tokens(arguments.get("tokenizer_type"))
 
 
 def count_of(arguments: Mapping[str, Any], name: str) -> int | None:
-    """Return an argument that is a whole number above 0; None if it is not."""
+    """Return an argument if it is an integer above 0 and within bounds; otherwise None."""
     value = arguments.get(name)
     return value if type(value) is int and 0 < value <= 2**53 else None
 
 
 def _more_tokens(tokenizer: object) -> int:
-    """Return the number of tokens not counted in --vocab-size: a NullTokenizer's end of document."""
+    """Return the number of tokens that --vocab-size does not count: the end-of-document token of a NullTokenizer."""
     return 1 if tokenizer == "NullTokenizer" else 0
 
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that name the tokenizer; none if megalite has no such tokenizer."""
+    """Return the fields that name the tokenizer; empty if megalite does not have it."""
     kind = arguments.get("tokenizer_type")
     if kind not in get_args(TokenizerType):
         return {}
@@ -165,9 +168,9 @@ def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def arguments_of(
     model: ModelConfig, data: Mapping[str, Any], sequence_length: int | None, padded_vocabulary: int
 ) -> Namespace:
-    """Return the arguments that describe a network to Megatron-LM's --use-checkpoint-args.
+    """Return the arguments that describe a network to Megatron-LM, for its --use-checkpoint-args.
 
-    Raises CheckpointError, listing each flag that prevents this, if no arguments can describe it.
+    Raises CheckpointError, listing each flag that Megatron-LM does not support, if no arguments can describe it.
     """
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}

@@ -26,14 +26,14 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.*)")
 _ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _MOST_ENTRIES, _MOST_LEVELS, _LONGEST_KEY = 10**6, 16, 200
-"""Limits of the nested dictionaries that hold a rank's model."""
+"""Limits for the nested dictionaries of a rank's model."""
 
 
 class Legacy:
-    """Folder of a checkpoint, with one folder per rank in it."""
+    """Checkpoint folder that contains one folder per rank."""
 
     def __init__(self, folder: Path) -> None:
-        """Find the ranks' files. Raises CheckpointError if the folder cannot be read."""
+        """Find the files of the ranks. Raises CheckpointError if some are missing."""
         self._folder = folder
         self._files = _files(folder)
         self._tensor_ranks = 1 + max(tensor for tensor, _ in self._files)
@@ -64,14 +64,13 @@ class Legacy:
         return state
 
     def common(self) -> Mapping[str, Any]:
-        """Return all that the first rank has saved, including the arguments. Raises CheckpointError."""
+        """Return everything that the first rank has saved, including the arguments. Raises CheckpointError."""
         return self._states[0, 0]
 
     def chunks(self, gated: bool) -> dict[str, list[Chunk]]:
-        """Return the chunks of the network's tensors, by canonical name; `gated`: fc1 holds a gate and the values that
-        it gates.
+        """Return the chunks of the network's tensors, by canonical name. Raises CheckpointError.
 
-        Raises CheckpointError.
+        `gated`: the first feed-forward matrix (fc1) holds the gate, then the values that are multiplied by it.
         """
         found: dict[str, list[Chunk]] = {}
         for tensor_rank in range(self._tensor_ranks):
@@ -81,10 +80,12 @@ class Legacy:
         return found
 
     def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield the tensors of a tensor-parallel rank over all stages, each once, with layers numbered over the whole
-        network."""
+        """Yield the tensors of a tensor-parallel rank from all stages, each once.
+
+        The layers are numbered over the whole network.
+        """
         first, seen = 0, set()
-        # Stages follow each other by the number of the model on a rank, then by the rank.
+        # Order of the stages: by the number of the model chunk, then by the pipeline rank.
         stages = [
             (int(match[1] or 0), rank, model)
             for rank in range(self._pipeline_ranks)
@@ -100,7 +101,7 @@ class Legacy:
                 if (match := _LAYER.fullmatch(name)) is not None:
                     layers = max(layers, int(match[1]) + 1)
                     name = f"decoder.layers.{first + int(match[1])}.{match[2]}"
-                if name not in seen:  # the last stage of a tied model has the word embedding again
+                if name not in seen:  # the last stage of a tied model has a second copy of the word embedding
                     seen.add(name)
                     yield name, values
             first += layers
@@ -128,7 +129,7 @@ class Legacy:
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the files by tensor- and pipeline-parallel rank."""
+    """Return the paths of the files by (tensor-parallel rank, pipeline-parallel rank)."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
@@ -144,9 +145,10 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the tensors of nested dictionaries, named by the keys that lead to them, joined by dots.
+    """Yield the tensors of nested dictionaries. A name is the keys that lead to the tensor, joined by dots.
 
-    Raises CheckpointError if there are more than any network has: one dictionary may be referenced in many places.
+    Raises CheckpointError if there are more entries than any network has: a malicious file may refer to one dictionary
+    from many places.
     """
     levels = [("", iter(model.items()))]
     for _ in range(_MOST_ENTRIES):

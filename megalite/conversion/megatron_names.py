@@ -1,7 +1,7 @@
-"""Names of a GPT's tensors in Megatron-LM, and the logical tensors in each.
+"""Names of the tensors of a GPT in Megatron-LM, and the logical tensors in each of them.
 
-Names are those of megatron-core with Transformer Engine, with the number of the layer in them; its distributed
-checkpoints have these names whichever implementation the run used. `canonical` translates names of every generation.
+The names are those of megatron-core with Transformer Engine, including the number of the layer. Distributed checkpoints
+use these names for every implementation. `canonical` translates the names of all other versions.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, R
 WORD = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TOKEN_TABLES = (WORD, OUTPUT)
-"""Tensors with one row per token, and with rows that pad the vocabulary."""
+"""Tensors with one row per token. They may have further rows that pad the vocabulary."""
 _ATTENTION, _MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
 _GATE_UP = "(two ffn) hidden -> two ffn hidden", "(two ffn) -> two ffn"
 
 
 def _query_key_value(suffix: str = "") -> Rule:
-    """Return the rule of the fused matrix: for each group its query heads, its key and its value."""
+    """Return the rule of the fused matrix: per group its query heads, its key and its value."""
 
     def pieces(model: ModelConfig) -> tuple[MappedBox, ...]:
         heads = model.num_attention_heads // model.kv_groups
@@ -52,7 +52,7 @@ RULES: tuple[Rule, ...] = (
     table(OUTPUT, "vocabulary", "output"),
 )
 
-_OTHER_NAMES = (  # older ones, and those without Transformer Engine; in this order
+_OTHER_NAMES = (  # names of older versions, and without Transformer Engine; replaced in this order
     (r"^language_model\.", ""),
     (r"^(encoder|transformer)\.", "decoder."),
     (r"\.attention\.", ".self_attention."),
@@ -69,12 +69,12 @@ _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
 def canonical(name: str) -> str:
-    """Return this table's name for a tensor's name of any generation; the layer's number stays as it is."""
+    """Return the canonical name for a tensor's name of any version. The number of the layer stays unchanged."""
     for pattern, replacement in _OTHER_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def is_weight(name: str) -> bool:
-    """Tell whether a tensor of this name is a weight, not just a buffer."""
+    """Return whether a tensor with this name is a weight and not only a buffer."""
     return _NO_WEIGHT.fullmatch(name) is None

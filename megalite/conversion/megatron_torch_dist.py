@@ -1,4 +1,4 @@
-"""Reader of Megatron-LM's distributed checkpoints (`torch_dist`): folders of torch.distributed.checkpoint (DCP)."""
+"""Reader of Megatron-LM's distributed checkpoints (`torch_dist`), which torch.distributed.checkpoint (DCP) writes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _COMMON = "common_state/shard_0_1"
 _LONGEST_NAME = 1000
 _LARGEST_METADATA = 256 * MIB
-"""Largest `.metadata` in bytes: about 150 per chunk, and 1,000 tensors on 1,000 ranks are a million chunks."""
+"""Maximum size of `.metadata` in bytes: about 150 per chunk, and 1,000 tensors on 1,000 ranks are a million chunks."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Place of an archive of `torch.save`."""
+    """Position of an archive of `torch.save` in a file."""
 
     path: Path
     start: int
@@ -47,7 +47,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Saved:
-    """Chunk of a tensor, by its key, and its place."""
+    """Chunk of a tensor, with the tensor's key and the chunk's position."""
 
     key: str
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Saved:
     stored: _Stored
 
     def __post_init__(self) -> None:
-        """Raise TypeError or ValueError if the chunk's bytes do not fit into its place."""
+        """Raise TypeError or ValueError if the chunk is not a box, or if its archive is too small for it."""
         if not 1 <= len(self.size) == len(self.offset) <= 3 or min(self.offset) < 0 or min(self.size) < 1:
             raise ValueError(f"{self.key} has a chunk that is no box")
         if math.prod(self.size) * self.dtype.itemsize > self.stored.length:
@@ -111,17 +111,19 @@ class TorchDist:
         return _Stored(path, info["offset"], info["length"])
 
     def common(self) -> Mapping[str, Any]:
-        """Return the data that is the same on every rank, including the arguments. Raises CheckpointError."""
+        """Return the data that all ranks share, including the arguments. Raises CheckpointError."""
         common = read_torch_file(self._folder / "common.pt") if self._common is None else self._common.read()
-        if isinstance(common, list) and len(common) == 1:  # one for each piece of an object
+        if isinstance(common, list) and len(common) == 1:  # DCP stores an object as a list of its pieces
             (common,) = common
         if not isinstance(common, Mapping):
             raise CheckpointError(f"{self._folder} does not hold what is common to its ranks as a dictionary")
         return common
 
     def chunks(self, layers: int) -> dict[str, list[Chunk]]:
-        """Return the chunks of the tensors of a network with this many layers, by canonical name. Raises
-        CheckpointError."""
+        """Return the chunks of the tensors of a network with this many layers, by canonical name.
+
+        Raises CheckpointError.
+        """
         found: defaultdict[str, list[Chunk]] = defaultdict(list)
         for saved in self._saved:
             stacked = _STACKED.fullmatch(saved.key)
@@ -136,7 +138,7 @@ class TorchDist:
             for layer in range(count):
                 name = canonical(f"{stacked[1]}{first + layer}.{stacked[2]}")
                 found[name].append(Chunk(box, saved.dtype, partial(self._layer, saved, layer)))
-        # The gate (w) and what it gates (v) may be separate tensors: they become the two halves of one.
+        # The gate (w) and the gated values (v) may be separate tensors. They become the two halves of one tensor.
         for name in {half[1]: None for name in found if (half := _HALF.fullmatch(name))}:
             gate, up = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])
             rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in gate), default=0)
@@ -144,7 +146,7 @@ class TorchDist:
         return dict(found)
 
     def _layer(self, saved: _Saved, layer: int) -> Tensor:
-        """Return one layer of a chunk; a chunk of several layers stays loaded until another one is asked for."""
+        """Return one layer of a chunk. A chunk of several layers stays in memory until another one is read."""
         if saved.size[0] == 1:
             return saved.read()[0]
         return self._last.get(saved, saved.read)[layer]
@@ -167,13 +169,15 @@ def _is_number(value: object) -> bool:
 
 
 def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:
-    """Return the key by which a chunk's place is found: texts, since numbers could be chosen to have all the same
-    hash."""
+    """Return the key for a chunk's position in the dictionary.
+
+    It consists of strings, because a malicious file could choose numbers that all have the same hash.
+    """
     return name, str(offset)
 
 
 def _backend(folder: Path) -> str:
-    """Return the format that metadata.json names or, without that file, the formats that the folder may have."""
+    """Return the format in metadata.json or, without this file, the formats that the folder may have."""
     try:
         described = read_json(folder / "metadata.json", largest=MIB, folder=folder)
         return str(described["sharded_backend"])[:80]

@@ -1,4 +1,4 @@
-"""megalite's own checkpoints, as models to convert from and to: only weights."""
+"""Conversion from and to megalite's own checkpoints. Only weights are converted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megalite.errors import CheckpointError
 from megalite.process.progress import Advance
 
 FILE = 5 * 10**9
-"""Size of a file of weights in bytes, if no layout decides the cut."""
+"""Size in bytes of a file of weights, if no layout is given."""
 _FLAGS: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {},
     torch.bfloat16: {"bf16": True},
@@ -35,10 +35,10 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 
 
 def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
-    """Open the checkpoint in a folder, or the latest of a run directory.
+    """Open the checkpoint in a folder, or the latest checkpoint of a run directory.
 
-    dtype: the dtype that the weights are needed in. If it is wider than the saved one, the weights come from the
-    optimizer's master copies, if there are any. Raises CheckpointError if there is no checkpoint that can be read.
+    `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from
+    the optimizer's master weights, if these are saved. Raises CheckpointError if no checkpoint can be read.
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
@@ -61,7 +61,7 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
 
 
 def _tokenizer_folder(tokenizer_model: str | None) -> Path | None:
-    """Return the folder of a tokenizer's files, if other programs can use them."""
+    """Return the folder of a tokenizer's files, if other programs can use these files."""
     if tokenizer_model is None:
         return None
     path = Path(tokenizer_model)
@@ -78,10 +78,11 @@ def write_megalite(
     workers: int,
     advance: Advance,
 ) -> Path:
-    """Write a model into a run directory as a checkpoint of step 0, with its tokenizer, and return its folder.
+    """Write a model as a checkpoint of step 0 into a run directory, with its tokenizer, and return the new folder.
 
-    dtype: dtype to cast to; None: the widest in the model. layout: one file is written per rank of this layout; None:
-    files are cut by size. Raises CheckpointError if the disk fails, or the directory already has such a checkpoint.
+    `dtype`: dtype to cast to; None: the widest dtype in the model. `layout`: layout for which one file per rank is
+    written; None: files of equal size. Raises CheckpointError if the disk fails, or if the directory already has this
+    checkpoint.
     """
     kinds = opened.source.tensors
     dtype = dtype or widest(kinds.values())
@@ -101,14 +102,14 @@ def write_megalite(
 
 
 def _copy(companions: Path, folder: Path) -> None:
-    """Copy a tokenizer, the files that name its special tokens, and config.json, which names the model's family."""
+    """Copy the files of a tokenizer and its special tokens, and config.json, which names the family of the model."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(companions, folder, "config.json")
 
 
 def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:
-    """Return the configuration of a run that could have saved this model, as far as a checkpoint needs it."""
+    """Return the configuration of a run that could have saved this model, with the fields that a checkpoint needs."""
     return RunConfig(
         model=model,
         data=DataConfig(seq_length=sequence_length or 1024, **data),

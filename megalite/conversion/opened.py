@@ -1,4 +1,4 @@
-"""Model that is open for reading, whatever format it was saved in, and sources made from its source."""
+"""Model that is open for reading, independent of its format, and sources that wrap other sources."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ from megalite.parallel.sharding import Box
 
 _SHOWN = 8
 _NAMES = 300
-"""Smallest total length in bytes of the names of a layer's tensors."""
+"""Minimum total length in bytes of the names of a layer's tensors."""
 _SMALL = 1 << 20
-"""Size in bytes of a model that is quickly built without memory; its tensors are then checked one by one."""
+"""Size in bytes up to which a model is always built on the meta device, and its tensors are checked one by one."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Network, and the place of its weights."""
+    """Network, with a source of its weights."""
 
     what: str
-    """Description for people: the format and the folder."""
+    """Description in messages: the format and the folder."""
     config: ModelConfig
     source: Source
-    """Logical tensors, by name."""
+    """Source of the logical tensors, by name."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Known fields of the configuration's section `data` about the tokenizer."""
+    """Known fields about the tokenizer, from section `data` of the configuration."""
     sequence_length: int | None = None
-    """Sequence length that it was trained on, if known."""
+    """Sequence length that the model was trained on, if known."""
     folder: Path | None = None
-    """Hugging Face folder with its tokenizer and other files that belong to it, if there is one."""
+    """Hugging Face folder with the tokenizer and related files, if there is one."""
     is_huggingface: bool = False
-    """Flag for weights that are in that folder, too."""
+    """True if the weights are in that folder, too."""
 
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's logical tensors by name, in the network's order."""
+    """Return the shapes of a network's logical tensors by name, in the order of the network."""
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     return {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
 
 
 def check_sizes(folder: Path, model: ModelConfig) -> None:
-    """Raise CheckpointError for a network too large for a folder's files, before anything of its size is built.
+    """Raise CheckpointError if a folder's files are too small for the network that it describes.
 
-    A parameter takes at least one byte, and so does each letter of the names of a layer's tensors.
+    This check comes before anything of the network's size is built. A parameter takes at least one byte in the files,
+    and so does each character in the names of a layer's tensors.
     """
     paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
     there = sum(path.stat().st_size for path in paths if path.is_file())
@@ -68,10 +69,10 @@ def check_sizes(folder: Path, model: ModelConfig) -> None:
 
 
 class Renamed:
-    """Some tensors of a source under other names, cast to another dtype or unchanged (a `Source`)."""
+    """Tensors of a source under other names, optionally cast to another dtype (a `Source`)."""
 
     def __init__(self, source: Source, names: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
-        """Set up; `names` has each tensor's name in `source`, by its new name."""
+        """Create the source. `names` has the name of each tensor in `source`, by its new name."""
         self._source, self._names = source, names
         kinds = {name: source.tensors[old] for name, old in names.items()}
         self.tensors = {name: Kind(kind.shape, dtype or kind.dtype) for name, kind in kinds.items()}
@@ -82,9 +83,9 @@ class Renamed:
 
 
 class Watched:
-    """Source that remembers which of its tensors had NaN or infinities (a `Source`).
+    """Wrapper of a source that records which tensors contain NaN or infinities (a `Source`).
 
-    A model with such weights computes nothing useful, and nothing else notices it.
+    A model with such weights computes nothing useful, and nothing else detects this.
     """
 
     def __init__(self, source: Source) -> None:
@@ -99,7 +100,7 @@ class Watched:
             self._found.add(name)
 
     def note(self) -> str | None:
-        """Return a note on all that was read; None if there is nothing to say."""
+        """Return a warning about the tensors that were read so far; None if all values are finite."""
         if not self._found:
             return None
         names = sorted(self._found)

@@ -1,13 +1,13 @@
-"""Reader of pickles from other programs that runs none of their code: a closed list of types, and records for the rest.
+"""Reader of pickles from other programs that never runs their code.
 
-A pickle names functions and classes, and says which arguments to call them with. Here a name is looked up in `_ALLOWED`
-(dtypes, and the functions that make containers and `StoredTensor`s); any other name gives a `Record`, which accepts all
-calls and does nothing. So files that name classes which are not installed can be read as well.
+A pickle names functions and classes, and the arguments for calling them. This reader looks up each name in `_ALLOWED`,
+which has dtypes and the functions that make containers and `StoredTensor`s. Any other name gives a `Record`, which
+accepts all calls and does nothing. Files that name classes which are not installed can therefore be read as well.
 
-Time and memory are bounded by the pickle's length. A pickle stores values under numbers, and Python's unpickler in C
-allocates as much memory as the largest number asks for. Therefore this is the unpickler in Python, without the
-operations that copy, hash or compare a value for every few bytes, such as sets. The result may still hold one value in
-many places: code that walks through it must count.
+Time and memory are bounded by the length of the pickle. A pickle stores values under numbers, and Python's unpickler
+in C allocates memory for the largest of these numbers. This reader therefore uses the unpickler in Python. It refuses
+operations that copy, hash or compare much data for a few bytes of the pickle, such as those for sets. The result may
+contain one value in many places, so code that walks through it must limit its number of steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from megalite.errors import CheckpointError
 from megalite.small_files import LARGEST, MOST_AXES, WHOLE_NUMBERS, read_small_file
 
 _MOST_NAMES = 10_000
-"""Largest number of classes and functions that a pickle may name; each that is not allowed takes a kilobyte."""
+"""Maximum number of classes and functions that a pickle may name. Each one that is not allowed takes a kilobyte."""
 _MOST_NUMBERED_KEYS = 10_000
-"""Largest number of keys that are numbers or tuples: an attacker can give all the same hash, so they compare in
-pairs."""
+"""Maximum number of keys that are numbers or tuples.
+
+An attacker can give all of them the same hash. Each is then compared with every other one.
+"""
 
 
 class Record:
-    """Stand-in for an object of any class: it keeps the arguments of the object, and none of them can be called."""
+    """Placeholder for an object of any class. It keeps the arguments of the object, and never calls anything."""
 
     __slots__ = ("args", "state")
 
@@ -45,38 +47,38 @@ class Record:
         self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Drop the item, which belonged to a subclass of dict."""
+        """Ignore the item. It would belong to an instance of a subclass of dict."""
 
     def append(self, value: object) -> None:
-        """Drop the value, which belonged to a subclass of list."""
+        """Ignore the value. It would belong to an instance of a subclass of list."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Return the object's attributes; none if it kept its state in another way."""
+        """Attributes of the object; empty if its state is not a dictionary."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 class _Dictionary(dict[object, object]):
-    """OrderedDict that may have attributes."""
+    """OrderedDict, which may have attributes in a pickle."""
 
     def __setstate__(self, state: object) -> None:
-        """Drop the attributes."""
+        """Ignore the attributes."""
 
 
 @dataclass
 class Storage:
-    """Values of a file that tensors share."""
+    """Values in a file, which several tensors may share."""
 
     dtype: torch.dtype
     length: int
     """Number of elements."""
     values: memoryview = field(default_factory=lambda: memoryview(b""))
-    """Bytes of the values, writable because torch requires it; set once their place is known."""
+    """Bytes of the values, set when their position is known. They are writable because torch requires it."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a file."""
+    """Tensor in a file. Its values are not read yet."""
 
     storage: Storage
     offset: int
@@ -88,14 +90,14 @@ class StoredTensor:
         return self.storage.dtype
 
     def read(self) -> Tensor:
-        """Return the tensor in the file's memory, without a copy."""
+        """Return the tensor as a view of the file's memory, without a copy."""
         if not self.storage.length:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(self.storage.values, dtype=self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> StoredTensor:
-    """Return a tensor that lies within its storage and has no more elements than that."""
+    """Return a tensor, after checking that it is inside its storage and has no more elements than the storage."""
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor needs a storage")
     numbers = (offset, *_size(shape), *_size(strides))
@@ -120,7 +122,7 @@ def _parameter(tensor: object, *_: object) -> object:
 
 
 class _Function:
-    """Function that a pickle may call."""
+    """Wrapper for a function that a pickle may call."""
 
     __slots__ = ("_call",)
 
@@ -149,13 +151,13 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 class Unpickler(pickle._Unpickler):
-    """Unpickler that makes allowed objects, and records for all others."""
+    """Unpickler that creates allowed objects, and records for all others."""
 
     append: Callable[[object], None]
-    """Function that puts a value on the stack; set by `load`."""
+    """Function that puts a value on the stack. The base class sets it in `load`."""
 
     def __init__(self, stream: BinaryIO, storage: Callable[[Any], Storage] | None = None) -> None:
-        """Set up; `storage` returns the storage for a persistent id in the pickle."""
+        """Create the unpickler. `storage` returns the storage for a persistent id in the pickle."""
         super().__init__(stream, encoding="utf-8")
         self._storage = storage
         self._records: dict[tuple[str, str], type[Record]] = {}
@@ -201,15 +203,17 @@ def _refused(unpickler: Any) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether a value is hashed and compared quickly; a record, which DCP has as keys, is judged by its
-    contents."""
+    """Return whether a value is hashed and compared quickly.
+
+    A record counts as quick, because it is hashed by identity. DCP uses records as keys.
+    """
     if type(value) is int:
         return value in WHOLE_NUMBERS
     return value is None or type(value) in (str, bytes, bool, torch.dtype) or isinstance(value, Record)
 
 
 def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Return a loader that first checks the keys, which are at `keys` of the stack."""
+    """Return a loader that checks the keys, at `keys` of the stack, before it calls `load`."""
 
     def checked(unpickler: Any) -> None:
         for key in unpickler.stack[keys]:
@@ -230,7 +234,7 @@ def _call_with_keywords(unpickler: Any) -> None:
 
 
 def _set_state(unpickler: Any) -> None:
-    """Set an object's state only if the object has a method for it: nothing else may be changed."""
+    """Set an object's state only through the object's own method for it, so that nothing else can be changed."""
     state = unpickler.stack.pop()
     unpickler.stack[-1].__setstate__(state)
 
@@ -243,7 +247,7 @@ _KEYS = {
 _BASE = pickle._Unpickler.dispatch
 _REFUSED = {
     *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
-    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),  # of which two equal ones may be compared for ever
+    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),  # comparing two equal nested sets can take forever
 }
 Unpickler.dispatch = (
     dict.fromkeys(range(256), _refused)
@@ -255,12 +259,12 @@ Unpickler.dispatch = (
 
 
 def load(stream: BinaryIO, storage: Callable[[Any], Storage] | None = None) -> Any:
-    """Return the result of `pickle.load`, within what is allowed. Raises any error that a damaged file may cause."""
+    """Return the same as `pickle.load`, restricted to what is allowed. A damaged file may cause any error."""
     return Unpickler(stream, storage).load()
 
 
 def read_pickle(path: Path, *, largest: int = LARGEST) -> Any:
-    """Read a file of at most `largest` bytes that `pickle.dump` has written. Raises CheckpointError."""
+    """Read a file of at most `largest` bytes that was written by `pickle.dump`. Raises CheckpointError."""
     try:
         return load(io.BytesIO(read_small_file(path, largest=largest)))
     except Exception as error:
@@ -268,7 +272,7 @@ def read_pickle(path: Path, *, largest: int = LARGEST) -> Any:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error to raise after a file of another program has caused any error in a reader."""
+    """Return the error to raise after any error while reading a file of another program."""
     if isinstance(error, OSError):
         return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
     why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

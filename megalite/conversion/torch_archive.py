@@ -1,8 +1,8 @@
-"""Files of `torch.save`, read without torch's own loader, which runs an archive that is a TorchScript program.
+"""Reader of files of `torch.save`. It does not use torch's own loader, which can run a TorchScript program.
 
-An archive is an uncompressed zip file of one folder: `data.pkl` is a pickle whose tensors name their storages, and
-`data/NAME` has the bytes of a storage. Before torch 1.6 a file was a series of pickles (a magic number, a version, the
-machine, the saved object, the names of the storages), followed by each storage's length and bytes.
+An archive is an uncompressed zip file with one folder. `data.pkl` is a pickle, in which tensors refer to storages by
+name. `data/NAME` has the bytes of a storage. Before torch 1.6, a file was a series of pickles (a magic number, a
+version, the machine, the saved object, the names of the storages), followed by the length and bytes of each storage.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _NAMES = re.compile(
 )
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 _LARGEST_LIST = 16 * MIB
-"""Largest size in bytes of the list of an archive's parts, about a hundred bytes per part."""
+"""Maximum size in bytes of the central directory of an archive; an entry takes about a hundred bytes."""
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """Return the object that `torch.save` has written to a file, or to `length` bytes of one; tensors are
-    `StoredTensor`s.
+    """Return the object that `torch.save` has written to a file, or to `length` bytes from `start` on.
 
-    Raises CheckpointError.
+    Tensors are returned as `StoredTensor`s. Raises CheckpointError.
     """
     try:
         with open_regular(path) as file:
@@ -43,12 +42,12 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
             raise ValueError("it was cut off")
         content = content[start:stop]
         return _read_archive(content) if bytes(content[:4]) == b"PK\3\4" else _read_pickles(content)
-    except Exception as error:  # of a file of others, all kinds
+    except Exception as error:  # a foreign file can cause any error
         raise unreadable(path, error) from error
 
 
 class _Window(io.RawIOBase):
-    """File-like window onto bytes for `zipfile`, which reads the archive's list of parts at once."""
+    """File-like view of bytes for `zipfile`, which reads the central directory of the archive at once."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
@@ -107,8 +106,8 @@ def _read_archive(content: memoryview) -> Any:
 
 
 def _described(described: Any, storages: dict[str, Storage]) -> Storage:
-    """Return the storage that a pickle names, the same object each time."""
-    if type(described) is not tuple or len(described) not in (5, 6):  # more would be copied each time
+    """Return the storage that a pickle describes. The same name always gives the same object."""
+    if type(described) is not tuple or len(described) not in (5, 6):  # unpacking a long one each time would be slow
         raise ValueError("a tensor's storage is described in another way")
     kind, dtype, name, _, length, *view = described
     if kind != "storage" or type(dtype) is not torch.dtype or type(name) is not str or type(length) is not int:

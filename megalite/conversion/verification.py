@@ -1,4 +1,4 @@
-"""Comparison of two models: their weights bit for bit, and their logits for the same tokens."""
+"""Comparison of two models: their weights must be bit-identical, and their logits for the same tokens similar."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megalite.parallel.sharding import Box
 
 BATCH, SEQUENCE, SEED = 2, 64, 1234
 TOLERANCE = 1e-4
-"""Tolerance relative to the largest logit: fp32 sums in another order differ by a hundredth of it."""
+"""Tolerance relative to the largest logit. Different orders of fp32 sums give about a hundredth of it."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,20 @@ class Agreement:
 
     tensors: int
     different: tuple[str, ...]
-    """Tensors that differ, after both are cast to the second model's dtype."""
+    """Tensors whose values differ, after both are cast to the dtype of the second model."""
     logits: float
-    """Greatest difference between the logits of the two models, in fp32."""
+    """Largest difference between the logits of the two models, in fp32."""
     transformers: float | None
-    """Greatest difference between megalite and transformers for one of the two that is a Hugging Face folder.
+    """Largest difference between the logits of megalite and of transformers, for the model in a Hugging Face folder.
 
-    None if transformers is not installed or neither is such a folder.
+    None if transformers is not installed, or if neither model is in such a folder.
     """
     largest: float
-    """Greatest logit."""
+    """Largest absolute logit."""
 
 
 def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
-    """Compare two models, loaded one after the other in fp32. Raises CheckpointError if one cannot be read."""
+    """Compare two models, which are loaded one after the other in fp32. Raises CheckpointError if one is unreadable."""
     names, others = set(first.source.tensors), set(second.source.tensors)
     if names != others:
         raise CheckpointError(f"of the two only one has {', '.join(sorted(names ^ others)[:8])}")
@@ -62,7 +62,7 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
 
 
 def _tokens(model: OpenedModel) -> Tensor:
-    """Return [batch, sequence] tokens to try a model with."""
+    """Return random [batch, sequence] tokens as input."""
     length = min(SEQUENCE, model.config.max_position_embeddings or SEQUENCE)
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(model.config.vocab_size or 0, (BATCH, length), generator=generator)
@@ -73,7 +73,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _same(a: Source, b: Source, name: str) -> bool:
-    """Tell whether a tensor has the same bits in both sources, reading block by block."""
+    """Return whether a tensor has the same bits in both sources. It is read block by block."""
     kind = b.tensors[name]
     if a.tensors[name].shape != kind.shape:
         return False
@@ -89,7 +89,7 @@ def _same(a: Source, b: Source, name: str) -> bool:
 
 @torch.no_grad()
 def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
-    """Return the logits of [batch, sequence] tokens, in fp32: [batch, sequence, vocabulary]."""
+    """Return the logits [batch, sequence, vocabulary] of [batch, sequence] tokens, in fp32."""
     mesh = ParallelMesh()
     network = GPT(model.config, mesh).eval()
     load_weights(model.source, model.what, network, None, mesh)
@@ -100,11 +100,11 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """Load a folder's model in fp32. Raises CheckpointError if transformers finds a weight too many or too few."""
+    """Load a folder's model in fp32. Raises CheckpointError if transformers finds missing or unexpected weights."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    reader: Any = transformers.AutoModelForCausalLM  # its annotations leave the second result out
+    reader: Any = transformers.AutoModelForCausalLM  # Any, because its annotations omit the second result
     model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:

@@ -1,1 +1,1 @@
-"""Generation from a checkpoint."""
+"""Generation of text and evaluation with trained models."""

@@ -1,4 +1,4 @@
-"""Documents on which a model is evaluated: those of token files and of texts, without the tokens around them."""
+"""Documents for evaluating a model, from token files or from texts, without begin- and end-of-document tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from megalite.errors import DataError
 
 @dataclass(frozen=True)
 class Documents:
-    """A data set.
+    """Data set for evaluation.
 
     Attributes:
-        name: the prefix of its token file, or its text file.
-        tokens: those of each document [tokens], integers of any type.
-        text_bytes: size of their text as UTF-8; None if it is unknown, for the reason `why_no_bytes`.
-        weight: its share in a blend; None if no weights are given.
+        name: prefix of the token file, or name of the text file.
+        tokens: tokens of each document [tokens], with any integer dtype.
+        text_bytes: size of the text as UTF-8; None if it is unknown.
+        weight: share of the data set in a blend; None if no weights are given.
+        why_no_bytes: reason why `text_bytes` is unknown.
     """
 
     name: str
@@ -38,23 +39,23 @@ class Documents:
 
     @property
     def count(self) -> int:
-        """Tokens of all documents."""
+        """Number of tokens in all documents."""
         return sum(map(len, self.tokens))
 
 
 def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that the tokenizer's own template puts before a document; few tokenizers have any."""
-    text = "0"  # which every tokenizer can encode
+    """Return the tokens that the tokenizer's own template puts before a document. Few tokenizers have such tokens."""
+    text = "0"  # every tokenizer can encode it
     bare, whole = tokenizer.encode(text), [int(token) for token in tokenizer.encode_documents([text])[0]]
     starts = range(len(whole) - len(bare) + 1)
     return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
 
 
 def context_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that a document's first token is predicted from.
+    """Return the context from which the first token of a document is predicted.
 
-    They are those that the tokenizer's template puts before a document or, if there are none, the token that ends the
-    previous document, as in training.
+    This is the tokens that the tokenizer's template puts before a document. If there are none, it is the token that
+    ends the previous document, as in training.
     """
     return beginning_of_documents(tokenizer) or [tokenizer.eod]
 
@@ -62,11 +63,14 @@ def context_of_documents(tokenizer: Tokenizer) -> list[int]:
 def read_token_files(
     data_path: Sequence[str], tokenizer: Tokenizer, limit: float | None = None, verify: bool = True
 ) -> list[Documents]:
-    """Return the documents of each prefix of a `--data-path`, with their weights if it has any.
+    """Return the documents of each prefix in a `--data-path`, with their weights in the blend, if it has any.
 
-    limit: number of documents of each prefix, or below 1 a share of them. verify: compare the files with their
-    checksums if all documents are taken; one process per node is enough.
-    Raises DataError if files are missing, damaged, of another tokenizer, or without tokens.
+    Args:
+        limit: number of documents per prefix or, if it is below 1, the share of them.
+        verify: verify the checksums of the files, if all documents are used. One process per node is enough.
+
+    Raises:
+        DataError: files are missing, damaged, made with another tokenizer, or without tokens.
     """
     prefixes, weights = parse_blend(data_path)
     shares = [None] * len(prefixes) if weights is None else normalize(weights)
@@ -90,10 +94,10 @@ def read_token_files(
 def read_texts(
     files: Sequence[str], json_keys: Sequence[str], tokenizer: Tokenizer, limit: float | None = None
 ) -> list[Documents]:
-    """Return the documents of each file, of all kinds that `megalite-preprocess` reads: one per field of a record.
+    """Return the documents of each file, in any format that `megalite-preprocess` reads: one per JSON key of a record.
 
-    `limit`: as in `read_token_files`.
-    Raises DataError if a file cannot be read, a record is no document, or there are no tokens.
+    `limit` is as in `read_token_files`. Raises DataError if a file cannot be read, a record is not a document, or there
+    are no tokens.
     """
     found = []
     for file in files:
@@ -106,20 +110,20 @@ def read_texts(
 
 
 def limited(count: int, limit: float | None) -> int:
-    """Return how many of `count` documents `--limit` leaves: this number, or below 1 this share, rounded up."""
+    """Return the number of documents that `--limit` leaves: the limit or, if it is below 1, this share, rounded up."""
     if limit is None:
         return count
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
 
 
 def _stored(data: IndexedDataset, document: int) -> list[np.ndarray]:
-    """Return the sequences of a document; most documents have one."""
+    """Return the sequences of a document. Most documents have one."""
     first, last = data.document_indices[document : document + 2].tolist()
     return [data.get(sequence) for sequence in range(first, last)]
 
 
 def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.ndarray]:
-    """Return a document without the context that may be before it, and without the end-of-document tokens after it."""
+    """Return a document without the context before it, if any, and without end-of-document tokens after it."""
     bare = list(sequences)
     if bare and bare[0][: len(context)].tolist() == context:
         bare[0] = bare[0][len(context) :]
@@ -133,9 +137,9 @@ def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.
 
 
 def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> tuple[int | None, str | None]:
-    """Return the size in bytes of the text of sequences of tokens, or None and why it is unknown.
+    """Return the size of the documents' text in bytes, or None and the reason why it is unknown.
 
-    The text is what the tokens decode to. It is known only if encoding it again gives the same tokens.
+    The text is the decoded tokens. It counts as known only if encoding it gives the same tokens again.
     """
     if isinstance(tokenizer, NullTokenizer):
         return None, "NullTokenizer stands for data that is in tokens already, without a text"
@@ -155,7 +159,7 @@ def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer)
 
 
 def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the tokens of each document and the size of its text in bytes."""
+    """Yield the tokens of each document, and the size of its text in bytes."""
     for chunk in read_chunks([file], json_keys):
         for record in read_documents(chunk, json_keys):
             if isinstance(record, BadRecord):

@@ -1,4 +1,4 @@
-"""Tokens from a trained model, several sequences at a time, on any split over ranks."""
+"""Generation of tokens with a trained model, for several sequences at once, under any layout."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megalite.model.cache import KeyValueCache
 from megalite.parallel.regions import gather_from_region
 
 Finish = Literal["stop", "length"]
-"""Reason for the end of a sequence: the end of a document (or `stop` says so), or the limit of its length."""
+"""Reason why a sequence has ended: "stop" for an end of document or `stop`, "length" for the maximum length."""
 
 _CHUNK = 512
-"""Tokens of each prompt that are read at once: bounds memory, and lets the stages work on one prompt together."""
+"""Number of tokens of a prompt per forward. It bounds memory, and lets the stages work on one prompt concurrently."""
 
 
 def generate(
@@ -37,13 +37,17 @@ def generate(
     stop: Callable[[int, Sequence[int]], bool] | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[tuple[int, int | Finish]]:
-    """Yield (index of the prompt, new token) as they come, and once of each prompt (index, why it has ended).
+    """Yield (prompt index, new token) for each new token, and (prompt index, reason) once per prompt, at its end.
 
-    Each sequence ends by itself: before the token `eod`, behind one where `stop(index, all its tokens)` is true, after
-    `max_new_tokens`, or with the last position that the model has learnt. What comes out for a prompt depends on its
-    index, on the seed and on nothing else that is in the batch, but for rounding. A pipeline works on as many batches
-    as it has stages, each of at most `batch_size` prompts (None: all of them share them out). Only tokens below
-    `vocab_size` are chosen (None: the model's). Every rank iterates, to the same tokens.
+    A sequence ends before the token `eod`, after a token for which `stop(index, all its tokens)` is true, after
+    `max_new_tokens`, or at the last position that the model has learned. The tokens of a prompt depend only on its
+    index and on the seed, not on the other prompts in its batch, except for rounding. Every rank iterates, and gets the
+    same tokens.
+
+    Args:
+        batch_size: maximum number of prompts per batch. There are as many batches in progress as stages. None: divide
+            all prompts among these batches.
+        vocab_size: only tokens below this one are chosen; None: all tokens of the model.
 
     Raises ConfigurationError as `check_prompts` does.
     """
@@ -58,7 +62,8 @@ def generate(
     )
     batches = iter(lambda: list(islice(sequences, size)), [])
     waiting = (_Batch(network, batch, sampling, vocab_size) for batch in batches)
-    # Stages work on different batches: each is as many passes ahead of what is known as stages come behind it.
+    # Stages work on different batches. This stage starts one batch per stage from itself to the last, before it
+    # receives the tokens chosen for the first of these batches.
     ahead = stages - network.mesh.coordinate("pp")
     ready, under_way = deque(islice(waiting, stages)), deque[_Batch]()
     while ready or under_way:
@@ -81,9 +86,7 @@ def generate(
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigurationError if a prompt is empty, has a token that the model lacks, or outgrows a learned
-    position table.
-    """
+    """Raise ConfigurationError if a prompt is empty, has an unknown token, or exceeds a learned position table."""
     limit = _positions(config)
     for number, prompt in enumerate(prompts, start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
@@ -101,34 +104,34 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
 
 
 def _positions(config: ModelConfig) -> int | None:
-    """Return the number of positions that a model with a table of them has learnt."""
+    """Return the number of positions in a learned position table; None if the model has no such table."""
     return config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None
 
 
 @dataclass
 class _Sequence:
-    """One text in the making."""
+    """State of one sequence during generation."""
 
     index: int
     tokens: list[int]
     limit: int
-    """Largest number of tokens in all, the prompt's among them."""
+    """Maximum number of tokens, including the prompt."""
     generator: torch.Generator
     read: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Number of tokens whose keys and values are in the cache."""
     finish: Finish | None = None
 
 
 def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Sequence:
     limit, learnt = len(prompt) + max_new_tokens, _positions(config)
     if learnt is not None:
-        limit = min(limit, learnt + 1)  # the last token is not read again
+        limit = min(limit, learnt + 1)  # the last token is never an input, so it needs no position
     key = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return _Sequence(index, list(prompt), limit, torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1))
 
 
 class _Batch:
-    """Sequences that go through the stages together."""
+    """Batch of sequences that go through the stages together."""
 
     def __init__(
         self, network: Network, sequences: list[_Sequence], sampling: Sampling, vocab_size: int | None
@@ -138,7 +141,7 @@ class _Batch:
         self.chosen = torch.empty(0, dtype=torch.int64)
 
     def read(self) -> None:
-        """Run this rank's stage on what has not been read; the last one chooses the next tokens."""
+        """Run this rank's stage on all tokens that are not in the cache. The last stage chooses the next tokens."""
         tokens = [sequence.tokens[sequence.read :] for sequence in self.sequences]
         logits = next_token_logits(self.network, tokens, [sequence.read for sequence in self.sequences], self.cache)
         chosen = [0] * len(tokens)
@@ -150,11 +153,11 @@ class _Batch:
             sequence.read = len(sequence.tokens)
 
     def next_tokens(self) -> list[tuple[_Sequence, int]]:
-        """Return what the last stage has chosen, on every rank."""
+        """Return on every rank the tokens that the last stage has chosen."""
         return list(zip(self.sequences, self.network.share(self.chosen).tolist(), strict=True))
 
     def goes_on(self) -> bool:
-        """Leave out the sequences that have ended; whether any is left."""
+        """Remove the sequences that have ended, and return whether any remain."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
         if len(rows) < len(self.sequences):
             self.sequences = [self.sequences[row] for row in rows]
@@ -166,9 +169,9 @@ class _Batch:
 def next_token_logits(
     network: Network, tokens: Sequence[Sequence[int]], read: Sequence[int], cache: KeyValueCache
 ) -> Tensor | None:
-    """Read more tokens of each sequence, of which so many have been `read`.
+    """Run this rank's stage on further tokens of each sequence. `read` has the numbers of tokens already in the cache.
 
-    Returns the logits [batch, vocabulary] of the next ones, on the ranks of the last stage alone.
+    Returns the logits [batch, vocabulary] of the next tokens on the ranks of the last stage, and None on the others.
     """
     stage, device = network.stage, network.mesh.device
     longest = max(map(len, tokens))

@@ -1,10 +1,10 @@
-"""Adapter that makes a megalite checkpoint a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
+"""Adapter that lets lm_eval (EleutherAI's lm-evaluation-harness) evaluate a megalite checkpoint, on any layout.
 
     network, tokenizer = load_for_generation(path, mesh)
     results = lm_eval.simple_evaluate(model=MegaliteLM(network, tokenizer, max_length=2048), tasks=["arc_easy"])
 
-Every rank runs lm_eval on the same requests: it is told of one process, and data-parallel ranks share the requests
-here. It gives the results on the first rank of each machine, and None on the others.
+Every rank runs lm_eval on the same requests. lm_eval sees only one process; the adapter divides the requests among the
+data-parallel ranks. lm_eval returns the results on the first rank of each machine, and None on the others.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ except ImportError as error:
     raise ConfigurationError(f"tasks need lm_eval, 0.4.12 or later ({error}): pip install lm_eval") from error
 
 KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
-"""Fields of lm_eval's results that a file keeps."""
+"""Fields of lm_eval's results that are written to a file."""
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
-"""Context and continuation, as texts and then as tokens."""
+"""Context and continuation as texts, then the tokens of each."""
 Show = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
 
 
 class MegaliteLM(TemplateLM):  # type: ignore[misc]
-    """The model and its tokenizer.
+    """Model and tokenizer, with the interface that lm_eval expects.
 
     Args:
-        max_length: tokens that the model reads at once; of longer requests the end counts.
-        micro_batch_size: sequences in one forward of a stage.
-        show: gives, for a number of units ahead ("tokens" or "requests"), what hears of those that are done.
+        max_length: number of tokens that the model reads at once. Of a longer request, only the end is read.
+        micro_batch_size: number of sequences per forward.
+        show: function for progress. It gets a total and a unit ("tokens" or "requests"), and returns a context manager
+            whose value is called with the number of units that were completed.
     """
 
     def __init__(
@@ -74,19 +75,19 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document."""
+        """Token that ends a document."""
         return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """Return what a text without a context is predicted from."""
+        """Token from which a text without context is predicted."""
         return self._context[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the tokens of a text, after those that the tokenizer's template puts before a document.
+        """Return the tokens of a text, after the tokens that the tokenizer's template puts before a document.
 
-        The latter are left out if add_special_tokens is False or the text has them already. Raises DataError if the
-        text cannot be encoded.
+        The template's tokens are left out if `add_special_tokens` is False, or if the text already begins with them.
+        Raises DataError if the text cannot be encoded.
         """
         try:
             tokens = self._tokenizer.encode(string)
@@ -96,7 +97,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return tokens if begins else [*self._beginning, *tokens]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Score each continuation after its context: the log-probability, and if greedy generation would write it."""
+        """Return for each continuation its log-probability, and whether greedy generation would produce it."""
         self._check_agreement(requests)
         scored: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return scored
@@ -115,7 +116,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return Window(np.array(tokens[-self.max_length - 1 :]), len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Return the log-probability of each text, read in windows of which only the last overlaps another."""
+        """Return the log-probability of each text, read in windows of which only the last one overlaps another."""
         self._check_agreement(requests)
         length = self.max_length
         texts = [np.array(self.tok_encode(request.args[0], add_special_tokens=False), np.int64) for request in requests]
@@ -124,8 +125,10 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return [math.fsum(score.log_probability for score in islice(scores, len(each))) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Return what the model writes after each context, up to the first of the texts that end it, or the end of a
-        document."""
+        """Return the text that the model generates after each context.
+
+        It ends before the first of the request's stop texts, or at the end of a document.
+        """
         self._check_agreement(requests)
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -147,7 +150,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
                 f"a task lets the model write {tokens} tokens (max_gen_toks), which leaves no room for its prompt "
                 f"among {self.max_length}: give a larger --seq-length"
             )
-        # What is drawn for a prompt depends on its number: then each copy of the model writes all of them.
+        # Random numbers depend on the number of a prompt. With sampling, each replica therefore generates all prompts.
         mesh = self.network.mesh
         copies, own = (1, 0) if sampling.temperature else (mesh.size("dp"), mesh.coordinate("dp"))
         prompts = [self.tok_encode(context)[tokens - self.max_length :] or self._context for context in contexts]
@@ -184,7 +187,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             return score_windows(self.network, windows, self.micro_batch_size, advance)
 
     def _check_agreement(self, requests: Sequence[Instance]) -> None:
-        """Raise ConfigurationError if ranks would wait for each other over different requests."""
+        """Raise ConfigurationError if the ranks have different requests, because their collectives would then hang."""
         mesh = self.network.mesh
         own = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
         digests = collectives.all_gather_text(own, mesh.world(), mesh.device)
@@ -196,7 +199,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """Return how tokens are chosen by a task's options, but for what they say of length and end."""
+    """Return the sampling for a task's options, without those on length and end."""
     sampled = options.pop("do_sample")
     known = {name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options}
     if options:
@@ -206,18 +209,18 @@ def _sampling(options: dict[str, Any]) -> Sampling:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks and groups, loaded, and what knows where they come from."""
+    """Loaded tasks and groups, with the manager that loaded them."""
 
     manager: TaskManager
     loaded: list[Any]
 
 
 def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
-    """Load the tasks and groups of these names, or patterns, with their data.
+    """Load the tasks and groups with these names or patterns, and their data.
 
-    include_path: folder with the user's tasks. If it has all of them, lm_eval's own 14,000 tasks, whose descriptions
-    take seconds to read, are left out.
-    Raises ConfigurationError for an unknown name, DataError if a task cannot be loaded.
+    `include_path` is a folder with the user's tasks. If it has all named tasks, lm_eval's own 14,000 tasks are not
+    indexed, because reading their descriptions takes seconds. Raises ConfigurationError for an unknown name, and
+    DataError if a task cannot be loaded.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigurationError(f"--include-path {include_path} is no folder")
@@ -232,7 +235,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
     chosen = sorted({name for matches in found.values() for name in matches})
     try:
         loaded = manager.load(chosen)
-    except Exception as error:  # whatever a task's own code and data raise
+    except Exception as error:  # a task's own code and data may raise any error
         raise DataError(f"--tasks {', '.join(chosen)} cannot be loaded: {type(error).__name__}: {error}") from error
     groups = {name: group for name, group in loaded.get("groups", {}).items() if name in chosen}
     grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
@@ -240,9 +243,9 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
 
 
 def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, limit: float | None) -> dict[str, Any]:
-    """Return lm_eval's results for loaded tasks, without the samples; {} on ranks other than the first of a machine.
+    """Return lm_eval's results for loaded tasks, without the samples. All ranks call it.
 
-    All ranks call it.
+    On ranks other than the first of a machine, return {}.
     """
     if model.network.mesh.rank:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -259,6 +262,6 @@ def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, 
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the results as the table that lm_eval shows."""
+    """Return the results in the form of lm_eval's table."""
     columns = [column for column in ("results", "groups") if results.get(column)]
     return "\n".join(make_table(results, column) for column in columns)

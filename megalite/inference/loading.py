@@ -1,4 +1,4 @@
-"""Loading of a trained model and its tokenizer: `--load` names a megalite checkpoint or a Hugging Face folder."""
+"""Load a trained model and its tokenizer. `--load` names a megalite checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 
 
 def find_model(load: str) -> AnyPath:
-    """Return the folder of a checkpoint (the latest one if `load` is a run directory), or a Hugging Face folder.
+    """Return the folder of the model: a checkpoint, the latest checkpoint of a run directory, or a Hugging Face folder.
 
     Raises CheckpointError if there is none.
     """
@@ -34,12 +34,12 @@ def _is_huggingface(path: AnyPath) -> bool:
 
 
 def read_model(path: AnyPath) -> ModelConfig:
-    """Return the network of the model in folder `path`. Raises CheckpointError."""
+    """Return the network configuration of the model in folder `path`. Raises CheckpointError."""
     return open_huggingface(Path(str(path))).config if _is_huggingface(path) else checkpoint.read_model_config(path)
 
 
 def read_sequence_length(path: AnyPath) -> int | None:
-    """Return the length that the model in folder `path` was trained on, if it is known. Raises CheckpointError."""
+    """Return the sequence length in training of the model in folder `path`; None if unknown. Raises CheckpointError."""
     if _is_huggingface(path):
         return open_huggingface(Path(str(path))).sequence_length
     return checkpoint.saved_section(path, checkpoint.read_config(path), DataConfig).seq_length
@@ -48,17 +48,17 @@ def read_sequence_length(path: AnyPath) -> int | None:
 def load_for_generation(
     path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
 ) -> tuple[Network, Tokenizer]:
-    """Return the network of the model in folder `path`, split over the mesh, and its tokenizer.
+    """Return the network of the model in folder `path`, distributed over the mesh, and its tokenizer.
 
-    Every rank calls it. tokenizer_model: present path of the tokenizer's file.
-    Raises CheckpointError, ConfigurationError or DataError.
+    Every rank calls it. `tokenizer_model`: current path of the tokenizer's file, if it was moved. Raises
+    CheckpointError, ConfigurationError or DataError.
     """
-    tokenizer = load_tokenizer(path, tokenizer_model)  # first, because its errors come sooner
+    tokenizer = load_tokenizer(path, tokenizer_model)  # first, because it fails faster than loading the network
     return load_network(path, mesh), tokenizer
 
 
 def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
-    """Load the network of the model in folder `path`, split over the mesh, in the dtype that it was saved in.
+    """Load the network of the model in folder `path`, distributed over the mesh, in its saved dtype.
 
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
@@ -75,7 +75,7 @@ def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
 
 
 def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokenizer:
-    """Load the tokenizer of the model in folder `path`; tokenizer_model: present path of its file.
+    """Load the tokenizer of the model in folder `path`. `tokenizer_model`: current path of its file, if it was moved.
 
     It may have fewer tokens than the model, because other programs pad the vocabulary. Raises CheckpointError,
     ConfigurationError or DataError.
@@ -93,9 +93,9 @@ def _tokenizer(data: Mapping[str, Any], config: ModelConfig, tokenizer_model: st
     kind = data["tokenizer_type"] or "NullTokenizer"
     size = config.vocab_size
     if kind == "NullTokenizer" and size is not None:
-        size -= 1  # the model's vocabulary counts the end of document, which a NullTokenizer adds
+        size -= 1  # the model's vocabulary includes the end-of-document token, which NullTokenizer adds by itself
     elif kind != "TikTokenizer":
-        size = None  # compared below
+        size = None  # the tokenizer's file has its own size, which is compared below
     tokenizer = build_tokenizer(kind, tokenizer_model or data.get("tokenizer_model"), size, TokenizerOptions.of(data))
     if config.vocab_size is not None and tokenizer.vocab_size > config.vocab_size:
         raise ConfigurationError(

@@ -1,12 +1,13 @@
-"""Model that is split over tensor- and pipeline-parallel ranks, to be run forward.
+"""Model distributed over tensor- and pipeline-parallel ranks, for forward passes only.
 
-    choose_layout(config, world_size, tensor_parallel_size, pipeline_parallel_size)   # before ranks are joined
-    network = make_network(config, mesh, dtype)                           # its values not yet set; or loading.py
+    choose_layout(config, world_size, tensor_parallel_size, pipeline_parallel_size)   # before ranks connect
+    network = make_network(config, mesh, dtype)                           # weights not set yet; loading.py sets them
     logits(network, tokens)                                               # [batch, sequence, vocabulary]
     score_tokens(network, tokens).log_probabilities                       # [batch, sequence - 1]
 
-All ranks of a copy of the model call these together with the same tokens, and all get the same result. Sequences of
-different lengths are padded at their end, with any token: later tokens do not change the results of earlier ones.
+All ranks of a replica of the model call these functions together with the same tokens, and get the same result.
+Sequences of different lengths are padded at the end, with any token. Later tokens do not affect the results of earlier
+ones.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from megalite.pipeline.point_to_point import Links, make_links
 from megalite.pipeline.stages import Stages
 
 _TOKENS = 1024
-"""Tokens whose logits are there at once while they are scored."""
+"""Number of tokens whose logits are in memory at once during scoring."""
 
 
 class Network:
-    """One stage of the model on this rank, linked to its neighbours."""
+    """Stage of the model on this rank, with links to its neighbours."""
 
     def __init__(self, stage: GPT, links: Links) -> None:
         self.stage, self.links = stage, links
@@ -45,9 +46,9 @@ class Network:
         self._sent: Pending = completed(torch.empty(0))
 
     def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """[batch, sequence] tokens to the hidden states [sequence, batch, hidden] that leave this rank's stage.
+        """Run this rank's stage on [batch, sequence] tokens, and return its output [sequence, batch, hidden].
 
-        Returns once they are under way to the next one, so that it works on them while this one goes on.
+        It returns after starting to send the output to the next stage. Both stages then work concurrently.
         """
         rank = self.mesh.coordinate("pp")
         hidden = None
@@ -65,16 +66,17 @@ class Network:
         return hidden
 
     def share(self, values: Tensor) -> Tensor:
-        """Return the values of the last stage on every rank of the pipeline; the other stages pass zeros."""
+        """Return the values of the last stage on every rank of the pipeline. The other stages pass zeros."""
         return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
 
 
 def choose_layout(
     config: ModelConfig, world_size: int, tensor_parallel_size: int | None, pipeline_parallel_size: int
 ) -> ParallelConfig:
-    """Return the layout of one copy of the model on all ranks; tensor-parallel size None: all ranks of a stage.
+    """Return the layout of one replica of the model on all ranks.
 
-    Raises ConfigurationError if the ranks or the model cannot be divided like this.
+    If `tensor_parallel_size` is None, all ranks of a stage are tensor-parallel. Raises ConfigurationError if the ranks
+    or the model cannot be divided in this way.
     """
     pp = pipeline_parallel_size
     tp = tensor_parallel_size if tensor_parallel_size is not None else max(world_size // max(pp, 1), 1)
@@ -88,7 +90,7 @@ def choose_layout(
 
 
 def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raise ConfigurationError if the model cannot be split over so many ranks."""
+    """Raise ConfigurationError if the model cannot be divided into these sizes."""
     tp, pp = tensor_parallel_size, pipeline_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
         if count % tp:
@@ -103,7 +105,7 @@ def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parall
 
 
 def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:
-    """Divide the layers evenly; the first stages get one more, because the last stage has the output layer."""
+    """Divide the layers evenly. The last stage gets no more than any other, because it also has the output layer."""
     borders = [-(-stage * num_layers // stages) for stage in range(stages + 1)]
     return [
         StageLayers(borders[stage], borders[stage + 1] - borders[stage], stage == 0, stage == stages - 1)
@@ -112,7 +114,7 @@ def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:
 
 
 def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) -> Network:
-    """Return this rank's part of the model, its values not yet set. All ranks of a pipeline call it together.
+    """Return this rank's part of the model, with unset weights. All ranks of a pipeline call it together.
 
     Raises ConfigurationError as `check_layout` does.
     """
@@ -126,7 +128,7 @@ def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def logits(network: Network, tokens: Tensor) -> Tensor:
-    """Return the logits [batch, sequence, vocabulary] of [batch, sequence] tokens, gathered on every rank."""
+    """Return the logits [batch, sequence, vocabulary] of [batch, sequence] tokens, complete on every rank."""
     stage, group = network.stage, network.stage.context.group("vocabulary")
     found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
     for rows, hidden in _micro_batches(network, tokens):
@@ -137,17 +139,17 @@ def logits(network: Network, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of each token but the first, after those before it; both [batch, sequence - 1]."""
+    """Scores of each token except the first, given the tokens before it. Both fields are [batch, sequence - 1]."""
 
     log_probabilities: Tensor
-    """Natural, in fp32 or wider."""
+    """Natural logarithms of the probabilities, in fp32 or fp64."""
     likeliest: Tensor
-    """The token that greedy generation would take there."""
+    """Most likely token at each position."""
 
 
 @torch.no_grad()
 def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
-    """Score [batch, sequence] tokens."""
+    """Return the scores of [batch, sequence] tokens."""
     stage, group = network.stage, network.stage.context.group("vocabulary")
     shape, device = (tokens.shape[0], tokens.shape[1] - 1), network.mesh.device
     scores = torch.zeros(shape, dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
@@ -165,7 +167,7 @@ def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
 
 
 def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows of the batch with this rank's hidden states: one part per stage, so that all stages work at once."""
+    """Yield parts of the batch with this rank's hidden states: one part per stage, to keep all stages busy."""
     positions = torch.arange(tokens.shape[1], device=network.mesh.device).expand(tokens.shape)
     step = -(-len(tokens) // network.mesh.size("pp"))
     for start in range(0, len(tokens), step):
@@ -174,7 +176,10 @@ def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Te
 
 
 def _likeliest(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """Return the token of the largest [..., padded vocabulary / size] logits over all ranks; the first of several."""
+    """Return the token with the largest logit over all ranks, given [..., padded vocabulary / size] logits per rank.
+
+    If several logits are equal, the first token is returned.
+    """
     tokens = group.rank * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
     largest, column = logits.double().masked_fill(tokens >= vocab_size, -torch.inf).max(dim=-1)
     found = collectives.all_gather(torch.stack([largest, tokens[column].double()]).unsqueeze(0), group)

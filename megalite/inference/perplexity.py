@@ -1,4 +1,4 @@
-"""Quality of a model's predictions of documents: loss, perplexity, bits per byte."""
+"""Quality of a model's predictions for documents: loss, perplexity, bits per byte."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from megalite.inference.scoring import score_windows, sliding_windows
 
 @dataclass(frozen=True)
 class Figures:
-    """Predictions of a data set by a model, summed up."""
+    """Figures of a model's predictions for a data set."""
 
     name: str
     documents: int
-    """Number of documents that have tokens."""
+    """Number of documents with tokens."""
     tokens: int
-    """Number of tokens predicted."""
+    """Number of predicted tokens."""
     loss: float
-    """Mean of -ln(probability) over these tokens, in nats."""
+    """Mean of -ln(probability) over the predicted tokens, in nats."""
     text_bytes: int | None = None
-    """Bytes of the text as UTF-8, if known."""
+    """Size of the text as UTF-8, if known."""
     why_no_bytes: str | None = None
-    """Reason why they are not known."""
+    """Reason why `text_bytes` is unknown."""
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; infinite beyond what a float holds."""
+        """exp(loss); infinite if it does not fit into a float."""
         return math.exp(self.loss) if self.loss < 709.0 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of the text; comparable between tokenizers."""
+        """Loss in bits per byte of text, which can be compared between tokenizers."""
         return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -53,10 +53,10 @@ def evaluate(
     micro_batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Figures:
-    """Return the figures of a data set; each of its tokens is predicted once, within its document.
+    """Return the figures of a data set. Each token is predicted once, with context from its own document only.
 
-    All ranks call it. `context`, `length` and `stride` as in `sliding_windows`; `micro_batch_size` and `advance` as in
-    `score_windows`. Raises ConfigurationError if not even the context can be read at once.
+    All ranks call it. `context`, `length` and `stride` are as in `sliding_windows`; `micro_batch_size` and `advance`
+    are as in `score_windows`. Raises ConfigurationError if the context is longer than `length`.
     """
     if len(context) > length:
         raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
@@ -69,7 +69,10 @@ def evaluate(
 
 
 def together(figures: Sequence[Figures], weights: Sequence[float] | None = None) -> Figures:
-    """Return the figures of all tokens of several data sets; with `weights`, which sum to 1, the blend's loss."""
+    """Combine the figures of several data sets over all tokens.
+
+    With `weights`, which sum to 1, the loss is that of the blend.
+    """
     tokens = sum(each.tokens for each in figures)
     shares = [each.tokens / tokens for each in figures] if weights is None else weights
     known = [each.text_bytes for each in figures if each.text_bytes is not None]
@@ -91,7 +94,7 @@ def evaluate_all(
     micro_batch_size: int,
     advance: Callable[[int], None],
 ) -> list[Figures]:
-    """Return the figures of each data set and, if there are several, those of all together."""
+    """Return the figures of each data set and, if there are several, their combined figures."""
     context = context_of_documents(tokenizer)
     figures = [evaluate(network, each, context, length, stride, micro_batch_size, advance) for each in documents]
     weights = [each.weight for each in documents if each.weight is not None]
@@ -99,7 +102,7 @@ def evaluate_all(
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
+    """Return the figures as a table with one line per data set, and the reasons for missing bits per byte."""
     rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
     for each in figures:
         bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"

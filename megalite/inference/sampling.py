@@ -1,4 +1,4 @@
-"""The next token from its logits: greedy, temperature, top-k, top-p."""
+"""Sampling of the next token from its logits: greedy, temperature, top-k, top-p."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Choice of a token. The filters apply in this order: temperature, top-k, top-p."""
+    """Parameters of sampling. The filters apply in this order: temperature, top-k, top-p."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; 0 always chooses the most likely token."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Number of most likely tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probabilities reach p (nucleus sampling, arXiv:1904.09751)."""
+    """Probability that the kept tokens reach, as few as possible (nucleus sampling, arXiv:1904.09751)."""
     seed: int = 1234
-    """The same seed gives the same texts, also on another split over ranks, but for rounding."""
+    """Seed of the random numbers. The same seed gives the same texts under any layout, except for rounding."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -48,7 +48,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from [vocabulary] logits; ranks with the same logits and generator draw the same."""
+    """Draw a token from [vocabulary] logits. Ranks with the same logits and generator state draw the same token."""
     if sampling.temperature == 0.0:
         return int(logits.argmax().item())
     return int(torch.multinomial(probabilities(logits, sampling), 1, generator=generator).item())

@@ -1,7 +1,7 @@
-"""Scores of documents by a model, on any layout.
+"""Scores of documents under a model, on any layout.
 
-Documents are split into windows that the model can read, and each of their tokens is predicted exactly once.
-Data-parallel ranks share the windows, and all get every result.
+Documents are divided into windows that the model can read at once. Each token is predicted exactly once. The
+data-parallel ranks divide the windows among themselves, and all of them get all results.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from megalite.parallel import collectives
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a document: the model reads all but the last, and predicts all but the first.
+    """Consecutive tokens of a document. The model reads all but the last one, and predicts all but the first one.
 
     Attributes:
-        tokens: [inputs + 1], integers of any type.
-        counted: number of predictions that count: the last ones. The others are an earlier window's, or context.
+        tokens: [inputs + 1], with any integer dtype.
+        counted: number of predictions that count, at the end of the window. The tokens before them are context, or are
+            predicted in an earlier window.
     """
 
     tokens: np.ndarray
@@ -31,17 +32,18 @@ class Window(NamedTuple):
 
 
 def sliding_windows(document: np.ndarray, context: Sequence[int], length: int, stride: int) -> Iterator[Window]:
-    """Yield the windows of a document; none if it has no tokens.
+    """Yield the windows of a document; none if the document has no tokens.
 
-    The first window predicts as much as fits, each later one `stride` more tokens, and the last one the rest. All but
-    the first window are full, so that the tokens that they predict have as much context as possible.
+    The first window predicts as many tokens as fit. Each later window predicts the next `stride` tokens, and the last
+    one the remaining tokens. All windows but the first are full, which gives the predicted tokens the longest possible
+    context.
 
     Args:
         document: [tokens].
-        context: tokens before the document, at least one; they are not predicted.
-        length: tokens that the model reads at once, more than the context has.
-        stride: from 1 to `length`; with `length`, each window but the last begins with the last token of the one
-            before.
+        context: tokens before the document, at least one. They are not predicted.
+        length: number of tokens that the model reads at once, at least as many as the context has.
+        stride: number from 1 to `length`. If it is `length`, each window except the last one begins with the last token
+            of the window before it.
     """
     size, predicted = len(document), 0
     while predicted < size:
@@ -55,9 +57,9 @@ def sliding_windows(document: np.ndarray, context: Sequence[int], length: int, s
 
 
 def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
-    """Return the numbers of the windows in batches of up to `size`, the longest windows first.
+    """Return batches of up to `size` windows, as lists of their numbers, with the longest windows first.
 
-    So windows of a batch are about equally long, and a batch that does not fit into memory fails at once.
+    Windows in a batch have similar lengths. If a batch does not fit into memory, the first batch already fails.
     """
     order = sorted(range(len(windows)), key=lambda number: -len(windows[number].tokens))
     return [order[first : first + size] for first in range(0, len(order), size)]
@@ -65,12 +67,12 @@ def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Score:
-    """Score of the predictions of a window that count."""
+    """Score of the predictions of a window, only those that count."""
 
     log_probability: float
-    """The sum, natural."""
+    """Sum of the natural logarithms of the tokens' probabilities."""
     greedy: bool
-    """True if each token is the likeliest one there."""
+    """True if every token is the most likely one at its position."""
 
 
 def score_windows(
@@ -79,9 +81,10 @@ def score_windows(
     micro_batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[Score]:
-    """Return the score of each window, the same for every layout and `micro_batch_size` (windows per forward).
+    """Return the score of each window. The scores are the same under every layout.
 
-    All ranks call it with the same windows. `advance` is called with the number of tokens predicted.
+    All ranks call it with the same windows. `micro_batch_size` is the number of windows per forward and does not change
+    the scores. `advance` is called with the number of predicted tokens.
     """
     mesh = network.mesh
     found = torch.zeros(len(windows), 2, dtype=torch.float64, device=mesh.device)
@@ -94,7 +97,7 @@ def score_windows(
 
 
 def _score_batch(network: Network, windows: Sequence[Window]) -> Tensor:
-    """Return [windows, 2] fp64: the sum of the log-probabilities, and how many tokens are not the likeliest."""
+    """Return [windows, 2] fp64: the sum of the log-probabilities, and the number of tokens that are not most likely."""
     lengths = torch.tensor([len(window.tokens) for window in windows])
     tokens = torch.zeros(len(windows), int(lengths.max()), dtype=torch.int64)
     for row, window in zip(tokens, windows, strict=True):

@@ -1,4 +1,4 @@
-"""Text in and out: prompts from flags, a file or standard input, and texts in the order of their prompts."""
+"""Input and output of text: prompts from flags, a file or standard input, and texts in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LARGEST_PROMPTS = 1024 * MIB
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Return the given prompts, where "-" means standard input, and then those of the file.
+    """Return the given prompts, then those of the file. A given prompt "-" stands for standard input.
 
-    A file has one prompt per line, as JSON ({"prompt": "..."}) if its name ends in .jsonl; empty lines are skipped.
-    Raises ConfigurationError if there are none, or if they cannot be read.
+    The file has one prompt per line; if its name ends in .jsonl, a line is JSON: {"prompt": "..."}. Empty lines are
+    skipped. Raises ConfigurationError if there are no prompts or they cannot be read.
     """
     if given.count("-") > 1:
         raise ConfigurationError("--prompt - can be given once: standard input ends with the first")
@@ -65,10 +65,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """Return on every rank the prompts' tokens that `read` returns on rank 0.
+    """Call `read` on rank 0, and return its result, the tokens of the prompts, on every rank.
 
-    Only rank 0 may have the file, and only it gets all of standard input. If `read` raises ConfigurationError there,
-    every rank raises it.
+    Only rank 0 reads, because other ranks may not have the file, and standard input goes to rank 0 only. If `read`
+    raises ConfigurationError, every rank raises it.
     """
     found: dict[str, Any] = {}
     if mesh.rank == 0:
@@ -84,9 +84,9 @@ def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[l
 
 
 class TextStream:
-    """Text of tokens that come one by one, in parts.
+    """Decoder of tokens that arrive one by one; it returns the text in parts.
 
-    Bytes of an incomplete character are kept back until the character is complete, or the text has ended.
+    The bytes of an incomplete character are held back until the character is complete or the text has ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> None:
@@ -94,7 +94,7 @@ class TextStream:
         self._tokenizer, self._shown = tokenizer, 0
 
     def part(self, count: int | None = None, *, ended: bool = False) -> str:
-        """Return the text since the last part, of the first `count` tokens (None: of all)."""
+        """Return the text since the last part, up to the first `count` tokens (None: all tokens)."""
         text = self._tokenizer.decode(self.tokens[:count])
         whole = len(text) if ended else len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         part, self._shown = text[self._shown : whole], max(self._shown, whole)
@@ -103,20 +103,20 @@ class TextStream:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Something to show of one text."""
+    """Part of one text, for display."""
 
     index: int
     text: str
     finish: Finish | None
-    """Reason for the end of the text, in its last piece."""
+    """Reason why the text has ended, in its last piece; otherwise None."""
 
 
 def in_order(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], events: Iterable[tuple[int, int | Finish]]
 ) -> Iterator[TextPiece]:
-    """Yield the pieces of each text in the order of the prompts; the first piece of a text is its prompt.
+    """Yield the pieces of the texts in the order of the prompts. The first piece of a text is its prompt.
 
-    `events` are those of `generate`.
+    `events` is the output of `generate`.
     """
     streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     finishes: dict[int, Finish] = {}
