@@ -49,7 +49,7 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
 
 
 def _list(node: ast.expr) -> list[bool]:
-    """The value of lists of 0 and 1 that are added, or repeated. Raises ValueError for anything else."""
+    """Return the value of lists of 0 and 1 that are added, or repeated. Raises ValueError for anything else."""
     match node:
         case ast.List(elements):
             return [_number(element, most=1) == 1 for element in elements]

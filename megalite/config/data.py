@@ -82,12 +82,12 @@ class DataConfig(TokenizerFlags):
         return bool(self.data_path or self.data_args_path)
 
     def split_shares(self) -> tuple[float, float, float]:
-        """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
+        """Return the shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
         return split_shares(self.split)
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """The shares in a `--split`. Megatron-LM would read more spellings, and 1e2 as a 1 and a 2.
+    """Return the shares in a `--split`. Megatron-LM would read more spellings, and 1e2 as a 1 and a 2.
 
     Raises:
         ConfigurationError: there are none, too many, none for training, or something is no plain number.

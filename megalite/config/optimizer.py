@@ -149,7 +149,7 @@ class OptimizerConfig:
 
 
 def noam_maximum(factor: float, hidden_size: int, warmup_steps: float) -> float:
-    """The learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, at step = warmup_steps)."""
+    """Return the learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, at step = warmup_steps)."""
     return factor / math.sqrt(hidden_size * warmup_steps)
 
 

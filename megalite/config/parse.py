@@ -41,7 +41,7 @@ tokenizer, of the type that is given."""
 
 
 def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
-    """The configuration of a command line (without the program's name); relations are left to `validate`.
+    """Return the configuration of a command line (without the program's name); relations are left to `validate`.
 
     Under --use-checkpoint-args, or where --load is a Hugging Face folder, `saved_fields` is asked for what is not
     given. Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type.
@@ -227,7 +227,7 @@ def _run_tyro(tokens: list[str], sections: Sections) -> RunConfig:
 
 
 def _first_paragraph(box: str) -> str:
-    """The text of tyro's error box up to its first blank or ruled line: the mistake, without the advice."""
+    """Return the text of tyro's error box up to its first blank or ruled line: the mistake, without the advice."""
     lines = []
     for line in box.splitlines()[1:]:
         text = line.strip("│ ")

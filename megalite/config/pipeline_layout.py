@@ -70,7 +70,7 @@ def shape(parallel: ParallelConfig) -> Shape:
 
 
 def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """The name of the schedule, also where no flag gives it."""
+    """Return the name of the schedule, also where no flag gives it."""
     several = virtual_stages(model, parallel) > 1
     return parallel.pipeline_schedule or ("interleaved-1f1b" if several else "1f1b")
 
@@ -97,7 +97,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
 
 
 def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...]:
-    """The layout for a person: a count, then the stages of each rank, neighbours with as many layers in one line."""
+    """Return the layout for a person: a count, then the stages of each rank, neighbours with as many layers in one line."""
     stages, chunks = stage_layers(model, parallel), virtual_stages(model, parallel)
     ranks: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     for rank, stage in zip(_ranks_of_stages(parallel, chunks), stages, strict=True):
@@ -122,7 +122,7 @@ def _joined(stages: Sequence[StageLayers]) -> StageLayers:
 
 
 def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
-    """The rank of each stage. Stages go round the ranks; on a V every other round goes back."""
+    """Return the rank of each stage. Stages go round the ranks; on a V every other round goes back."""
     ranks, v_shaped = range(parallel.pipeline_model_parallel_size), shape(parallel).v_shaped
     return [rank for chunk in range(chunks) for rank in (ranks[::-1] if v_shaped and chunk % 2 else ranks)]
 
@@ -143,7 +143,7 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
 
 
 def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
-    """The layers of each rank, where the first or the last has a number of its own."""
+    """Return the layers of each rank, where the first or the last has a number of its own."""
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     ends = (("first", first), ("last", last))
     given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
@@ -188,7 +188,7 @@ def stages_of_letters(layout: str) -> list[str]:
 
 
 def layers_of_letters(layout: str, num_layers: int) -> list[int]:
-    """The number of layers of each stage, in order. Raises ConfigurationError unless the embedding stands first, the
+    """Return the number of layers of each stage, in order. Raises ConfigurationError unless the embedding stands first, the
     loss last, and all layers in between."""
     stages = stages_of_letters(layout)
     letters = "".join(stages)

@@ -55,13 +55,13 @@ class FieldPlace:
 
 @cache
 def section_types() -> dict[str, Any]:
-    """The section names of a `RunConfig`, in order, with their dataclasses."""
+    """Return the section names of a `RunConfig`, in order, with their dataclasses."""
     return get_type_hints(RunConfig)
 
 
 @cache
 def fields_by_name() -> dict[str, FieldPlace]:
-    """Every field of every section by its name; no name stands in two sections."""
+    """Return every field of every section by its name; no name stands in two sections."""
     places = {}
     for section, section_type in section_types().items():
         kinds = get_type_hints(section_type)

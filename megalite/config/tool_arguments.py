@@ -45,7 +45,7 @@ def run_tool(main: Callable[[], None]) -> None:
 def parse_tool_arguments(
     arguments: type[Arguments], description: str, argv: Sequence[str] | None = None, *, repeated: bool = False
 ) -> Arguments:
-    """The dataclass filled from the command line, `--output-prefix` for the field `output_prefix`.
+    """Return the dataclass filled from the command line, `--output-prefix` for the field `output_prefix`.
 
     `--tp` and `--pp` are short for the sizes that have these names everywhere. `repeated`: a flag with several values
     is given once for each of them, rather than once with all.

@@ -25,7 +25,7 @@ _IDLE_WITHOUT_PIPELINE = "account_for_* overlap_p2p_communication align_grad_red
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
-    """The configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
+    """Return the configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
     global batch size is at least one micro-batch a rank. Raises ConfigurationError as `validate` does."""
     check_numbers(config)
     config, _ = without_idle_flags(config)

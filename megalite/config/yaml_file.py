@@ -25,7 +25,7 @@ _MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map",
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_yaml` gives back an equal one."""
+    """Return the whole configuration as YAML; `load_yaml` gives back an equal one."""
     sections = {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         for section, values in asdict(config).items()
@@ -42,7 +42,7 @@ def read_file(path: str) -> str:
 
 
 def load_yaml(text: str, source: str = "YAML") -> RunConfig:
-    """The configuration that `text` gives, defaults where it is silent. Raises ConfigurationError naming `source`, the
+    """Return the configuration that `text` gives, defaults where it is silent. Raises ConfigurationError naming `source`, the
     line and the key of what is unknown, given twice, of the wrong type or missing."""
     sections = read_sections(text, source)
     missing = missing_fields(sections)
@@ -57,7 +57,7 @@ def missing_fields(sections: Sections) -> list[str]:
 
 
 def read_sections(text: str, source: str) -> Sections:
-    """The fields that `text` gives, by section, converted to their types; every section is there. Raises
+    """Return the fields that `text` gives, by section, converted to their types; every section is there. Raises
     ConfigurationError with one line for each mistake."""
     sections: Sections = {name: {} for name in section_types()}
     problems: list[str] = []

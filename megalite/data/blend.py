@@ -32,7 +32,7 @@ class Dataset(Protocol[Sample]):
     """Samples by number: their tokens, int64 [sequence_length + 1], or their `SampleFields`."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, sample: int) -> Sample:
         """A sample. Raises IndexError if there is no such sample."""
@@ -209,7 +209,7 @@ class BlendedDataset(Generic[Sample]):
                 )
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, sample: int) -> Sample:

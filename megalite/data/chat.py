@@ -63,7 +63,7 @@ class ChatTemplate:
 
 
 def find_template(tokenizer_model: str) -> ChatTemplate | None:
-    """The chat template among a Hugging Face tokenizer's files: chat_template.jinja, or in tokenizer_config.json.
+    """Return the chat template among a Hugging Face tokenizer's files: chat_template.jinja, or in tokenizer_config.json.
 
     Raises:
         DataError: a file cannot be read.
@@ -82,7 +82,7 @@ def find_template(tokenizer_model: str) -> ChatTemplate | None:
 
 
 def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
-    """The template of `--chat-template`: the text itself, or a file that holds it."""
+    """Return the template of `--chat-template`: the text itself, or a file that holds it."""
     found = find_template(tokenizer_model) if tokenizer_model else None
     special = found.special_tokens if found else {}
     if "{" in argument:
@@ -158,7 +158,7 @@ class _Renderer:
             raise DataError(f"{error}: give another as --chat-template") from error
 
     def spans(self, messages: list[dict[str, Any]]) -> list[Span]:
-        """The spans of a conversation. Raises ValueError if the template refuses it, or takes too long over it."""
+        """Return the spans of a conversation. Raises ValueError if the template refuses it, or takes too long over it."""
         if self._process.returncode is not None:
             self._start()
         return [Span(text, learned) for text, learned in self._ask(messages)]

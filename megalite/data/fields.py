@@ -86,10 +86,10 @@ class FieldsDataset:
     pad: int | None = None
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> SampleFields:
-        """The fields of a sample. Raises IndexError if there is no such sample."""
+        """Return the fields of a sample. Raises IndexError if there is no such sample."""
         rules = (self.eod, self.reset_position_ids, self.reset_attention_mask, self.eod_mask_loss, self.pad)
         return sample_fields(self.tokens[sample], *rules)
