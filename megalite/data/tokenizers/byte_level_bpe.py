@@ -36,7 +36,7 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-# Above this code point Unicode has no characters that matter; texts with such code points take the slow path.
+# Code points above this one are not compared: texts with them take the slow path. Unicode has few characters there.
 LAST_COMPARED = 0x3FFFF
 PATTERNS = {
     GPT2_PATTERN,

@@ -186,7 +186,7 @@ def _tokenizers(tokenizer_type: str) -> Any:
 
 
 def _named_end(folder: Path) -> str | None:
-    """Return the end-of-document token in the files next to a tokenizer.json; tokenizer_config.json takes precedence."""
+    """Return the end-of-document token in the files next to a tokenizer.json; tokenizer_config.json has precedence."""
     name = None
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         value = read_fields_beside(file).get("eos_token")

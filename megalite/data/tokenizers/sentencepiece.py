@@ -55,7 +55,7 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of a text and their characters, not counting the space that the model adds before a text."""
+        """Return the tokens of a text and their characters, without the space that the model adds before a text."""
         messages = optional_import(
             "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
         )
