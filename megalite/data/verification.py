@@ -1,4 +1,4 @@
-"""Check of token files for damage. Opening a file is no such check: it reads no tokens, and not all of a large index."""
+"""Check of token files for damage, since opening a file reads no tokens and only a part of a large index."""
 
 from __future__ import annotations
 

@@ -164,8 +164,7 @@ class IndexedDatasetWriter:
         publish(self.prefix, self._folder)
 
     def complete(self) -> None:
-        """Write the index and the side file next to the growing tokens, and sync all; after this, only `publish` remains.
-        """
+        """Write the index and the side file next to the growing tokens, and sync all; only `publish` remains then."""
         self.flush()
         idx, record = idx_path(self.prefix), side_file_path(self.prefix)
         with (
