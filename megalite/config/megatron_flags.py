@@ -17,8 +17,8 @@ USE_MEGATRON_FSDP = "use-megatron-fsdp"
 """Flag for ZeRO 3, unless another flag or the YAML names a sharding strategy. It is therefore applied last."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
-"""Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused. It does not change
-other activations, and is therefore applied last."""
+"""Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused. It changes no
+other activation, and is therefore applied last."""
 
 CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
 """Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""

@@ -1,4 +1,4 @@
-"""Options of what a run tells of itself: numbers, profiles, and an end if it hangs."""
+"""Options of logging, profiling and the watchdog."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def logging_problems(logging: LoggingConfig) -> Iterator[str]:
 def profiling_problems(
     profiling: ProfilingConfig, save: str | None, tensorboard_dir: str | None, last: int | None, world_size: int
 ) -> Iterator[str]:
-    """Yield a line for each relation that does not hold, in a run that ends after the step `last`, if that is known."""
+    """Yield a line for each relation that does not hold; `last` is the last step of the run, if it is known."""
     step = profiling.profile_pipeline
     if step is not None and save is None:
         yield f"--profile-pipeline {step} needs --save, the run directory"
@@ -110,7 +110,7 @@ def profiling_problems(
     by_torch = profiling.profile and profiling.use_pytorch_profiler
     if by_torch and save is None and tensorboard_dir is None:
         yield "--use-pytorch-profiler needs --save or --tensorboard-dir, where the traces go"
-    # With --save a trace may be asked for by DIR/PROFILE.
+    # With --save, the file DIR/PROFILE can request a trace.
     if not by_torch and save is None:
         yield from needs(profiling, "pytorch_profiler_collect_*", "--profile --use-pytorch-profiler, or --save")
     if not profiling.profile or by_torch:

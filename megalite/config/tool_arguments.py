@@ -84,7 +84,7 @@ def parse_tool_arguments(
 
 
 def _as_called(description: str) -> str:
-    """Return the help of a script in tools/; if the installed command was called, with its name instead of the script."""
+    """Return the help of a script in tools/, with the name of the installed command if this command was called."""
     name = Path(sys.argv[0]).name
     if not name.startswith("megalite-"):
         return description

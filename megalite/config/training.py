@@ -1,4 +1,4 @@
-"""The loop: batches, length, evaluation, exits, precision, recompute."""
+"""Options of the training loop: batches, length, evaluation, exits, precision, recomputation."""
 
 from __future__ import annotations
 

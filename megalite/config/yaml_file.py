@@ -86,8 +86,7 @@ def read_sections(text: str, source: str) -> Sections:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that limits the number and the depth of nodes. An alias (`*name`) adds no nodes, so it cannot exceed them.
-    """
+    """Loader with a limited number and depth of nodes. Aliases (`*name`) refer to existing nodes and are not expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
