@@ -15,7 +15,10 @@ from megalite.process.place import place_from_environment
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
-    """Return the fields that --use-checkpoint-args takes from a checkpoint; only this flag imports torch so early."""
+    """Return the fields of a checkpoint that a run adopts, such as with --use-checkpoint-args.
+
+    This imports torch early, so it is called only if it is needed.
+    """
     from megalite.training.resume import saved_fields
 
     return saved_fields(settings, tokenizer_type)

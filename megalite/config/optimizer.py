@@ -41,7 +41,7 @@ class RuleFlags:
 RULE_FLAGS: Mapping[str, RuleFlags] = {
     "adam": RuleFlags(("adam_",)),
     "sgd": RuleFlags(("sgd_",), squares=False),
-    "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # Adam updates parameters that are not matrices
+    "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # Adam updates what is not a matrix
 }
 """The choices of --optimizer."""
 _EIGHT_BITS = ("int8", "fp8")

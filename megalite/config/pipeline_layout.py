@@ -126,7 +126,7 @@ def _joined(stages: Sequence[StageLayers]) -> StageLayers:
 
 
 def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
-    """Return the rank of each stage. Stages are assigned to the ranks in rounds; in a V shape, every other round goes in
+    """Return the rank of each stage. Stages are assigned to the ranks in rounds; in a V shape, every other round is in
     reverse order."""
     ranks, v_shaped = range(parallel.pipeline_model_parallel_size), shape(parallel).v_shaped
     return [rank for chunk in range(chunks) for rank in (ranks[::-1] if v_shaped and chunk % 2 else ranks)]

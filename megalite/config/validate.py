@@ -158,7 +158,7 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
-    groups = {  # equal sizes are one entry, the second one
+    groups = {  # if both sizes are equal, the second entry replaces the first
         parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
         parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
     }

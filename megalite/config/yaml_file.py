@@ -86,7 +86,8 @@ def read_sections(text: str, source: str) -> Sections:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader with a limited number and depth of nodes. Aliases (`*name`) refer to existing nodes and are not expanded."""
+    """Loader that limits the number and depth of nodes. Aliases (`*name`) refer to existing nodes and are not expanded.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
