@@ -15,7 +15,7 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TokenizerFlags):
-    """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
+    """Options of the samples: token files, sequence length, and attention and loss masks of documents in a sample."""
 
     seq_length: PositiveInt
     """Tokens of a training sample."""

@@ -12,7 +12,7 @@ from megalite.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, n
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Options: where and how often numbers are reported."""
+    """Options of logging: where and how often numbers are reported."""
 
     log_interval: PositiveInt = 100
     """Steps between lines on the screen."""
@@ -36,7 +36,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Profiles of chosen steps. `touch DIR/PROFILE` asks a run for a trace of its next steps, without any flag."""
+    """Options of profiling chosen steps. Without any flag, `touch DIR/PROFILE` makes a run trace its next steps."""
 
     profile: bool = False
     """Profile steps profile-step-start + 1 to profile-step-end: for nsys, or with use-pytorch-profiler by torch."""
@@ -65,7 +65,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """Watchdog: finds a run that hangs, says which rank is missing, and ends it."""
+    """Options of the watchdog, which detects a run that hangs, reports the missing rank, and ends the run."""
 
     watchdog: bool = True
     """End a run that hangs, and name a rank that dies. A debugger's breakpoint looks like a hang: off, then."""

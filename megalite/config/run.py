@@ -20,7 +20,7 @@ from megalite.config.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Pre-train a GPT. Every flag of Megatron-LM is understood: what does not apply is refused with the reason."""
+    """Configuration of a run that pre-trains a GPT."""
 
     model: ModelConfig
     """The network."""

@@ -20,7 +20,7 @@ from megalite.config.fields import (
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The course of the run: how much, in what precision, when to evaluate and when to stop."""
+    """Options of the training loop: its length, precision, evaluations and exits."""
 
     micro_batch_size: PositiveInt
     """Samples one forward of one rank takes."""

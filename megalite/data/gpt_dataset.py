@@ -168,7 +168,7 @@ class GPTDataset:
 
         Raises:
             IndexError: there is no such sample.
-            DataError: a part of it lies outside the .bin.
+            DataError: a part of it is outside the .bin.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")

@@ -32,7 +32,7 @@ from megalite.atomic_files import remove_leftovers, temporary_path
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.small_files import MIB, read_json
 
-_LOCK_SECONDS = 3600.0  # computing arrays takes less time
+_LOCK_SECONDS = 3600.0  # longer than any computation of arrays
 _LARGEST = 16 * MIB
 """Largest description in bytes; it has a few hundred bytes per dataset."""
 

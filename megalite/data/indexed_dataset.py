@@ -122,7 +122,7 @@ class IndexedDataset:
         of the last, int64.
 
         Raises:
-            DataError: a sequence lies outside the .bin.
+            DataError: a sequence is outside the .bin.
         """
         lengths, pointers, size = self.sequence_lengths.item, self.sequence_pointers.item, self.dtype.itemsize
         try:

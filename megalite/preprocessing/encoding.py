@@ -102,7 +102,8 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
 
 @lru_cache(maxsize=1)
 def cached_tokenizer(encoding: Encoding) -> Tokenizer:
-    """Return the tokenizer of this process. Encoding no documents makes it load what it loads at first use."""
+    """Return the tokenizer of this process, ready to encode."""
+    # Some tokenizers build their fast encoder at the first call.
     tokenizer = encoding.tokenizer()
     tokenizer.encode_documents([])
     return tokenizer

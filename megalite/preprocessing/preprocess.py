@@ -162,7 +162,7 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
 
 
 def _size(path: str) -> int | None:
-    """Return a file's size; None if it has none (a pipe) or is gone."""
+    """Return the size of a regular file; None for a pipe or a missing file."""
     return Path(path).stat().st_size if Path(path).is_file() else None
 
 
@@ -205,7 +205,7 @@ def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; processes that are started in the block ignore it.
+    """Delay Ctrl-C until the end of the block; processes that are started in the block never receive it.
 
     Ctrl-C reaches all processes of a terminal, but the main process ends the others itself.
     """
