@@ -25,7 +25,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 
 
 def main() -> int:
-    """Check the flags first, then the data, and import torch and meet the other ranks last."""
+    """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
     place = place_from_environment()
     startup = Startup(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)

@@ -17,7 +17,7 @@ _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and loading."""
+    """Options of saving and loading."""
 
     save: str | None = None
     """The run directory: checkpoints, config.yaml, metrics.jsonl, logs. May be a URL, as in s3://bucket/run."""
@@ -62,7 +62,7 @@ class CheckpointConfig:
 
     @property
     def loads_where_it_saves(self) -> bool:
-        """True if load and save are one directory."""
+        """True if load and save are the same directory."""
         if self.save is None or self.load is None:
             return False
         return _one_name(self.save) == _one_name(self.load)

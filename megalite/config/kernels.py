@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Ways to compute operations; the results are the same, but for rounding."""
+    """Options of how operations are computed; the results are the same except for rounding."""
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""

@@ -48,7 +48,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network. Names and defaults are Megatron-LM's; flags that are negative there are positive here."""
+    """Options of the network. Names and defaults are Megatron-LM's, but negative flags there are positive here."""
 
     num_layers: Annotated[PositiveInt, at_most(MOST_LAYERS)]
     """Transformer layers."""
@@ -155,7 +155,7 @@ class ModelConfig:
 
     @property
     def rotary(self) -> bool:
-        """True if queries and keys are turned by their position."""
+        """True if queries and keys are rotated by their position."""
         return self.position_embedding_type in ("rope", "yarn")
 
     @functools.cached_property
@@ -176,7 +176,7 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer (of each half, gate and up, with a gate)."""
+        """Width of the feed-forward layer; with a gate, the width of each half (gate and up)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         # With a gate there are three matrices, not two, so each has two thirds of the size. Megatron-LM's formula gives
@@ -189,7 +189,7 @@ class ModelConfig:
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Rows of the embedding over all ranks. Raises ConfigurationError while the vocabulary is unknown."""
+        """Rows of the embedding over all ranks. Raises ConfigurationError if the vocabulary size is unknown."""
         if self.vocab_size is None:
             raise ConfigurationError("the vocabulary is unknown: give --vocab-size or a tokenizer that has one")
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Updates of weights: the optimizer, the learning-rate schedule, clipping, weight decay."""
+"""Options of the weight updates: the optimizer, the learning-rate schedule, clipping, weight decay."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LEAST_EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The update rule. Iterations of the schedule count as that many global batches of samples."""
+    """Options of the weight updates. An iteration of the schedule counts as one global batch of samples."""
 
     lr: NonNegativeFloat
     """Highest learning rate; under noam the factor of its formula."""

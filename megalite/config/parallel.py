@@ -43,7 +43,7 @@ class MeshSizes(TypedDict):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The layout: which axes the ranks span and when their communication happens."""
+    """Options of the layout: sizes of the parallel axes, and when the ranks communicate."""
 
     tensor_model_parallel_size: Annotated[PositiveInt, at_most(1_000_000)] = 1
     """Ranks that share each layer's matrices (short: --tp)."""

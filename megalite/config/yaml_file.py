@@ -86,7 +86,7 @@ def read_sections(text: str, source: str) -> Sections:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that limits the number and depth of nodes. Aliases (`*name`) refer to existing nodes, without expansion."""
+    """Loader that limits the number and depth of nodes. Aliases (`*name`) refer to existing nodes without expansion."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
