@@ -1,3 +1,3 @@
-"""The programs: a module for each command, which pretrain_gpt.py and the scripts of tools/ call, too."""
+"""Commands: one module per program. pretrain_gpt.py and the scripts in tools/ call these modules too."""
 
 from __future__ import annotations

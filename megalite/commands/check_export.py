@@ -21,7 +21,7 @@ from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import CheckpointError
 
 PROMPT = (5, 17, 33, 8, 21)
-"""Tokens that every vocabulary has."""
+"""Prompt of small token ids, which every vocabulary has."""
 NEW = 8
 PROGRAMS = ("llama-completion", "llama-cli")
 
@@ -37,7 +37,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Ask the programs that are installed. Raises CheckpointError if one of them cannot load the folder."""
+    """Load the folder with each installed program. Raises CheckpointError if one of them cannot load it."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     folder = Path(arguments.folder)
     if not (folder / "config.json").is_file():
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def of_transformers(folder: Path) -> list[int]:
-    """Return the tokens that transformers finds likeliest. Raises CheckpointError if weights do not match."""
+    """Return the most likely tokens, computed by transformers. Raises CheckpointError if weights do not match."""
     import torch
 
     from megalite.conversion.verification import load_with_transformers
@@ -76,7 +76,7 @@ def of_transformers(folder: Path) -> list[int]:
 
 
 def of_vllm(folder: Path) -> list[int]:
-    """Return the tokens that vLLM finds likeliest."""
+    """Return the most likely tokens, computed by vLLM."""
     import vllm  # type: ignore[import-not-found]
 
     model = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64)
@@ -86,7 +86,11 @@ def of_vllm(folder: Path) -> list[int]:
 
 
 def of_llama_cpp(folder: Path, source: Path) -> str:
-    """Return a description of the result. Raises CheckpointError if llama.cpp fails."""
+    """Convert the folder with llama.cpp and run its program, if built; return a description of the result.
+
+    Raises:
+        CheckpointError: llama.cpp fails.
+    """
     converter = source / "convert_hf_to_gguf.py"
     if not converter.is_file():
         raise CheckpointError(f"--llama-cpp {source} has no convert_hf_to_gguf.py")
@@ -102,7 +106,7 @@ def of_llama_cpp(folder: Path, source: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """Return the output of a command. Raises CheckpointError if the command fails."""
+    """Run a command and return its output. Raises CheckpointError if the command fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise CheckpointError(f"{' '.join(command)} failed:\n{ended.stderr[-2000:]}")

@@ -65,7 +65,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, convert, say what was written, and verify it."""
+    """Parse the flags, convert the model, print a summary, and verify the result if --verify is given."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     from megalite.conversion.opened import Watched
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ConfigurationError for flags that do not go together."""
+    """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
     if arguments.loader == arguments.saver:
         raise ConfigurationError("--loader and --saver are one: megalite-reshard rewrites a checkpoint of megalite")
     for name, savers in (
@@ -118,7 +118,7 @@ def check(arguments: Arguments) -> None:
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:
-    """Return the dtype to cast to."""
+    """Return the dtype to cast weights to; None: no cast."""
     import torch
 
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,7 +126,7 @@ def dtype(arguments: Arguments) -> torch.dtype | None:
 
 
 def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
-    """Open either side. Raises CheckpointError."""
+    """Open a model in one of the formats. Raises CheckpointError if it cannot be read."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     if kind == "megalite":
@@ -143,7 +143,7 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
 
 
 def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> Path:
-    """Write the other side, and return what was written. Raises CheckpointError."""
+    """Write the model in the other format, and return the path. Raises CheckpointError if this is not possible."""
     directory = Path(arguments.save_dir)
     shared: dict[str, Any] = {"dtype": dtype(arguments), "workers": arguments.workers, "advance": advance}
     tensor, pipeline = arguments.target_tensor_parallel_size, arguments.target_pipeline_parallel_size
@@ -164,7 +164,7 @@ def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> 
 
 
 def report(first: OpenedModel, second: OpenedModel) -> None:
-    """Print the differences between the two sides. Raises CheckpointError if they are not one model."""
+    """Print the differences between two models. Raises CheckpointError if they are not equal."""
     from megalite.conversion.verification import TOLERANCE, verify
 
     found = verify(first, second)

@@ -35,7 +35,7 @@ from megalite.process.place import place_from_environment
 
 
 def main() -> int:
-    """Check this node or, with all ranks, all nodes."""
+    """Check this node, or all nodes together with the other ranks."""
     own, others = split_flags(sys.argv[1:])
     options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
     check(options, others)
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of this program, and those of the run."""
+    """Return the flags of this program, and the flags of the run."""
     names = {"help", *(field.name for field in fields(Options))}
     own: list[str] = []
     others: list[str] = []
@@ -61,7 +61,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check(options: Options, others: Sequence[str]) -> None:
-    """Raise ConfigurationError for flags that are plainly wrong."""
+    """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
     if options.node and others:
         raise ConfigurationError(f"--node looks at a node without a run: leave {others[0]} away")
     for name in ("gpus", "checkpoints", "max_bytes", "seconds"):
@@ -75,7 +75,11 @@ def check(options: Options, others: Sequence[str]) -> None:
 
 
 def look_at_node(options: Options) -> int:
-    """Print one line on the state of this node, to standard error if the node is not well."""
+    """Print one line on the state of this node, to standard error if the node is not healthy.
+
+    Returns:
+        The exit code.
+    """
     gpus = options.gpus
     if gpus is None and os.environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         gpus = int(os.environ["SLURM_GPUS_ON_NODE"])
@@ -90,7 +94,7 @@ def look_at_node(options: Options) -> int:
 
 
 def read_run(flags: Sequence[str], world_size: int) -> tuple[RunConfig | None, str]:
-    """Return the run's configuration, or None if there is none, with the reason if its flags are wrong."""
+    """Return the run's configuration and an empty text; or None, with the reason if the run's flags are wrong."""
     if not flags:
         return None, ""
     from megalite.training.resume import saved_fields

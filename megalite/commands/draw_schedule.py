@@ -53,7 +53,7 @@ class Arguments:
     """Time of a message; unset: 0."""
 
     def given(self, *names: str) -> list[str]:
-        """Return those of the named flags that were given."""
+        """Return those of the named flags that are given."""
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
 
@@ -68,7 +68,7 @@ SIZES = (
 
 
 def main() -> None:
-    """Parse, draw and print."""
+    """Parse the flags, write the drawings, and print a table."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.pipeline.drawing import SUFFIXES, write
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def build_time_line(arguments: Arguments) -> TimeLine:
-    """Return the time line that the flags ask for: measured, or simulated from measured or assumed times."""
+    """Return the time line that the flags describe: measured, or simulated from measured or assumed times."""
     from megalite.pipeline.schedules import SCHEDULES
     from megalite.pipeline.simulator import durations, simulate
     from megalite.pipeline.timeline import TimeLine, measured_durations
@@ -134,7 +134,7 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
 
 
 def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
-    """Return the number of micro-batches that is given, or the measured one."""
+    """Return the number of micro-batches that is given, or otherwise the measured number."""
     micro_batches = arguments.num_micro_batches
     if micro_batches is None and measured is not None:
         return measured.micro_batches
@@ -144,7 +144,7 @@ def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
 
 
 def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
-    """Return the number of micro-batches that go through a chunk before the next chunk."""
+    """Return the number of micro-batches that pass through a chunk before the next chunk; None for the default."""
     group = arguments.microbatch_group_size_per_virtual_pipeline_stage
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     if group is not None and name != "interleaved-1f1b":
@@ -155,7 +155,7 @@ def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
 
 
 def find_time(arguments: Arguments, name: str, unset: float) -> float:
-    """Return a time that can be drawn."""
+    """Return the time that a flag gives, or `unset`. Raises ConfigurationError if it is outside the drawable range."""
     time: float | None = getattr(arguments, name)
     if time is None:
         return unset

@@ -74,12 +74,12 @@ class Arguments:
 
 
 def main() -> int:
-    """Read the documents to predict, load the newest checkpoint, evaluate, and show tables."""
+    """Read the documents, load the latest checkpoint, evaluate, and print tables."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     place = place_from_environment()
     if place.rank or not sys.stderr.isatty():
-        # Libraries read these variables when they are imported, and importing torch imports some of them.
+        # Libraries read these variables when they are imported, and importing torch imports some of these libraries.
         os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
     from megalite.checkpoint import write_atomically
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ConfigurationError for flags that are plainly wrong, without reading the checkpoint."""
+    """Raise ConfigurationError for flags that are wrong for every checkpoint."""
     if not (arguments.data_path or arguments.text or arguments.tasks):
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
@@ -154,7 +154,7 @@ def check(arguments: Arguments) -> None:
 
 
 def lengths(arguments: Arguments, path: AnyPath, model: ModelConfig) -> tuple[int, int]:
-    """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if they are not possible."""
+    """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if the model cannot use them."""
     from megalite.inference.loading import read_sequence_length
 
     length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
@@ -173,9 +173,16 @@ def lengths(arguments: Arguments, path: AnyPath, model: ModelConfig) -> tuple[in
 
 
 def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> list[Documents]:
-    """Return the documents of --data-path and of --text; with `verify`, checksums of the former are compared.
+    """Return the documents of --data-path and of --text.
 
-    Raises ConfigurationError or DataError.
+    Args:
+        arguments: the flags.
+        tokenizer: the tokenizer of the model.
+        verify: compare the checksums of --data-path.
+
+    Raises:
+        ConfigurationError: the flags contradict each other.
+        DataError: a file cannot be read or is damaged.
     """
     from megalite.inference.documents import read_texts, read_token_files
 
@@ -188,7 +195,7 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
 
 
 def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Return a context that shows the progress of the work, on one rank."""
+    """Return a context manager that shows the progress of the work on rank 0."""
     from megalite.process.progress import show_progress
 
     return nullcontext(lambda done: None) if rank else show_progress(doing, total, unit)

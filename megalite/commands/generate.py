@@ -61,7 +61,7 @@ class Arguments:
 
 
 def main() -> int:
-    """Load the newest checkpoint, split over the ranks there are, and stream text to the terminal."""
+    """Load the latest checkpoint, split over all ranks, and stream text to the terminal or write it to a file."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
     place = place_from_environment()
 
@@ -128,12 +128,12 @@ def show(pieces: Iterable[TextPiece], count: int) -> None:
                 begun = piece.index
             print(piece.text, end="" if piece.finish is None else "\n", flush=True)
     except KeyboardInterrupt:
-        print()  # what is said of it stands on a line of its own
+        print()  # so that the message about the interruption begins on a new line
         raise
 
 
 def write(pieces: Iterable[TextPiece], output: str) -> None:
-    """Write each text when it is complete: after an interruption, the output holds only complete texts."""
+    """Write each text when it is complete: after an interruption, the output has only complete texts."""
     parts: list[str] = []
     texts = 0
     with open(output, "x", encoding="utf-8") as file:

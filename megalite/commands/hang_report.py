@@ -29,7 +29,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, read and print."""
+    """Parse the flags, read the files, and print the report."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.watchdog.hang_dump import read_dumps
     from megalite.watchdog.hang_report import hang_report

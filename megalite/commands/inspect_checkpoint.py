@@ -53,7 +53,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, look and show."""
+    """Parse the flags and show a checkpoint, or the differences between two."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     if (arguments.load is None) == (arguments.diff is None):
         raise ConfigurationError("give --load, or --diff with two checkpoints")
@@ -68,7 +68,11 @@ def main() -> None:
 
 
 def show_checkpoint(arguments: Arguments, path: str) -> None:
-    """Show the contents of a checkpoint, then the results of the checks that were asked for."""
+    """Show the contents of a checkpoint, then the results of the checks that the flags request.
+
+    Raises:
+        CheckpointError: a check found problems.
+    """
     from megalite.checkpoint import directory, inspection
     from megalite.process.progress import in_threads, show_progress
 
@@ -113,7 +117,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def show_differences(arguments: Arguments, first: str, second: str) -> None:
-    """Show the differences; exits with 1 if there are any."""
+    """Show the differences between two checkpoints; exits with 1 if there are any, otherwise with 0."""
     from megalite.checkpoint.comparison import compare, compared_bytes
     from megalite.process.progress import show_progress
 
@@ -132,7 +136,7 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
 
 
 def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
-    """Return the contents of a checkpoint and the results of checks, as lines for a person."""
+    """Return the contents of a checkpoint and the results of checks as lines of text."""
     facts = {"checkpoint": found["checkpoint"], "others": ", ".join(found["others"]) or "none"}
     facts |= {name.replace("_", " "): value for name, value in found["training"].items()}
     shown = [f"{name:18} {shown_value(value)}" for name, value in facts.items()]
@@ -166,7 +170,7 @@ def tensor_lines(tensors: dict[str, Any]) -> list[str]:
 
 
 def holders(boxes: Sequence[dict[str, Any]]) -> str:
-    """Return the files that hold a tensor."""
+    """Return the names of the files that contain a tensor, abbreviated if there are many."""
     files = [file.removesuffix(".safetensors") for file in dict.fromkeys(box["file"] for box in boxes)]
     return " ".join(files) if len(files) <= 3 else f"{files[0]} ... {files[-1]} ({len(files)})"
 
@@ -197,11 +201,11 @@ def shown_value(value: Any) -> str:
         return f"{str(value)[:60]}... ({len(value)} in all)"
     if isinstance(value, int):
         return f"{value:,}"
-    return str(value) if str(value).isprintable() else repr(value)  # of a stranger's configuration
+    return str(value) if str(value).isprintable() else repr(value)  # the text may come from an untrusted file
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with columns as wide as they must be, those of numbers aligned right."""
+    """Return the lines of a table. Columns have the least width; columns of numbers are aligned right."""
     columns = [aligned(name, cells) for name, *cells in zip(header, *rows, strict=True)]
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
@@ -213,7 +217,7 @@ def aligned(name: str, cells: Sequence[str]) -> list[str]:
 
 
 def strict(value: Any) -> Any:
-    """Return a value that strict JSON can hold: infinities become texts."""
+    """Return a value that is valid in strict JSON: infinities and NaN become strings."""
     if isinstance(value, dict):
         return {name: strict(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -38,7 +38,7 @@ class Arguments(TokenizerFlags):
 
 
 def main() -> None:
-    """Parse and show."""
+    """Parse the flags and show a dataset or a sample."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.errors import ConfigurationError
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def show_dataset(arguments: Arguments, prefix: str) -> None:
-    """Show the header, or a document; then the result of the check, if it was asked for."""
+    """Show the facts about a dataset, or a document; then check the dataset, if --verify is given."""
     from megalite.data.indexed_dataset import IndexedDataset
     from megalite.preprocessing.inspection import describe, document_tokens, verify
 
@@ -83,7 +83,7 @@ def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
 
 
 def show_sample(config_path: Path, sample: int) -> None:
-    """Show the decoded tokens that a run sees as its sample, and how many of them count in the loss."""
+    """Show the decoded tokens of a run's sample, and how many of them count in the loss."""
     from megalite.config import load_yaml
     from megalite.config.validate import check_numbers
     from megalite.config.yaml_file import read_file

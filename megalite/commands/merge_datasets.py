@@ -22,7 +22,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, merge, and say what to train with."""
+    """Parse the flags, merge the datasets, and print a summary and the flag to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.preprocessing.merging import find_prefixes, merge
 

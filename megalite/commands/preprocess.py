@@ -20,7 +20,7 @@ MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
     "use-gigatoken": "--fast-encoding=require",
 }
-"""Other names of flags. These and the two tables below are consulted before the table of pretrain_gpt.py."""
+"""Other names of flags. This table and the next two have precedence over the table of pretrain_gpt.py."""
 ALREADY_SO = {
     "partitions": "one reader keeps all workers busy",
     "keep-sequential-samples": "the order of the input is always kept",
@@ -73,9 +73,10 @@ class Arguments(TokenizerFlags):
 
 
 def settle_megatron_flags(argv: list[str]) -> list[str]:
-    """Return the command line with Megatron-LM's flags translated or removed; prints a line on each removed flag.
+    """Return the command line with Megatron-LM's flags translated or removed; print a line about each removed flag.
 
-    Raises ConfigurationError for flags that are refused.
+    Raises:
+        ConfigurationError: a flag is refused.
     """
     from megalite.config import megatron_flags
     from megalite.config.command_line import flag_groups
@@ -97,7 +98,7 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Parse, preprocess, and print what was written and the flags to train with."""
+    """Parse the flags, preprocess the corpus, and print a summary and the flags to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
     from megalite.data.tokenizers import TokenizerOptions
     from megalite.errors import ConfigurationError

@@ -15,14 +15,17 @@ from megalite.process.place import place_from_environment
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
-    """Return the fields that --use-checkpoint-args takes from a checkpoint; only this flag imports torch so early."""
+    """Return the fields of a checkpoint that a run adopts, such as with --use-checkpoint-args.
+
+    This imports torch early, so it is called only if it is needed.
+    """
     from megalite.training.resume import saved_fields
 
     return saved_fields(settings, tokenizer_type)
 
 
 def main() -> int:
-    """Check the flags first, then the data, and import torch and meet the other ranks last."""
+    """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
     place = place_from_environment()
     startup = Startup(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)

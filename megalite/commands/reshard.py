@@ -46,7 +46,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, copy, and say what was written."""
+    """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
     from megalite.checkpoint.manifest import OPTIMIZER

@@ -31,7 +31,7 @@ class Arguments:
 
 
 def main() -> None:
-    """Parse, train, and say how to use the tokenizer."""
+    """Parse the flags, train the tokenizer, and print the flags to use it with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.errors import ConfigurationError
     from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer

@@ -1,4 +1,4 @@
-"""Configuration of a run: one frozen dataclass a concern; flags and YAML are made from them."""
+"""Configuration of a run: one frozen dataclass per concern, from which flags and YAML are derived."""
 
 from __future__ import annotations
 

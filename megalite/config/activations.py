@@ -1,4 +1,4 @@
-"""The activations of the feed-forward layer, a row each: by flags, in the kernels, and in the files of others."""
+"""Table of the activations of the feed-forward layer: their flags, their kernels, and their names in other programs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _EXACT_GELU = ("gelu", "gelu_python")
 
 @dataclass(frozen=True)
 class Activation:
-    """One of them.
+    """Activation of the feed-forward layer.
 
     Attributes:
-        name: of its function in `megalite_kernels.activation`.
-        flags: the fields of ModelConfig that are on for it, of those that choose an activation.
-        gated: whether a gate is multiplied with the up projection.
-        hugging_face: names in config.json; the first is the one that is written.
-        megatron: Megatron-LM's argument that is on for it; None: it is what is left, or Megatron-LM does not have it.
+        name: name of its function in `megalite_kernels.activation`.
+        flags: fields of ModelConfig that are on for this activation, among those that choose an activation.
+        gated: true if a gate is multiplied with the up projection.
+        hugging_face: names in config.json; the first one is written.
+        megatron: Megatron-LM's argument that is on for this activation; None: no argument is on, or Megatron-LM does
+            not have this activation.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Activation:
 
     @property
     def matrices(self) -> int:
-        """Matrices of the feed-forward layer."""
+        """Number of matrices of the feed-forward layer."""
         return 3 if self.gated else 2
 
 
@@ -44,23 +45,23 @@ ACTIVATIONS = (
 )
 FLAGS = tuple(sorted({flag for row in ACTIVATIONS for flag in row.flags}))
 MEGATRON_ALONE = sorted({"squared_relu", "swiglu", "quick_geglu"} - {row.megatron for row in ACTIVATIONS})
-"""Megatron-LM's arguments that choose an activation which is no row."""
+"""Megatron-LM's arguments that choose an activation which is not in the table."""
 
 
 def activation_of(on: Set[str]) -> Activation:
-    """Return the activation that these flags choose; of flags that do not go together, the one that most of them do."""
+    """Return the activation that the flags `on` choose; if they contradict each other, the one with most of them."""
     return max((row for row in ACTIVATIONS if row.flags <= on), key=lambda row: len(row.flags))
 
 
 def has_exact_form(row: Activation) -> bool:
-    """Tell if the same with an exact GELU is a row of its own."""
+    """Tell whether the table has another row for this activation with an exact GELU."""
     return any(other.flags == row.flags | {"exact_gelu"} != row.flags for other in ACTIVATIONS)
 
 
 def flags_by_megatron(arguments: Mapping[str, Any], *, biases: bool) -> dict[str, Any]:
-    """Return the fields that choose what Megatron-LM's arguments choose, with the values given there.
+    """Return the fields that choose the same activation as Megatron-LM's arguments.
 
-    Its GELU is exact, but for the one that is fused with a bias.
+    Megatron-LM's GELU is exact, unless it is fused with a bias.
     """
     found = {
         flag: arguments[row.megatron]
@@ -73,5 +74,5 @@ def flags_by_megatron(arguments: Mapping[str, Any], *, biases: bool) -> dict[str
 
 
 def megatron_of(chosen: Activation) -> dict[str, bool]:
-    """Return Megatron-LM's arguments for an activation; those of no other, where it does not have it."""
+    """Return Megatron-LM's arguments for an activation; all are false if Megatron-LM does not have it."""
     return {row.megatron: row is chosen for row in ACTIVATIONS if row.megatron is not None}

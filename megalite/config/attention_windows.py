@@ -1,4 +1,4 @@
-"""Layers that see a sliding window alone, as Megatron-LM's --window-size and --window-attn-skip-freq say."""
+"""Layers with sliding-window attention, from Megatron-LM's flags --window-size and --window-attn-skip-freq."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ MOST_LAYERS = 10_000
 
 
 def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
-    """Return how many keys before its own a token of each layer sees; None: all.
+    """Return, for each layer, the number of keys before its own position that a token attends to; None: all.
 
-    Raises ConfigurationError if a flag cannot be read, or tells of another number of layers.
+    Raises:
+        ConfigurationError: a flag cannot be parsed, or describes another number of layers.
     """
     if window_size is None:
         return [None] * layers
@@ -34,7 +35,7 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
         return [(layer + 1) % int(skip_freq) != 0 for layer in range(layers)]
     try:
         pattern = _list(ast.parse(skip_freq, mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: for what is nested too deep
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: the expression is nested too deep
         pattern = []
     if not pattern:
         raise ConfigurationError(
@@ -49,7 +50,7 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
 
 
 def _list(node: ast.expr) -> list[bool]:
-    """The value of lists of 0 and 1 that are added, or repeated. Raises ValueError for anything else."""
+    """Evaluate an expression of lists of 0 and 1, their sums and repetitions. Raises ValueError for anything else."""
     match node:
         case ast.List(elements):
             return [_number(element, most=1) == 1 for element in elements]

@@ -1,4 +1,4 @@
-"""Options: where the run is saved, and what it continues from."""
+"""Options of saving and loading checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving and loading."""
+    """Options of saving and loading."""
 
     save: str | None = None
     """The run directory: checkpoints, config.yaml, metrics.jsonl, logs. May be a URL, as in s3://bucket/run."""
@@ -58,18 +58,18 @@ class CheckpointConfig:
         """True if load is a Hugging Face folder."""
         if self.load is None or is_url(self.load):
             return False
-        return os.path.isfile(os.path.join(self.load, "config.json"))  # False where the system takes no such name
+        return os.path.isfile(os.path.join(self.load, "config.json"))  # False if the path is not valid on this system
 
     @property
     def loads_where_it_saves(self) -> bool:
-        """True if load and save are one directory."""
+        """True if load and save are the same directory."""
         if self.save is None or self.load is None:
             return False
         return _one_name(self.save) == _one_name(self.load)
 
 
 def is_url(directory: str) -> bool:
-    """Tell if a directory is on an object store, as s3://bucket/run is."""
+    """Tell whether a directory is on an object store, such as s3://bucket/run."""
     return "://" in directory
 
 
@@ -95,7 +95,7 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         if checkpoint.resume is None:
             for flag in given(checkpoint, _OF_EITHER):
                 yield f"{flag} needs --load or --resume auto"
-    # Options that --load and --save of one directory leave without a meaning.
+    # Options without a meaning if --load and --save are the same directory.
     if checkpoint.loads_where_it_saves and checkpoint.resume == "auto":
         for flag in given(checkpoint, _OF_LOAD):
             yield (

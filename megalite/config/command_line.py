@@ -1,4 +1,4 @@
-"""A command line as flags and the values behind them, whatever program they are for."""
+"""Division of a command line into flags and their values, for any program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _MAY_BE_SPACE = ("fim-no-prefix", "fim-split-sample", "prompt")
 
 
 def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag, without dashes and with hyphens, and the values that follow it."""
+    """Yield each flag, without leading dashes and with hyphens for underscores, and the values that follow it.
+
+    Values before the first flag have the flag "".
+    """
     flag, values = "", list[str]()
     for token in argv:
         if not token.startswith("--"):
@@ -25,16 +28,16 @@ def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def refuse_blank(flag: str, values: Iterable[str]) -> None:
-    """Raise ConfigurationError if a value is empty, or white space that is no text."""
+    """Raise ConfigurationError if a value is empty, or only white space for a flag that does not take it."""
     for value in values:
         if flag and blank(flag, value):
             raise ConfigurationError(f"--{flag} {value!r}: is {BLANK}")
 
 
 def blank(flag: str, value: str) -> bool:
-    """Tell whether a value of this flag is blank, and so means nothing."""
+    """Tell whether a value of this flag is blank."""
     return not (value if flag in _MAY_BE_SPACE else value.strip())
 
 
 BLANK = "blank: if a shell variable stands there, it may not be set"
-"""The error of a blank value, after its flag."""
+"""Error message for a blank value, without the flag."""

@@ -15,7 +15,7 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(TokenizerFlags):
-    """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
+    """Options of the samples: token files, sequence length, and attention and loss masks of documents in a sample."""
 
     seq_length: PositiveInt
     """Tokens of a training sample."""
@@ -82,15 +82,19 @@ class DataConfig(TokenizerFlags):
         return bool(self.data_path or self.data_args_path)
 
     def split_shares(self) -> tuple[float, float, float]:
-        """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
+        """Shares of training, validation and test as given; 0 if not given.
+
+        Raises:
+            ConfigurationError: see the function `split_shares`.
+        """
         return split_shares(self.split)
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """The shares in a `--split`. Megatron-LM would read more spellings, and 1e2 as a 1 and a 2.
+    """Return the shares in a `--split`. (Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.)
 
     Raises:
-        ConfigurationError: there are none, too many, none for training, or something is no plain number.
+        ConfigurationError: there are no shares, too many, none for training, or a share is not a plain number.
     """
     words = split.replace(",", " ").split()
     numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
@@ -134,7 +138,7 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
 
 
 def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
-    """Yield a line for each flag that the tokenizer lacks or does not read."""
+    """Yield a line for each flag that the tokenizer needs and is missing, or that is given and not read."""
     kind = data.tokenizer_type
     if kind is None:
         yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
@@ -152,8 +156,8 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
 
 
 def evaluation_problems(data: DataConfig, eval_iters: int) -> Iterator[str]:
-    """Yield a line if there is to be an evaluation, and nothing to validate on."""
-    with suppress(ConfigurationError):  # a split that cannot be read is reported with the data
+    """Yield a line if evaluations are configured but there is no validation data."""
+    with suppress(ConfigurationError):  # `data_problems` reports a split that cannot be parsed
         if eval_iters and data.divided and data.split_shares()[1] == 0:
             yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
     if eval_iters and data.train_data_path and not data.valid_data_path:

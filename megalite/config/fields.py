@@ -1,4 +1,4 @@
-"""Parts that the dataclasses of options share: the ranges of numbers, and the flags of fields."""
+"""Common code of the dataclasses of options: the ranges of numbers, and the flags of fields."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Range:
     """Values that a number may have.
 
     Attributes:
-        words: what it must be.
-        holds: tells if a value is in the range.
+        words: description for messages, after "must be".
+        holds: function that returns true if a value is in the range.
     """
 
     words: str
@@ -26,7 +26,7 @@ class Range:
 
 
 def at_most(most: int) -> Range:
-    """Return the range up to `most`, for what is listed or started one by one."""
+    """Return the range up to `most`, for numbers of things that are listed or started one by one."""
     return Range(f"at most {most:,}", lambda value: value <= most)
 
 
@@ -55,7 +55,7 @@ def range_problems(section: Any) -> Iterator[str]:
 
 @cache
 def _ranges(kind: type) -> Mapping[str, Sequence[Range]]:
-    """Return the ranges of each field, which its type names by itself or in a union with None."""
+    """Return the ranges of each field, from the annotations of its type or of the members of a union."""
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         named = [each for option in (hint, *get_args(hint)) for each in getattr(option, "__metadata__", ())]
@@ -69,7 +69,12 @@ def flag_of(name: str) -> str:
 
 
 def changed(section: Any, names: str) -> list[str]:
-    """Return those of the named fields that differ from their defaults; `prefix_*` names all with this prefix."""
+    """Return the names of those fields in `names` that differ from their defaults.
+
+    Args:
+        section: a dataclass of options.
+        names: field names separated by spaces; `prefix_*` means all fields with this prefix.
+    """
     found = []
     for field in fields(section):
         named = any(fnmatchcase(field.name, name) for name in names.split())
@@ -79,7 +84,7 @@ def changed(section: Any, names: str) -> list[str]:
 
 
 def given(section: Any, names: str) -> list[str]:
-    """Return the flags of `changed` fields as they were given."""
+    """Return the flags, with their values, of the fields that are `changed`."""
     flags = []
     for name in changed(section, names):
         value = getattr(section, name)
@@ -91,6 +96,6 @@ def given(section: Any, names: str) -> list[str]:
 
 
 def needs(section: Any, names: str, needed: str) -> Iterator[str]:
-    """Yield a line for each of the named fields that is `changed`."""
+    """Yield an error line for each of the named fields that is `changed`."""
     for name in changed(section, names):
         yield f"{flag_of(name)} needs {needed}"

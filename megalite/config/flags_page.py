@@ -1,4 +1,4 @@
-"""Page of all flags, docs/flags.md: `python -m megalite.config.flags_page > docs/flags.md` writes it anew."""
+"""Generator of the page of all flags: `python -m megalite.config.flags_page > docs/flags.md`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _default(value: Any) -> str:
 
 
 def _docstrings(kind: type) -> dict[str, str]:
-    """Return the text below each field of a dataclass and of those that it derives from, on one line."""
+    """Return the docstring of each field of a dataclass and its base classes, as one line."""
     found: dict[str, str] = {}
     for each in kind.__mro__[-2::-1]:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
@@ -112,7 +112,7 @@ def _docstrings(kind: type) -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """Return a text that a cell of a table can hold."""
+    """Return the text with the characters escaped that have a meaning in a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 

@@ -1,4 +1,4 @@
-"""Options: implementation of the fused operations, and compilation of what is between them."""
+"""Options of the fused operations and of compilation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Ways to compute operations; the results are the same, but for rounding."""
+    """Options of how operations are computed; the results are the same except for rounding."""
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
@@ -31,7 +31,7 @@ class KernelsConfig:
 
     @property
     def to_reference(self) -> tuple[str, ...]:
-        """The operations of megalite_kernels that are left to plain PyTorch."""
+        """Operations of megalite_kernels that run in plain PyTorch."""
         operations = {
             "norm": self.persist_layer_norm,
             "residual_norm": self.persist_layer_norm and self.bias_dropout_fusion,

@@ -1,4 +1,4 @@
-"""Megatron-LM's flags that are no field here: what becomes of each, as `megatron_flags.toml` says."""
+"""Treatment of Megatron-LM's flags that are not fields here; `megatron_flags.toml` lists them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TypedDict, cast
 from megalite.errors import ConfigurationError
 
 NO_POSITION_EMBEDDING = "no-position-embedding"
-"""Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
+"""Flag that turns off the learned table and does not change rotary embeddings. It is therefore applied last."""
 
 USE_MEGATRON_FSDP = "use-megatron-fsdp"
-"""ZeRO 3, unless another flag or the YAML names a sharding strategy: applied last, too."""
+"""Flag for ZeRO 3, unless another flag or the YAML names a sharding strategy. It is therefore applied last."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
-"""A field, which also makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied
-last, too."""
+"""Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused. It changes no
+other activation, and is therefore applied last."""
 
 CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
-"""Already so; who gives it expects no other average of masked losses."""
+"""Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""
 
 
 class AcceptedValues(TypedDict):
-    """Values of a flag that are already so, and why it takes no others."""
+    """Values of a flag that are accepted because they are already so, and why other values are refused."""
 
     values: str
     why: str
@@ -39,7 +39,7 @@ class RefusedFlags(TypedDict):
 
 
 class Tables(TypedDict):
-    """The tables of the file, whose comments say what each is."""
+    """Tables of the file; its comments explain each table."""
 
     aliases: Mapping[str, str]
     shorthands: Mapping[str, Sequence[str]]
@@ -53,20 +53,26 @@ class Tables(TypedDict):
 
 @cache
 def tables() -> Tables:
-    """Read the file; only a command line needs it."""
+    """Read the file, when it is first needed: only a command line needs it."""
     with Path(__file__).with_suffix(".toml").open("rb") as file:
         return cast(Tables, tomllib.load(file))
 
 
 def reason(name: str) -> str:
-    """Return the reason that has this name among those of refused flags, or `name`, which is a reason itself."""
+    """Return the reason for refusal that has this name, or `name` itself if it is not such a name but a reason."""
     refused = tables()["refused"]
     return refused[name]["why"] if name in refused else name
 
 
 def settled(flag: str, values: Sequence[str]) -> str | None:
-    """Decide on `flag` (without dashes) that is no field: the start-up line if it is already so, or None for a
-    flag unknown to Megatron-LM too. Raises ConfigurationError, saying why, if it is refused."""
+    """Decide on a flag (without dashes) that is not a field.
+
+    Returns:
+        The line to show at the start if the flag is already so; None if Megatron-LM does not have this flag either.
+
+    Raises:
+        ConfigurationError: the flag or its value is refused; the message has the reason.
+    """
     if flag in _already_so():
         count, why = _already_so()[flag]
         if len(values) != count:
@@ -91,7 +97,7 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
 
 
 def refusal(flag: str) -> str | None:
-    """Return why `flag` is refused whatever its value, or None."""
+    """Return why `flag` is refused with every value, or None."""
     removed = tables()["removed"]
     return f"was removed, use {removed[flag]}" if flag in removed else _refused().get(flag)
 
@@ -112,7 +118,7 @@ def names() -> list[str]:
 
 @cache
 def _already_so() -> dict[str, tuple[int, str]]:
-    """Return the number of values and the fact of each flag that is already so."""
+    """Return, for each flag that is already so, its number of values and the fact that makes it so."""
     entries = ((entry.partition("="), why) for why, flags in tables()["already_so"].items() for entry in flags.split())
     return {name: (int(count or 0), why) for (name, _, count), why in entries}
 

@@ -1,4 +1,4 @@
-"""Options of the network: sizes, positions, activations, norms, initialisation."""
+"""Options of the network: sizes, positions, activations, norms, initialization."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from megalite.config.fields import (
 from megalite.errors import ConfigurationError
 
 MAX_BYTES = 2**44
-"""Memory of a rank, in any case less: 16 TiB, a hundred times what the largest GPU has."""
+"""Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
 LEAST_ITEM_BYTES = 2
-"""Bytes of a weight or an activation, at least."""
+"""Smallest size of a weight or an activation in bytes."""
 
 Mixer = Literal["attention"]
 FeedForward = Literal["dense"]
@@ -34,10 +34,11 @@ FeedForward = Literal["dense"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. FLOPs, memory and the network itself (`model/block.py`) are made from the list of all.
+    """Description of one layer. The network (`model/block.py`), FLOPs and memory are computed from the list of all.
 
     Attributes:
-        keys_before: of a sliding window, how many keys before its own a token sees; None: all.
+        keys_before: size of the sliding window: number of keys before its own position that a token attends to; None:
+            all.
     """
 
     mixer: Mixer = "attention"
@@ -47,7 +48,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The network. Names and defaults are Megatron-LM's; flags that are negative there are positive here."""
+    """Options of the network. Names and defaults are Megatron-LM's, but negative flags there are positive here."""
 
     num_layers: Annotated[PositiveInt, at_most(MOST_LAYERS)]
     """Transformer layers."""
@@ -154,12 +155,12 @@ class ModelConfig:
 
     @property
     def rotary(self) -> bool:
-        """True if queries and keys are turned by their position."""
+        """True if queries and keys are rotated by their position."""
         return self.position_embedding_type in ("rope", "yarn")
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers, one by one. Raises ConfigurationError if a flag does not tell what they are."""
+        """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         return tuple(LayerSpec(keys_before=before) for before in windows)
 
@@ -170,24 +171,25 @@ class ModelConfig:
 
     @property
     def activation(self) -> Activation:
-        """The feed-forward layer's."""
+        """Activation of the feed-forward layer."""
         return activation_of({flag for flag in FLAGS if getattr(self, flag)})
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer (of each half, gate and up, with a gate)."""
+        """Width of the feed-forward layer; with a gate, the width of each half (gate and up)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        # Two thirds, since the gate makes three matrices of two. Megatron's formula gives 0 below hidden size 24.
+        # With a gate there are three matrices, not two, so each has two thirds of the size. Megatron-LM's formula gives
+        # 0 below hidden size 24.
         return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.activation.gated else 4 * self.hidden_size
 
     @property
     def kv_groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Rows of the embedding over all ranks. Raises ConfigurationError while the vocabulary is unknown."""
+        """Rows of the embedding over all ranks. Raises ConfigurationError if the vocabulary size is unknown."""
         if self.vocab_size is None:
             raise ConfigurationError("the vocabulary is unknown: give --vocab-size or a tokenizer that has one")
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
@@ -195,17 +197,17 @@ class ModelConfig:
 
 
 def number_problems(model: ModelConfig) -> list[str]:
-    """List, as of flags, the numbers of a network that none can have, by themselves or together."""
+    """Return a line for each number of a network that is not possible, alone or together with others."""
     return list(range_problems(model)) or list(network_problems(model))
 
 
 def model_problems(model: ModelConfig) -> list[str]:
-    """List what is wrong with a network that a file describes: its numbers, and then their relations."""
+    """Return the problems of a network that a file describes: of its numbers, or otherwise of their relations."""
     return number_problems(model) or list(relation_problems(model))
 
 
 def relation_problems(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each relation between the model's fields that does not hold, but for flags that are idle."""
+    """Yield a line for each relation between the model's fields that does not hold, except for flags without effect."""
     heads = model.num_attention_heads
     if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
@@ -256,7 +258,7 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
 
 
 def idle_positions(model: ModelConfig) -> Iterator[str]:
-    """Yield a line for each flag that changes nothing: of positions of another kind, or scaled by 1."""
+    """Yield a line for each flag of positions without effect: it is for another kind of positions, or scales by 1."""
     scalings = "use_rope_scaling rotary_seq_len_interpolation_factor"
     if model.position_embedding_type != "yarn":
         yield from needs(model, "yarn_* rotary_scaling_factor mscale mscale_all_dim", "--position-embedding-type yarn")
@@ -273,7 +275,7 @@ def idle_positions(model: ModelConfig) -> Iterator[str]:
 
 
 def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
-    """A line where the weights are more than can lie on so many ranks."""
+    """Yield a line if the weights do not fit on so many ranks."""
     if LEAST_ITEM_BYTES * least_parameters(model) // ranks > MAX_BYTES:
         names = ["num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size"]
         if model.position_embedding_type == "learned_absolute":
@@ -285,7 +287,7 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 
 
 def least_parameters(model: ModelConfig) -> int:
-    """Parameters of a network's matrices, without padding; 0 for a vocabulary that is not known yet."""
+    """Return the number of parameters of all matrices, without padding. An unknown vocabulary counts as 0."""
     heads, groups = model.num_attention_heads, model.kv_groups
     layer = model.hidden_size * (2 * (heads + groups) * model.head_dim + model.activation.matrices * model.ffn_size)
     rows = (model.vocab_size or 0) * (2 if model.untie_embeddings_and_output_weights else 1)

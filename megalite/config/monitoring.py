@@ -1,4 +1,4 @@
-"""Options of what a run tells of itself: numbers, profiles, and an end if it hangs."""
+"""Options of logging, profiling and the watchdog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megalite.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, n
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Options: where and how often numbers are reported."""
+    """Options of logging: where and how often numbers are reported."""
 
     log_interval: PositiveInt = 100
     """Steps between lines on the screen."""
@@ -36,7 +36,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Profiles of chosen steps. `touch DIR/PROFILE` asks a run for a trace of its next steps, without any flag."""
+    """Options of profiling chosen steps. Without any flag, `touch DIR/PROFILE` makes a run trace its next steps."""
 
     profile: bool = False
     """Profile steps profile-step-start + 1 to profile-step-end: for nsys, or with use-pytorch-profiler by torch."""
@@ -65,7 +65,7 @@ class ProfilingConfig:
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """Watchdog: finds a run that hangs, says which rank is missing, and ends it."""
+    """Options of the watchdog, which detects a run that hangs, reports the missing rank, and ends the run."""
 
     watchdog: bool = True
     """End a run that hangs, and name a rank that dies. A debugger's breakpoint looks like a hang: off, then."""
@@ -87,7 +87,7 @@ def logging_problems(logging: LoggingConfig) -> Iterator[str]:
 def profiling_problems(
     profiling: ProfilingConfig, save: str | None, tensorboard_dir: str | None, last: int | None, world_size: int
 ) -> Iterator[str]:
-    """Yield a line for each relation that does not hold, in a run that ends after the step `last`, if that is known."""
+    """Yield a line for each relation that does not hold; `last` is the last step of the run, if it is known."""
     step = profiling.profile_pipeline
     if step is not None and save is None:
         yield f"--profile-pipeline {step} needs --save, the run directory"
@@ -110,7 +110,7 @@ def profiling_problems(
     by_torch = profiling.profile and profiling.use_pytorch_profiler
     if by_torch and save is None and tensorboard_dir is None:
         yield "--use-pytorch-profiler needs --save or --tensorboard-dir, where the traces go"
-    # With --save a trace may be asked for by DIR/PROFILE.
+    # With --save, the file DIR/PROFILE can request a trace.
     if not by_torch and save is None:
         yield from needs(profiling, "pytorch_profiler_collect_*", "--profile --use-pytorch-profiler, or --save")
     if not profiling.profile or by_torch:

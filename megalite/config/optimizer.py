@@ -1,4 +1,4 @@
-"""Updates of weights: the optimizer, the learning-rate schedule, clipping, weight decay."""
+"""Options of the weight updates: the optimizer, the learning-rate schedule, clipping, weight decay."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from megalite.config.training import TrainingConfig
 
 @dataclass(frozen=True)
 class RuleFlags:
-    """Flags that an update rule reads, of those that not all rules do.
+    """Flags that an update rule reads and other rules may not read.
 
     Attributes:
-        prefixes: of the fields that it reads.
-        squares: it keeps an average of squared gradients, of --exp-avg-sq-dtype.
-        eight_bits: its averages may be kept in 8 bits.
-        remainders: it may keep masters as remainders.
+        prefixes: prefixes of the fields that the rule reads.
+        squares: true if it keeps an average of squared gradients, in --exp-avg-sq-dtype.
+        eight_bits: true if its averages may be kept in 8 bits.
+        remainders: true if it may keep master weights as remainders.
     """
 
     prefixes: tuple[str, ...]
@@ -41,7 +41,7 @@ class RuleFlags:
 RULE_FLAGS: Mapping[str, RuleFlags] = {
     "adam": RuleFlags(("adam_",)),
     "sgd": RuleFlags(("sgd_",), squares=False),
-    "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # what is no matrix is adam's
+    "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # Adam updates what is not a matrix
 }
 """The choices of --optimizer."""
 _EIGHT_BITS = ("int8", "fp8")
@@ -50,7 +50,7 @@ _LEAST_EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The update rule. Iterations of the schedule count as that many global batches of samples."""
+    """Options of the weight updates. An iteration of the schedule counts as one global batch of samples."""
 
     lr: NonNegativeFloat
     """Highest learning rate; under noam the factor of its formula."""
@@ -136,12 +136,12 @@ class OptimizerConfig:
 
     @property
     def narrow(self) -> dict[str, str]:
-        """The fields of the precision-aware optimizer that ask for less than fp32."""
+        """Fields of the precision-aware optimizer with a dtype smaller than fp32, and their dtypes."""
         names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         return {name: value for name in names if (value := getattr(self, name)) != "fp32"}
 
     def learning_rate_multiplier(self, global_batch_size: int) -> float:
-        """Return the factor of every learning rate by lr-scaling-rule, except lr-warmup-init."""
+        """Return the factor of --lr-scaling-rule for all learning rates except --lr-warmup-init."""
         if self.lr_scaling_rule is None or self.lr_scaling_base_batch_size is None:
             return 1.0
         ratio = global_batch_size / self.lr_scaling_base_batch_size
@@ -149,12 +149,12 @@ class OptimizerConfig:
 
 
 def noam_maximum(factor: float, hidden_size: int, warmup_steps: float) -> float:
-    """The learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, at step = warmup_steps)."""
+    """Return the learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, step = warmup_steps)."""
     return factor / math.sqrt(hidden_size * warmup_steps)
 
 
 def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Yield a line for each relation that does not hold, but for those of rates and of weight decay."""
+    """Yield a line for each relation that does not hold, except those of learning rates and weight decay."""
     for prefix in dict.fromkeys(prefix for row in RULE_FLAGS.values() for prefix in row.prefixes):
         rules = [name for name, row in RULE_FLAGS.items() if prefix in row.prefixes]
         if optimizer.optimizer not in rules:
@@ -167,7 +167,7 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
 
 
 def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
-    """Refuse state that the back end cannot keep, or not in this precision."""
+    """Refuse optimizer state that the back end does not support, or not in this precision."""
     backend = optimizer.optimizer_backend
     if backend == "apex" and training.fp64:
         yield "--optimizer-backend apex knows no --fp64: leave it out"

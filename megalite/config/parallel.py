@@ -1,4 +1,4 @@
-"""Split of the run over ranks, and their communication."""
+"""Options of the layout: how the run is split over ranks, and when they communicate."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 
 @dataclass(frozen=True)
 class Shape:
-    """The way a schedule's stages lie on the ranks."""
+    """Assignment of a schedule's stages to the ranks."""
 
     chunks: int | None = 1
-    """Stages of a rank; None: two or more."""
+    """Stages per rank; None: two or more."""
     v_shaped: bool = False
-    """Every other round of stages goes back over the ranks."""
+    """True if every other round of stages is assigned to the ranks in reverse order."""
 
 
 SHAPES: Mapping[str, Shape] = {
@@ -32,7 +32,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 class MeshSizes(TypedDict):
-    """The axes of both views of a mesh, in the words of `ParallelMesh`."""
+    """Sizes of the axes of both views of a mesh, named as in `ParallelMesh`."""
 
     tensor_parallel_size: int
     context_parallel_size: int
@@ -43,7 +43,7 @@ class MeshSizes(TypedDict):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The layout: which axes the ranks span and when their communication happens."""
+    """Options of the layout: sizes of the parallel axes, and when the ranks communicate."""
 
     tensor_model_parallel_size: Annotated[PositiveInt, at_most(1_000_000)] = 1
     """Ranks that share each layer's matrices (short: --tp)."""
@@ -101,11 +101,11 @@ class ParallelConfig:
     """Time that a rank waits in a collective before the run fails."""
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Groups of ranks with samples of their own among `world_size` (which `validate` has found divisible)."""
+        """Return the number of data-parallel ranks among `world_size`, which `validate` has found divisible."""
         return world_size // self.model_parallel_size
 
     def layout(self, world_size: int) -> str:
-        """Describe how the model lies on `world_size` ranks, which `validate` has found divisible."""
+        """Return a description of the layout on `world_size` ranks, which `validate` has found divisible."""
         tensor = f"TP {self.tensor_model_parallel_size}{' with SP' if self.sequence_parallel else ''}"
         sizes = {"CP": self.context_parallel_size, "PP": self.pipeline_model_parallel_size}
         others = "".join(f" x {axis} {size}" for axis, size in sizes.items() if size > 1)
@@ -116,17 +116,17 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that work on the same samples."""
+        """Number of ranks that work on the same samples."""
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def sequence_parts(self) -> int:
-        """Ranks among which a sequence is split between the layers' products."""
+        """Number of ranks that a sequence is split over between the layers' matrix products."""
         return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
     def expert_tensor_model_pipeline_parallel_size(self) -> int:
-        """Ranks that hold one copy of all experts, over all stages."""
+        """Number of ranks that share one replica of all experts, over all stages."""
         sizes = self.mesh_sizes
         return sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * sizes["pipeline_parallel_size"]
 
@@ -150,5 +150,5 @@ class ParallelConfig:
 
     @property
     def accumulate_allreduce_grads_in_fp32(self) -> bool:
-        """Gradients of bf16 parameters are accumulated and reduced in fp32."""
+        """True if gradients of bf16 parameters are accumulated and reduced in fp32."""
         return not self.grad_reduce_in_bf16

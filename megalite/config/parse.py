@@ -1,4 +1,4 @@
-"""Flags to a `RunConfig`: Megatron-LM's spellings are settled first, `tyro` then builds the dataclasses."""
+"""Conversion of flags to a `RunConfig`: Megatron-LM's spellings are translated, then `tyro` builds the dataclasses."""
 
 from __future__ import annotations
 
@@ -29,23 +29,28 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """Configuration that a command line asks for, and the start's lines about flags that change nothing."""
+    """Configuration that a command line describes, and lines to show at the start, such as for unused flags."""
 
     config: RunConfig
     notes: tuple[str, ...]
 
 
 SavedFields = Callable[[CheckpointConfig, str | None], Sections]
-"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from, which may have another
-tokenizer, of the type that is given."""
+"""Function that returns the fields of the model and of the tokenizer in the checkpoint that a run starts from. Its
+second argument is the tokenizer type that the run names, if any: the checkpoint may have another one."""
 
 
 def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
-    """The configuration of a command line (without the program's name); relations are left to `validate`.
+    """Return the configuration of a command line; relations between fields are checked later, by `validate`.
 
-    Under --use-checkpoint-args, or where --load is a Hugging Face folder, `saved_fields` is asked for what is not
-    given. Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type.
-    Prints the help and raises SystemExit(0) for --help.
+    Args:
+        argv: the command line without the program's name.
+        saved_fields: function that returns the fields of a checkpoint. It is called with --use-checkpoint-args, or if
+            --load is a Hugging Face folder, for fields that are not given.
+
+    Raises:
+        ConfigurationError: a flag is unknown, refused, missing or has a value of the wrong type; one line per flag.
+        SystemExit: 0 after --help.
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
@@ -89,7 +94,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
 
 
 def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """`config` after the flags that change it as far as no other flag does."""
+    """Return `config` after the flags whose effect depends on all other flags."""
     parallel, model = config.parallel, config.model
     if megatron_flags.USE_MEGATRON_FSDP in given and parallel.data_parallel_sharding_strategy is None:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
@@ -102,14 +107,14 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
-    if _loading(sections, given).loads_huggingface:  # whose network no flag of another run has told
+    if _loading(sections, given).loads_huggingface:  # its network cannot have been given by the flags of an earlier run
         return True
     flags = [flag for flag in given if flag.endswith("use-checkpoint-args")]
     return flags[-1] == "use-checkpoint-args" if flags else sections["checkpoint"].get("use_checkpoint_args", False)
 
 
 def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> CheckpointConfig:
-    """Options that decide which checkpoint a run starts from, before the rest is known."""
+    """Return the options that decide which checkpoint a run starts from, before the other options are known."""
     names = [name for name in ("save", "load", "resume", "ckpt-step") if name in given]
     fields: dict[str, Any] = {name.replace("-", "_"): given[name][0] for name in names}
     fields = {name: None if value == "None" else value for name, value in fields.items()}
@@ -119,7 +124,7 @@ def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> Checkpoi
 
 
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
-    """Translate a flag: arguments for tyro, or a note that it changes nothing."""
+    """Translate a flag. Returns arguments for tyro, or no arguments and a note that the flag changes nothing."""
     if not flag:
         raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
     tables = megatron_flags.tables()
@@ -160,7 +165,7 @@ def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
 
 
 def _check_several(flag: str, kinds: tuple[Any, ...], values: Sequence[str]) -> None:
-    """tyro's own message is about types here, too."""
+    """Check the number of values and each value: tyro's own message would be about types."""
     any_number = kinds[-1] is Ellipsis
     if not any_number and len(values) != len(kinds) and list(values) != ["None"]:
         raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values)[:100] or 'none'}")
@@ -169,7 +174,7 @@ def _check_several(flag: str, kinds: tuple[Any, ...], values: Sequence[str]) -> 
 
 
 def _check_number(flag: str, kind: Any, value: str) -> None:
-    """tyro's own message is about types, and what is too large for a float would be told as inf."""
+    """Check a number: tyro's own message would be about types, and would show a too large float as inf."""
     for number, wanted in ((int, "a whole number"), (float, "a finite number")):
         if number is kind or (number in get_args(kind) and value != "None"):
             try:
@@ -181,7 +186,7 @@ def _check_number(flag: str, kind: Any, value: str) -> None:
 
 
 def _check_choice(flag: str, kind: Any, value: str) -> None:
-    """tyro's own message has None among the choices, in any order."""
+    """Check a choice: tyro's own message would list the choices in any order, with None among them."""
     for option in (kind, *get_args(kind)):
         choices = list(get_args(option)) if get_origin(option) is Literal else []
         if choices and value not in (*choices, *(["None"] * (option is not kind))):
@@ -203,20 +208,21 @@ def _single(flag: str, values: list[str]) -> str:
 
 
 def _build(tokens: list[str], sections: Sections) -> RunConfig:
-    """tyro's result, its exit turned into a ConfigurationError of one line."""
+    """Return tyro's result; convert its exit to a ConfigurationError of one line."""
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
             return _run_tyro(tokens, sections)
     except SystemExit as ending:
-        if ending.code != 2:  # not tyro's: a launcher ends this rank
+        if ending.code != 2:  # not an exit of tyro: the launcher is ending this rank
             raise
         raise ConfigurationError(_first_paragraph(message.getvalue())) from None
 
 
 def _run_tyro(tokens: list[str], sections: Sections) -> RunConfig:
-    """Return what flags give over the fields of YAML; required fields that YAML does not give are left to flags."""
-    import tyro  # here, since all of megalite imports the configuration and few parse one
+    """Return the configuration of flags that override the fields of YAML. Fields that are required and not in YAML must
+    be given by flags."""
+    import tyro  # imported here: all of megalite imports this package, but few programs parse a configuration
 
     given = {name: dict(values) for name, values in sections.items()}
     for name in missing_fields(sections):
@@ -227,7 +233,7 @@ def _run_tyro(tokens: list[str], sections: Sections) -> RunConfig:
 
 
 def _first_paragraph(box: str) -> str:
-    """The text of tyro's error box up to its first blank or ruled line: the mistake, without the advice."""
+    """Return the text of tyro's error box up to its first blank line or rule: the error without the advice."""
     lines = []
     for line in box.splitlines()[1:]:
         text = line.strip("│ ")

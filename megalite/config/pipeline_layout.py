@@ -1,8 +1,8 @@
-"""Layers that each stage of the pipeline holds, as the flags say, and the rank that holds the stage.
+"""Layers of each pipeline stage, and the rank of each stage, from the flags.
 
-Layouts by letters (`--pipeline-model-parallel-layout`) are read as Megatron-LM reads them: E is the embedding, t a
-layer, L the output layer and the loss, | begins the next stage. x*n repeats a letter or the bar, (..)*n what stands
-between the brackets; commas are ignored. There are no brackets within brackets.
+Layouts as letters (`--pipeline-model-parallel-layout`) have Megatron-LM's syntax: E is the embedding, t a layer, L the
+output layer and the loss; | begins the next stage. x*n repeats a letter or |. (..)*n repeats the text between the
+parentheses, which cannot be nested. Commas are ignored.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ACCOUNTS = "account_for_embedding_in_pipeline_split account_for_loss_in_pipelin
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Contents of one stage: `layers` layers from number `first_layer` on, and perhaps what stands at the ends."""
+    """Contents of one stage: `layers` layers from number `first_layer` on, and perhaps the embedding or the loss."""
 
     first_layer: int
     layers: int
@@ -49,7 +49,7 @@ class StageLayers:
 
 
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Stages of each rank. Raises ConfigurationError if they do not come out even."""
+    """Return the number of stages per rank. Raises ConfigurationError if they cannot be divided evenly."""
     ranks = parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of_letters(parallel.pipeline_model_parallel_layout)
@@ -65,20 +65,21 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def shape(parallel: ParallelConfig) -> Shape:
-    """Return the shape of the schedule that is asked for; without one stages go round the ranks."""
+    """Return the shape of the schedule that the flags name; without one, stages are assigned to the ranks in turn."""
     return SHAPES[parallel.pipeline_schedule] if parallel.pipeline_schedule is not None else Shape()
 
 
 def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """The name of the schedule, also where no flag gives it."""
+    """Return the name of the schedule, or of the default schedule if no flag gives it."""
     several = virtual_stages(model, parallel) > 1
     return parallel.pipeline_schedule or ("interleaved-1f1b" if several else "1f1b")
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
-    """Return what each stage holds, in the order in which a micro-batch goes through them, whichever rank has them.
+    """Return the contents of each stage, of all ranks, in the order in which a micro-batch passes through them.
 
-    Raises ConfigurationError if the layers do not come out even, naming what was counted.
+    Raises:
+        ConfigurationError: the layers cannot be divided evenly; the message names the numbers.
     """
     chunks = virtual_stages(model, parallel)
     if parallel.pipeline_model_parallel_layout is not None:
@@ -97,7 +98,10 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
 
 
 def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...]:
-    """The layout for a person: a count, then the stages of each rank, neighbours with as many layers in one line."""
+    """Return the layout as text: the number of layers and stages, then the stages of each rank.
+
+    Neighbouring ranks with the same numbers of layers share a line.
+    """
     stages, chunks = stage_layers(model, parallel), virtual_stages(model, parallel)
     ranks: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     for rank, stage in zip(_ranks_of_stages(parallel, chunks), stages, strict=True):
@@ -116,19 +120,20 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
 
 
 def _joined(stages: Sequence[StageLayers]) -> StageLayers:
-    """Stages of neighbouring ranks, in either direction, as if they were one."""
+    """Join the stages of neighbouring ranks, in ascending or descending order of layers, into one."""
     first, layers = min(stage.first_layer for stage in stages), sum(stage.layers for stage in stages)
     return StageLayers(first, layers, any(stage.embedding for stage in stages), any(stage.loss for stage in stages))
 
 
 def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
-    """The rank of each stage. Stages go round the ranks; on a V every other round goes back."""
+    """Return the rank of each stage. Stages are assigned to the ranks in rounds; in a V shape, every other round is in
+    reverse order."""
     ranks, v_shaped = range(parallel.pipeline_model_parallel_size), shape(parallel).v_shaped
     return [rank for chunk in range(chunks) for rank in (ranks[::-1] if v_shaped and chunk % 2 else ranks)]
 
 
 def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int]:
-    """Return the same number of layers for every stage, where embedding and loss may count as one layer each."""
+    """Return equal numbers of layers for all stages; the embedding and the loss may count as one layer each."""
     what, layers = _layers_to_share(model, parallel)
     ranks = parallel.pipeline_model_parallel_size
     count = ranks * chunks
@@ -143,7 +148,7 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
 
 
 def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
-    """The layers of each rank, where the first or the last has a number of its own."""
+    """Return the number of layers of each rank if the first or the last rank has a different number."""
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     ends = (("first", first), ("last", last))
     given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
@@ -158,7 +163,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 
 def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
-    """Return what the stages share evenly, in words and as a number."""
+    """Return what the stages share evenly, as text and as a number."""
     words, count = f"--num-layers {model.num_layers}", model.num_layers
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if getattr(parallel, name):
@@ -167,7 +172,7 @@ def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str,
 
 
 def _dealt(what: str, count: int, parts: int, over: str) -> int:
-    """`count` over `parts`, which must come out even."""
+    """Return `count` divided by `parts`. Raises ConfigurationError if there is a remainder."""
     if count % parts:
         raise ConfigurationError(f"{what} cannot be dealt evenly to {over}")
     return count // parts
@@ -178,7 +183,7 @@ def _numbers(name: str, first: int, last: int) -> str:
 
 
 def stages_of_letters(layout: str) -> list[str]:
-    """Return what each stage holds, in order, each letter written out. Raises ConfigurationError for nonsense."""
+    """Return the letters of each stage, in order, without repeats. Raises ConfigurationError for unknown letters."""
     text = _written_out(layout)
     for letter in text:
         if letter not in "EtL|":
@@ -188,8 +193,11 @@ def stages_of_letters(layout: str) -> list[str]:
 
 
 def layers_of_letters(layout: str, num_layers: int) -> list[int]:
-    """The number of layers of each stage, in order. Raises ConfigurationError unless the embedding stands first, the
-    loss last, and all layers in between."""
+    """Return the number of layers of each stage, in order.
+
+    Raises:
+        ConfigurationError: the embedding is not first, the loss is not last, or the number of layers is wrong.
+    """
     stages = stages_of_letters(layout)
     letters = "".join(stages)
     ends = (("E", "the embedding", "first", stages[0][:1]), ("L", "the loss", "last", stages[-1][-1:]))
@@ -210,7 +218,7 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
 
 
 def _written_out(layout: str) -> str:
-    """`layout` without commas and repeats; what is in brackets is repeated first."""
+    """Return `layout` without commas and with repeats expanded, those of parentheses first."""
     room = _MOST_LETTERS - len(layout)
 
     def repeated(match: re.Match[str]) -> str:
@@ -226,7 +234,7 @@ def _written_out(layout: str) -> str:
 
 
 def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """Yield a line for each relation that does not hold. Layers are counted if no flags contradict each other."""
+    """Yield a line for each relation that does not hold. Layers are counted only if no flags contradict each other."""
     contradictions = list(_contradictions(parallel))
     if contradictions:
         yield from contradictions
@@ -240,7 +248,7 @@ def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
 
 
 def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return why the pipeline's ranks have no reductions to begin together; None if they have."""
+    """Return why the pipeline's ranks have no reductions that could begin together; None if they have some."""
     if not parallel.overlap_grad_reduce:
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
@@ -249,13 +257,13 @@ def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str 
         return f"with {parallel.pipeline_schedule}, whose chunks end in another order"
     try:
         chunks = virtual_stages(model, parallel)
-    except ConfigurationError:  # which `validate` tells
+    except ConfigurationError:  # `validate` reports it
         return None
     return "with one stage a rank" if chunks == 1 else None
 
 
 def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
-    """Refuse what is said in two ways at once, or of a pipeline that is not there."""
+    """Refuse flags that set the same thing in two ways, or that need a pipeline if there is none."""
     ways = given(parallel, _NUMBERS_OF_STAGES)
     if len(ways) > 1:
         yield f"{' and '.join(ways)} each give the stages of a rank: keep one"
@@ -272,7 +280,7 @@ def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """A schedule that does not go with so many stages a rank."""
+    """Refuse a schedule that does not support this number of stages per rank."""
     ranks, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
     chunks, taken = virtual_stages(model, parallel), shape(parallel).chunks
     if name is not None and taken is None and chunks == 1:

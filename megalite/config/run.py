@@ -1,4 +1,4 @@
-"""A whole run: the nine concerns together."""
+"""Configuration of a run: the sections of all concerns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.config.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Pre-train a GPT. Every flag of Megatron-LM is understood: what does not apply is refused with the reason."""
+    """Configuration of a run that pre-trains a GPT."""
 
     model: ModelConfig
     """The network."""
@@ -46,7 +46,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class FieldPlace:
-    """Place of a field: its section, its type, and if a run must give it."""
+    """Place of a field: its section, its type, and whether it is required."""
 
     section: str
     kind: Any
@@ -55,13 +55,13 @@ class FieldPlace:
 
 @cache
 def section_types() -> dict[str, Any]:
-    """The section names of a `RunConfig`, in order, with their dataclasses."""
+    """Return the section names of `RunConfig`, in order, with their dataclasses."""
     return get_type_hints(RunConfig)
 
 
 @cache
 def fields_by_name() -> dict[str, FieldPlace]:
-    """Every field of every section by its name; no name stands in two sections."""
+    """Return every field of every section by its name; all names are different."""
     places = {}
     for section, section_type in section_types().items():
         kinds = get_type_hints(section_type)
@@ -71,7 +71,7 @@ def fields_by_name() -> dict[str, FieldPlace]:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Tell whether a value of JSON is one that a field of this type can have."""
+    """Tell whether a JSON value is valid for a field of this type."""
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return value is None or fits(value, options[0])

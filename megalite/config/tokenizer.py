@@ -27,7 +27,7 @@ FILES_AND_OPTIONS: Mapping[str, str] = {
     "tiktoken_num_special_tokens": "TikTokenizer",
     "tokenizer_special_tokens": "TikTokenizer",
 }
-"""The fields that only some kinds of tokenizer read -> these."""
+"""The kind of tokenizer that reads a field, for fields that not all kinds read."""
 FastEncoding = Literal["auto", "require", "off"]
 
 

@@ -1,4 +1,4 @@
-"""Parts that the commands share: flags from a frozen dataclass, and one message and exit code for an error."""
+"""Common code of the commands: flags from a frozen dataclass, and one message and exit code per error."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from megalite.small_files import shown
 
 Arguments = TypeVar("Arguments")
 _AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)
-"""Limits of what is started one by one; other whole numbers are at most 2^53, either way."""
+"""Largest values of flags for things that are started one by one. Other integers are from -2^53 to 2^53."""
 
 
 def run_tool(main: Callable[[], None]) -> None:
-    """Run a command: errors a user can cause end with their message and exit code, Ctrl-C and SIGTERM in good order."""
+    """Run a command. An error that a user can cause ends it with a message and an exit code; Ctrl-C and SIGTERM end it
+    cleanly."""
     require_streams()
-    # SIGTERM like Ctrl-C: an exception, so that temporary files are removed on the way out.
+    # SIGTERM raises an exception, as Ctrl-C does, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         main()
@@ -37,7 +38,7 @@ def run_tool(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # nobody reads the output any more, as behind `| head`
+    except BrokenPipeError:  # the reader of the output has ended, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing it at the end must not fail again
         sys.exit(128 + signal.SIGPIPE)
 
@@ -45,14 +46,19 @@ def run_tool(main: Callable[[], None]) -> None:
 def parse_tool_arguments(
     arguments: type[Arguments], description: str, argv: Sequence[str] | None = None, *, repeated: bool = False
 ) -> Arguments:
-    """The dataclass filled from the command line, `--output-prefix` for the field `output_prefix`.
+    """Return the dataclass with values from the command line; the field `output_prefix` has the flag `--output-prefix`.
 
-    `--tp` and `--pp` are short for the sizes that have these names everywhere. `repeated`: a flag with several values
-    is given once for each of them, rather than once with all.
+    `--tp` and `--pp` are short for the tensor- and pipeline-parallel sizes.
+
+    Args:
+        arguments: the dataclass.
+        description: text for --help.
+        argv: the command line without the program's name; None: that of this process.
+        repeated: a flag with several values is given once per value; otherwise once with all values.
 
     Raises:
-        ConfigurationError: a flag is unknown, a value blank, or a number beyond all bounds.
-        SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, which is printed.
+        ConfigurationError: a flag is unknown, a value is blank, or a number is too large.
+        SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, with a message.
     """
     import tyro
 
@@ -68,7 +74,7 @@ def parse_tool_arguments(
             config=(tyro.conf.UseAppendAction,) if repeated else (),
         )
     except SystemExit as ending:
-        sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another is that of a signal
+        sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another code comes from --help or a signal
     for field in dataclasses.fields(parsed):  # type: ignore[arg-type]
         value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
         if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
@@ -78,7 +84,7 @@ def parse_tool_arguments(
 
 
 def _as_called(description: str) -> str:
-    """Return the help of a script in tools/ with the name of the installed command, if this is what was called."""
+    """Return the help of a script in tools/, with the name of the installed command if this command was called."""
     name = Path(sys.argv[0]).name
     if not name.startswith("megalite-"):
         return description
@@ -91,7 +97,7 @@ def _in_full(argument: str) -> str:
 
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:
-    # Beside a missing flag tyro suggests nothing for a misspelt one, though it is why the other is missing.
+    # If a flag is missing, tyro makes no suggestion for a misspelt flag, which is probably the missing one.
     names = [field.name.replace("_", "-") for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
     known = ["--help", *(f"--{name}" for name in names)]
     for argument in argv:

@@ -1,4 +1,4 @@
-"""The loop: batches, length, evaluation, exits, precision, recompute."""
+"""Options of the training loop: batches, length, evaluation, exits, precision, recomputation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.config.fields import (
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The course of the run: how much, in what precision, when to evaluate and when to stop."""
+    """Options of the training loop: its length, precision, evaluations and exits."""
 
     micro_batch_size: PositiveInt
     """Samples one forward of one rank takes."""

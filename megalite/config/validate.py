@@ -1,4 +1,7 @@
-"""Relations between fields of several concerns, and all others through their own modules, before anything starts."""
+"""Check of a configuration before a run starts.
+
+This module has the relations between fields of several sections. It calls the checks of the other modules.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,18 @@ from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
-"""Micro-batches of one rank in a step, which are listed."""
+"""Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
 _IDLE_WITHOUT_PIPELINE = "account_for_* overlap_p2p_communication align_grad_reduce"
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
-    """The configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
-    global batch size is at least one micro-batch a rank. Raises ConfigurationError as `validate` does."""
+    """Return the configuration of a run on `world_size` ranks, checked, with its dependent values filled in.
+
+    Flags without an effect are turned off. The default global batch size is one micro-batch per data-parallel rank.
+
+    Raises:
+        ConfigurationError: see `validate`.
+    """
     check_numbers(config)
     config, _ = without_idle_flags(config)
     training = config.training
@@ -38,7 +46,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
-    """`config` with flags off that have nothing to act on, as Megatron-LM does, and a line about each."""
+    """Turn off flags that have no effect, as Megatron-LM does. Returns the configuration and a line about each flag."""
     lines: list[str] = []
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
@@ -61,10 +69,12 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def validate(config: RunConfig, world_size: int) -> None:
-    """Checks `config`, as `resolve` fills it in, for a run on `world_size` ranks.
+    """Check a configuration that `resolve` has filled in, for a run on `world_size` ranks.
 
-    Raises ConfigurationError with one line for each relation that does not hold: the numbers and the flag to change.
-    Relations are looked at once every number by itself is in its range.
+    Relations are checked only after every single number is in its range.
+
+    Raises:
+        ConfigurationError: some relations do not hold; one line per relation, with the numbers and the flag to change.
     """
     check_numbers(config)
     _raise(_sizes(config, world_size))
@@ -99,12 +109,12 @@ def _raise(problems: Iterable[str]) -> None:
 
 
 def check_numbers(config: RunConfig) -> None:
-    """Raise ConfigurationError, with a line for each, if numbers by themselves are not in their ranges."""
+    """Raise ConfigurationError, with one line per number, if single numbers are not in their ranges."""
     _raise(problem for section in section_types() for problem in range_problems(getattr(config, section)))
 
 
 def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a line for each size that no rank can hold, found by arithmetic before anything of it is made."""
+    """Yield a line for each size that is too large for a rank, before anything of that size is allocated."""
     model, training, parallel = config.model, config.training, config.parallel
     yield from network_problems(model, parallel.model_parallel_size // parallel.context_parallel_size)
     micro_batch, length, batch = training.micro_batch_size, config.data.seq_length, training.global_batch_size
@@ -148,7 +158,7 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
-    groups = {  # those of the experts only where they are others
+    groups = {  # if both sizes are equal, the second entry replaces the first
         parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
         parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
     }
@@ -180,7 +190,7 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _to_come(config: RunConfig) -> Iterator[str]:
-    """Refuse axes of which the mesh, the buckets and checkpoints know, and the network does not yet."""
+    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not support yet."""
     for name, reason in (("context_parallel_size", "context"), ("expert_model_parallel_size", "experts")):
         size = getattr(config.parallel, name)
         if size > 1:

@@ -1,4 +1,4 @@
-"""The relations between the flags of learning rates and weight decay."""
+"""Check of the relations between the flags of learning rates and weight decay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megalite.config.run import RunConfig
 
 
 def rate_problems(config: RunConfig) -> Iterator[str]:
-    """One line for each relation that does not hold."""
+    """Yield a line for each relation that does not hold."""
     optimizer, by_iters = config.optimizer, config.training.train_samples is None
     other, unit = ("samples", "iters") if by_iters else ("iters", "samples")
     for phase in ("decay", "warmup", "wsd_decay"):
@@ -29,7 +29,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig, unit: str) -> tuple[float, int | None]:
-    """Return the lengths of the warm-up and of the whole schedule, None for a run without end, in iters or samples."""
+    """Return the lengths of the warm-up and of the entire schedule (None if unknown), in iterations or samples."""
     optimizer = config.optimizer
     whole = getattr(optimizer, f"lr_decay_{unit}") or getattr(config.training, f"train_{unit}")
     if optimizer.lr_warmup_fraction is not None:
@@ -53,7 +53,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
 
 
 def _idle(config: RunConfig, unit: str) -> Iterator[str]:
-    """Refuse what no schedule reads."""
+    """Refuse flags that the schedule does not read."""
     optimizer = config.optimizer
     if optimizer.lr_warmup_init and not _lengths(config, unit)[0]:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init} needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"
@@ -76,7 +76,7 @@ def _noam(config: RunConfig, unit: str) -> Iterator[str]:
 
 
 def _bounds(config: RunConfig, unit: str) -> Iterator[str]:
-    """Refuse a rate above the highest."""
+    """Refuse learning rates above the highest learning rate."""
     optimizer = config.optimizer
     batch_size = config.training.global_batch_size or config.training.micro_batch_size
     if optimizer.lr_decay_style == "noam":
@@ -106,7 +106,10 @@ def _decoupled(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _noam_minimum(config: RunConfig, warmup_steps: float) -> Iterator[str]:
-    """Noam's highest rate is so far below its factor that a minimum for another style may be above it."""
+    """Refuse a minimum above noam's highest learning rate.
+
+    That rate is far below the factor --lr, so a minimum that suits another decay style may be too high.
+    """
     optimizer, hidden = config.optimizer, config.model.hidden_size
     for prefix in ("", "decoupled_"):
         factor, lowest = getattr(optimizer, f"{prefix}lr"), getattr(optimizer, f"{prefix}min_lr")

@@ -1,15 +1,15 @@
-"""Cautions about what a run may do and may still regret: said once, at its start."""
+"""Warnings about permitted configurations that may give bad results, shown once at the start of a run."""
 
 from __future__ import annotations
 
 from megalite.config.run import RunConfig
 
 _HALF_OF_THE_LAST_BIT = 2.0**-8
-"""Precision of bf16: a change by less than this share of a number may be rounded away."""
+"""Precision of bf16: a change of a number by less than this fraction may be rounded away."""
 
 
 def config_warnings(config: RunConfig) -> tuple[str, ...]:
-    """Lines to show at the start."""
+    """Return lines to show at the start."""
     optimizer, lines = config.optimizer, []
     decay = 1.0 - optimizer.adam_beta2
     if optimizer.exp_avg_sq_dtype == "bf16" and optimizer.optimizer != "sgd" and decay < _HALF_OF_THE_LAST_BIT:
@@ -45,8 +45,10 @@ def config_warnings(config: RunConfig) -> tuple[str, ...]:
 
 
 def masked_loss_warnings(config: RunConfig) -> tuple[str, ...]:
-    """A line where micro-batches may count different numbers of tokens, of whose losses Megatron-LM's gradient is
-    another mean unless it is told otherwise."""
+    """Return a line if masks may give micro-batches different numbers of counted tokens.
+
+    The gradient is then another mean than Megatron-LM's, unless Megatron-LM runs with --calculate-per-token-loss.
+    """
     data, training = config.data, config.training
     masks = [name for name in ("sft", "eod_mask_loss", "fim_data") if getattr(data, name)]
     if not masks or training.global_batch_size == training.micro_batch_size:

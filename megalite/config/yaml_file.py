@@ -1,4 +1,4 @@
-"""A run as YAML: sections of fields, written exactly and read with every key and type checked."""
+"""Configuration of a run as YAML: sections of fields. Writing is exact; reading checks every key and type."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megalite.small_files import MIB, read_small_file, reason, shown
 
 Sections = dict[str, dict[str, Any]]
 _LARGEST = MIB
-"""Bytes of a file: the paths of ten thousand datasets."""
+"""Largest size of a file in bytes: enough for the paths of ten thousand datasets."""
 _MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 8
 _MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null"))
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML; `load_yaml` gives back an equal one."""
+    """Return the complete configuration as YAML; `load_yaml` returns an equal configuration from it."""
     sections = {
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         for section, values in asdict(config).items()
     }
-    return yaml.safe_dump(sections, sort_keys=False)  # in ASCII: unescaped, U+0085 would come back as a space
+    return yaml.safe_dump(sections, sort_keys=False)  # in ASCII: U+0085 without an escape would be read as a space
 
 
 def read_file(path: str) -> str:
-    """Read the file of a configuration. Raises ConfigurationError."""
+    """Read the file of a configuration. Raises ConfigurationError if it cannot be read."""
     try:
         return read_small_file(Path(path), largest=_LARGEST).decode()
     except (OSError, ValueError) as error:
@@ -42,8 +42,12 @@ def read_file(path: str) -> str:
 
 
 def load_yaml(text: str, source: str = "YAML") -> RunConfig:
-    """The configuration that `text` gives, defaults where it is silent. Raises ConfigurationError naming `source`, the
-    line and the key of what is unknown, given twice, of the wrong type or missing."""
+    """Return the configuration in `text`, with defaults for fields that it does not give.
+
+    Raises:
+        ConfigurationError: a key is unknown, given twice, missing or has a value of the wrong type; the message names
+            `source`, the line and the key.
+    """
     sections = read_sections(text, source)
     missing = missing_fields(sections)
     if missing:
@@ -52,13 +56,16 @@ def load_yaml(text: str, source: str = "YAML") -> RunConfig:
 
 
 def missing_fields(sections: Sections) -> list[str]:
-    """Required fields that no section gives."""
+    """Return the required fields that no section gives."""
     return [name for name, place in fields_by_name().items() if place.required and name not in sections[place.section]]
 
 
 def read_sections(text: str, source: str) -> Sections:
-    """The fields that `text` gives, by section, converted to their types; every section is there. Raises
-    ConfigurationError with one line for each mistake."""
+    """Return the fields in `text` by section, converted to their types. The result has every section.
+
+    Raises:
+        ConfigurationError: the text has mistakes; one line per mistake.
+    """
     sections: Sections = {name: {} for name in section_types()}
     problems: list[str] = []
     try:
@@ -66,7 +73,7 @@ def read_sections(text: str, source: str) -> Sections:
         document = loader.get_single_node()
         for section, _, body in _entries(document, "sections", source):
             if section not in sections:
-                near = nearest(section, sections) if len(problems) < _SHOWN else ""  # which takes long
+                near = nearest(section, sections) if len(problems) < _SHOWN else ""  # `nearest` is slow
                 problems.append(f"{_place(source, body)}: unknown section {shown(section)}{near}")
             else:
                 _read_fields(loader, section, body, source, sections[section], problems)
@@ -79,7 +86,7 @@ def read_sections(text: str, source: str) -> Sections:
 
 
 class _Loader(yaml.SafeLoader):
-    """Nodes of a bounded number and depth. Of what is named twice (`*name`) there is one node, so none is endless."""
+    """Loader that limits the number and depth of nodes. Aliases (`*name`) refer to existing nodes without expansion."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -95,7 +102,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def value_of(self, node: yaml.Node) -> Any:
-        """Construct a scalar, or a list of scalars. Raises TypeError if it is neither, or cannot be read."""
+        """Return a scalar or a list of scalars. Raises TypeError if the node is neither, or cannot be converted."""
         if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
             if all(isinstance(each, yaml.ScalarNode) for each in node.value):
                 return [self.value_of(each) for each in node.value]
@@ -103,7 +110,7 @@ class _Loader(yaml.SafeLoader):
             try:
                 if node.tag == _TEXT or len(node.value) <= _LONGEST_NUMBER:
                     return self.construct_object(node)
-            except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):  # as the constructors do
+            except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):  # errors of the constructors
                 pass
             raise TypeError(f"{shown(node.value)} is no {node.tag.rpartition(':')[2][:20]} (a text stands in quotes)")
         raise TypeError("expected one value, or a list of values")
@@ -112,7 +119,7 @@ class _Loader(yaml.SafeLoader):
 def _read_fields(
     loader: _Loader, section: str, body: yaml.Node, source: str, into: dict[str, Any], problems: list[str]
 ) -> None:
-    """Puts the fields of one section `into` a dictionary, and adds what is wrong with the others to the problems."""
+    """Add the valid fields of one section to `into`, and a line for each invalid field to `problems`."""
     for name, key, value in _entries(body, f"the fields of {section}", source):
         problem = _unknown(name, section, suggest=len(problems) < _SHOWN)
         if not problem and name in into:
@@ -127,7 +134,7 @@ def _read_fields(
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """Convert what YAML gives for a field to the field's type. Raises TypeError that says what is wrong with it."""
+    """Convert a YAML value to the type of its field. Raises TypeError with a message about the value."""
     flag = name.replace("_", "-")
     for text in given if isinstance(given, list) else [given]:
         if isinstance(text, str) and blank(flag, text):
@@ -140,7 +147,7 @@ def _read_value(name: str, given: Any) -> Any:
 
 
 def _entries(node: yaml.Node | None, what: str, source: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Key, key node and value node of a mapping; none of an empty document or section."""
+    """Yield key, key node and value node of each entry of a mapping; nothing for an empty document or section."""
     if node is None or node.tag == _NULL:
         return
     keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING else [node]
@@ -156,7 +163,7 @@ def _place(source: str, node: yaml.Node) -> str:
 
 
 def _unknown(name: str, section: str, suggest: bool) -> str:
-    """Say what is wrong with a field of this name in this section, or nothing; to `suggest` another takes long."""
+    """Return why there is no field of this name in this section; empty if there is. To `suggest` a name is slow."""
     place = fields_by_name().get(name)
     if place is None:
         reason = megatron_flags.refusal(name.replace("_", "-"))
@@ -172,26 +179,27 @@ def nearest(
     prefix: str = "",
     refusal: Callable[[str], str | None] = lambda name: None,
 ) -> str:
-    """A suggestion to append to a message about an unknown name, or nothing: also where the nearest one is refused."""
+    """Return a suggestion to append to a message about an unknown name; empty if no name is near or the nearest is
+    refused."""
     matches = get_close_matches(name, known, n=1)
     return f", did you mean {prefix}{matches[0]}?" if matches and refusal(matches[0]) is None else ""
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """Return `value` as YAML gives it, as the field's type. Raises TypeError that says what was expected."""
+    """Convert a YAML value to the field's type `kind`. Raises TypeError with a description of the expected values."""
     optional = type(None) in get_args(kind)
     if value is None and optional:
         return None
     wanted = get_args(kind)[0] if optional else kind
     if wanted is float and type(value) in (int, float, str):
-        return _number(value)  # YAML 1.1 reads 1e-4 as a text
+        return _number(value)  # YAML 1.1 reads 1e-4 as a string
     if not fits(value, wanted):
         raise TypeError(_expected(wanted))
     return tuple(value) if isinstance(value, list) else value
 
 
 def _expected(kind: Any) -> str:
-    """Return in words what a field of this type takes."""
+    """Return a description of the values that a field of this type takes."""
     options = get_args(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(options)
@@ -208,6 +216,6 @@ def _number(value: float | str) -> float:
         number = float(value)
     except (ValueError, OverflowError):
         raise TypeError("a finite number") from None
-    if isinstance(value, str) and not math.isfinite(number):  # it would be told as inf
+    if isinstance(value, str) and not math.isfinite(number):  # the message about its range would show it as inf
         raise TypeError("a finite number")
     return number

@@ -1,7 +1,7 @@
-"""Blending datasets by weight: Megatron-LM's greedy rule, to the sample.
+"""Blending of datasets by weight with Megatron-LM's greedy rule, which gives exactly the same samples.
 
-Sample i comes from the dataset that is furthest behind its share: argmax over d of `weight_d * max(i, 1) - count_d`,
-the first one among equals.
+Sample i comes from the dataset with the largest deficit: argmax over d of `weight_d * max(i, 1) - count_d`, the first
+one among ties.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from megalite.errors import DataError
 Sample = TypeVar("Sample", covariant=True)
 
 STRETCHES = 4096
-"""Largest number of stretches of a blend that are computed side by side: enough work for each numpy operation."""
+"""Largest number of stretches of a blend that are computed together: enough work for each numpy operation."""
 STRETCH = 1024
 """Smallest number of samples in a stretch."""
 LEAD = 256
-"""Samples before a stretch over which a guess of the counts is refined."""
+"""Samples before a stretch that are computed to refine the guess of its initial counts."""
 DEFICITS = 1 << 19
 """Largest product of datasets and stretches, to bound the memory."""
 
 
 class Dataset(Protocol[Sample]):
-    """Samples by number: their tokens, int64 [sequence_length + 1], or their `SampleFields`."""
+    """Samples by number, either tokens, int64 [sequence_length + 1], or `SampleFields`."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, sample: int) -> Sample:
-        """A sample. Raises IndexError if there is no such sample."""
+        """Return a sample. Raises IndexError if there is no such sample."""
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights that sum to 1, rounded as Megatron-LM rounds them."""
+    """Return weights that sum to 1, with Megatron-LM's rounding."""
     array = np.array(weights, dtype=np.float64)
     normalized: list[float] = (array / np.sum(array)).tolist()
     return normalized
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of a `--data-path`: weight and prefix in turn, or prefixes alone (weights None).
+    """Return the prefixes and weights of a `--data-path`: weight and prefix in turn, or only prefixes (weights None).
 
     Raises:
         DataError: weights and prefixes are mixed, or a weight is not positive.
@@ -72,12 +72,12 @@ def _number(text: str) -> float | None:
 
 
 class BlendIndex(NamedTuple):
-    """Dataset and index of each sample of a blend.
+    """Source of each sample of a blend.
 
     Attributes:
-        datasets: the dataset of each sample, int16 [size].
-        samples: the number of the sample in that dataset, int64 [size].
-        counts: samples taken of each dataset, int64 [datasets].
+        datasets: dataset of each sample, int16 [size].
+        samples: number of the sample in that dataset, int64 [size].
+        counts: number of samples taken from each dataset, int64 [datasets].
     """
 
     datasets: np.ndarray
@@ -88,15 +88,15 @@ class BlendIndex(NamedTuple):
 def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> BlendIndex:
     """Return the index of a blend of `size` samples.
 
-    Each choice depends on all before it, but after some samples no longer on the counts at the start. So stretches of
-    the blend are computed side by side, from counts guessed some samples before each. A stretch is computed again if
-    the guess differs from the counts at the end of the stretch before. So the result always equals that of a simple
-    loop.
+    Each choice depends on all choices before it. After some samples, however, the counts at the start have no more
+    influence. Stretches of the blend are therefore computed together, each from counts that are guessed some samples
+    before it. A stretch is computed again if its initial counts differ from the final counts of the stretch before.
+    The result therefore always equals that of a simple loop.
 
     Args:
         weights: one per dataset, with sum 1.
-        size: samples in the blend.
-        limits: samples each dataset has; a dataset that is used up is left out from there on.
+        size: number of samples in the blend.
+        limits: number of samples of each dataset; a dataset whose samples are all used is not chosen again.
     """
     walk = _Walk(np.array(weights)[:, None], None if limits is None else np.array(limits)[:, None])
     stretches = max(1, min(size // STRETCH, STRETCHES, DEFICITS // len(weights)))
@@ -126,9 +126,9 @@ def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int]
 
 @dataclass(frozen=True)
 class _Walk:
-    """The greedy rule from several places of a blend at once, in Megatron-LM's arithmetic, operation by operation.
+    """Greedy rule from several places of a blend at once, with exactly Megatron-LM's floating-point operations.
 
-    Counts are float64 [datasets, places], whole numbers.
+    Counts are integers in float64 [datasets, places].
     """
 
     weights: np.ndarray
@@ -137,8 +137,8 @@ class _Walk:
     """int64 [datasets, 1]."""
 
     def near(self, places: np.ndarray) -> np.ndarray:
-        """Return likely counts at these places: largest remainders first, since the dataset furthest behind is
-        chosen."""
+        """Return likely counts at these places: shares rounded down, then one more for the largest remainders, since
+        the rule chooses the dataset with the largest deficit."""
         shares = self.weights * places
         counts = np.floor(shares)
         ranks = (counts - shares).argsort(axis=0, kind="stable").argsort(axis=0)
@@ -146,9 +146,9 @@ class _Walk:
         return near
 
     def choices(self, places: np.ndarray, counts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the dataset and its sample at each place, int64 and float64 [places], then at the places after these.
+        """Yield, for each of `length` steps, the dataset and its sample at all places, int64 and float64 [places].
 
-        Updates `counts`.
+        Every step advances all places by one and updates `counts`.
         """
         columns = np.arange(len(places))
         behind = np.empty_like(counts)
@@ -166,14 +166,14 @@ class BlendedDataset(Generic[Sample]):
     """Samples of several datasets by weight.
 
     Args:
-        datasets: datasets to blend, each with as many samples as its weight takes.
+        datasets: datasets to blend, each with at least as many samples as the blend takes from it.
         weights: one per dataset; None: in proportion to their lengths, with each sample used at most once.
-        size: samples in the blend.
+        size: number of samples in the blend.
         cache: cache for the index.
-        data_path: data that the index is stored with.
+        data_path: path of the data, which determines where the index is stored.
 
     Raises:
-        DataError: the datasets do not hold as many samples.
+        DataError: there are too many datasets, or they have too few samples.
     """
 
     def __init__(
@@ -209,11 +209,11 @@ class BlendedDataset(Generic[Sample]):
                 )
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, sample: int) -> Sample:
-        """A sample of the dataset it comes from."""
+        """Return a sample. Raises IndexError if there is no such sample."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         dataset = self.datasets[int(self.dataset_index[sample])]

@@ -1,15 +1,15 @@
 """Conversion of conversations to text, with the answers marked.
 
-A record has `messages`, a list of `role` and `content`, or a `prompt` and its `completion`. Messages become text
-through the tokenizer's chat template. Without one they are written as
+A record has `messages`, a list of objects with `role` and `content`, or a `prompt` and its `completion`. The
+tokenizer's chat template converts messages to text. Without a template they are written as
 
     <|user|>
     question
     <|assistant|>
     answer
 
-with the end-of-document token after each answer. A prompt and its completion are joined as they are, with that token at
-the end.
+with the end-of-document token after each answer. A prompt and its completion are joined without changes, with the
+end-of-document token at the end.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ LONGEST_ANSWER = 128 << 20
 
 
 class Span(NamedTuple):
-    """Piece of a conversation.
+    """Part of a conversation.
 
     Attributes:
-        text: text of the piece.
-        learned: true if the piece is an answer.
-        ends: true if the end-of-document token follows; it belongs to the piece.
+        text: text of the part.
+        learned: true if the part is an answer, which counts in the loss.
+        ends: true if the end-of-document token follows; it belongs to the part.
     """
 
     text: str
@@ -56,14 +56,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja chat template, and the special tokens it may name, as Hugging Face's tokenizers have them."""
+    """Jinja chat template of a Hugging Face tokenizer, and the special tokens that the template may use."""
 
     source: str
     special_tokens: Mapping[str, str]
 
 
 def find_template(tokenizer_model: str) -> ChatTemplate | None:
-    """The chat template among a Hugging Face tokenizer's files: chat_template.jinja, or in tokenizer_config.json.
+    """Return the chat template of a Hugging Face tokenizer: chat_template.jinja, or a field of tokenizer_config.json.
 
     Raises:
         DataError: a file cannot be read.
@@ -82,7 +82,7 @@ def find_template(tokenizer_model: str) -> ChatTemplate | None:
 
 
 def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
-    """The template of `--chat-template`: the text itself, or a file that holds it."""
+    """Return the template of `--chat-template`, which is the template itself or the path of a file with it."""
     found = find_template(tokenizer_model) if tokenizer_model else None
     special = found.special_tokens if found else {}
     if "{" in argument:
@@ -95,12 +95,13 @@ def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
 
 @contextmanager
 def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dict[str, Any]], list[Span]]]:
-    """Yield the function from a record to its spans; it raises ValueError with a reason if a record is not a
-    conversation.
+    """Yield a function from a record to its spans.
+
+    The function raises ValueError with a reason if a record is not a conversation.
 
     Raises:
         DataError: the template is not valid.
-        ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
+        ConfigurationError: Jinja is not installed, or its version has a sandbox with known vulnerabilities.
     """
     with nullcontext() if template is None else closing(_Renderer(template)) as renderer:
 
@@ -141,11 +142,11 @@ def _plain(messages: Sequence[Mapping[str, str]]) -> list[Span]:
 
 
 class _Renderer:
-    """Process that renders conversations through a template: `megalite.data.chat_renderer`.
+    """Child process that renders conversations with a template: `megalite.data.chat_renderer`.
 
     Raises:
         DataError: the template is not valid.
-        ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
+        ConfigurationError: Jinja is not installed, or its version has a sandbox with known vulnerabilities.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -158,7 +159,7 @@ class _Renderer:
             raise DataError(f"{error}: give another as --chat-template") from error
 
     def spans(self, messages: list[dict[str, Any]]) -> list[Span]:
-        """The spans of a conversation. Raises ValueError if the template refuses it, or takes too long over it."""
+        """Return the spans of a conversation. Raises ValueError if the template refuses it or takes too long."""
         if self._process.returncode is not None:
             self._start()
         return [Span(text, learned) for text, learned in self._ask(messages)]
@@ -172,7 +173,7 @@ class _Renderer:
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(LONGEST_WAIT)
-        # What an interpreter needs to start as this one did, and no secret.
+        # Only the variables that the interpreter needs to start in the same way: others may be secrets.
         environment = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         program = str(Path(__file__).with_name("chat_renderer.py"))
@@ -201,7 +202,7 @@ class _Renderer:
 
 
 def _named_default(value: Any) -> str | None:
-    """Return the template, or the one named "default" if there are several."""
+    """Return the template, or the template named "default" if there are several."""
     if isinstance(value, list):
         return {entry["name"]: str(entry["template"]) for entry in value}.get("default")
     return None if value is None else str(value)

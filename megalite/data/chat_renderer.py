@@ -1,10 +1,10 @@
-"""Process that turns conversations into text through a chat template; `megalite.data.chat` starts it.
+"""Process that converts conversations to text with a chat template; `megalite.data.chat` starts it.
 
-A template comes with a stranger's tokenizer. So it runs in Jinja's sandbox. Since the sandbox limits neither time nor
-memory, it also runs in a process of its own, which cannot open files or start processes. Requests and answers are lines
-of JSON on its standard input and output: first the template and its special tokens, then the messages of one
-conversation per line. An answer is `[result]` or `[null, reason]`; if an answer takes too long, the process is killed
-by its own timer.
+A template comes with a tokenizer of unknown origin, so it runs in Jinja's sandbox. The sandbox limits neither time nor
+memory. The template therefore also runs in a separate process, which cannot open files or start processes. Requests and
+answers are lines of JSON on its standard input and output: first the template and its special tokens, then the messages
+of one conversation per line. An answer is `[result]` or `[null, reason]`. If an answer takes too long, the timer of the
+process kills it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ LONGEST_TEXT = 8 << 20
 LONGEST_REASON = 200
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""Function from messages, and a flag for adding the prompt of an answer, to their text."""
+"""Function from messages, and a flag that adds the prompt of an answer, to the text."""
 
 
 class Unusable(ValueError):
-    """Error for a template whose text does not show where answers begin and end, or is too long."""
+    """Error for a template if its text is too long, or does not show where answers begin and end."""
 
 
 def main(seconds: float) -> None:
-    """Answer requests until the input ends; an answer may take `seconds` of CPU time."""
-    # What stops a run is for the process that asks, with which this one ends.
+    """Answer requests until the input ends; each answer may take `seconds` of CPU time."""
+    # The parent process handles the signals that stop a run; this process ends together with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    with suppress(jinja2.TemplateError):  # what Jinja imports when it meets a text, and an error
+    # Jinja imports some modules only when it needs them. After the limits below, no file can be opened any more.
+    with suppress(jinja2.TemplateError):
         uses = "{{ lipsum(1) ~ '\\N{BULLET}' | pprint | wordwrap | striptags ~ raise_exception('') }}"
         compiled(uses, {})([], False)
     for limit, value in (
@@ -48,7 +49,7 @@ def main(seconds: float) -> None:
         (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_NOFILE, 0),
     ):
-        with suppress(ValueError, OSError):  # not every system has each
+        with suppress(ValueError, OSError):  # not every system has every limit
             resource.setrlimit(limit, (value, value))
     render: Render | None = None
     for line in sys.stdin.buffer:
@@ -61,7 +62,7 @@ def main(seconds: float) -> None:
             else:
                 answer = [spans_of(request, render)]
             text = json.dumps(answer)
-        except Exception as error:  # a template raises whatever Python's operators do
+        except Exception as error:  # a template can raise every error that Python's operators raise
             text = json.dumps([None, reason(error)])
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(text + "\n")
@@ -69,8 +70,8 @@ def main(seconds: float) -> None:
 
 
 def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
-    """Return the template as a function. Raises jinja2.TemplateError if the source is not a template."""
-    # What transformers gives to templates.
+    """Return the template as a function. Raises jinja2.TemplateError if the source is not a valid template."""
+    # The environment is the one in which transformers runs templates.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
@@ -90,10 +91,10 @@ def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
 
 
 def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, bool]]:
-    """Return the text of a conversation in pieces, each with a flag for answers.
+    """Return the text of a conversation in parts, each with a flag that is true for answers.
 
-    An answer is the text between the prompt that a model is shown for it and the end of the conversation up to this
-    answer.
+    An answer begins after the rendered earlier messages with a prompt for an answer. It ends where the rendered
+    messages up to and including the answer end.
     """
     whole, spans, at = render(messages, False), list[tuple[str, bool]](), 0
     for number, message in enumerate(messages):
@@ -106,7 +107,7 @@ def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, 
                 )
             answer, content = whole[len(before) : len(after)], message["content"].strip()
             header = answer[: max(answer.find(content), 0)].strip()
-            # Where a template has no header, as Llama 2's, it may leave add_generation_prompt out.
+            # A template without a header, such as Llama 2's, need not support add_generation_prompt.
             if header and before == render(messages[:number], False):
                 raise Unusable(
                     f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer where "
@@ -119,7 +120,7 @@ def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, 
 
 
 class GenerationTag(ext.Extension):
-    """Tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
+    """Tag {% generation %}, with which a template may mark answers; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -134,7 +135,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def reason(error: Exception) -> str:
-    """Return the error's message as one line of bounded length."""
+    """Return the error's message as one line of limited length."""
     if isinstance(error, Unusable):
         return str(error)
     if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""Files of a corpus, read piece by piece: JSON lines and text, plain or compressed, and Parquet."""
+"""Reader of a corpus in chunks: JSON lines and text files, plain or compressed, and Parquet files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from megalite.data.side_file import SUFFIX as SIDE_FILE
 from megalite.errors import DataError
 from megalite.small_files import reason
 
-# Large enough that sending a chunk to another process costs little, small enough that all finish together.
+# Large enough to make the cost of sending a chunk to another process small; small enough to balance the processes.
 CHUNK_BYTES = 1 << 19
-# A text file or a line is one document, which is tokenized as a whole.
+# Largest size in bytes of a text file or a line: it is one document, which is tokenized at once.
 LARGEST_TEXT = 1 << 30
-# zstd turns 4 bytes into 128 KiB at most, so these into 64 MiB; smaller pieces would be slower.
+# Compressed bytes per read. 4 bytes of zstd decompress to at most 128 KiB, so these to at most 64 MiB; smaller reads
+# would be slower.
 ZSTD_PIECE = 1 << 11
 COMPRESSIONS = (".gz", ".zst")
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
@@ -30,9 +31,9 @@ Kind = Literal["lines", "text", "rows"]
 
 
 class Position(NamedTuple):
-    """Place between two records: in file number `file`, after `offset` bytes (uncompressed) or rows.
+    """Place between two records: in file number `file`, after `offset` uncompressed bytes, or rows of a table.
 
-    The part of the file before it holds `records` lines or rows.
+    The part of the file before this place has `records` lines or rows.
     """
 
     file: int = 0
@@ -45,11 +46,11 @@ class Chunk(NamedTuple):
 
     Attributes:
         path: the file.
-        kind: "lines" of JSON, a whole "text", or "rows" of a table.
-        first: the number of the first line or row, from 1.
+        kind: "lines" of JSON, a complete "text" file, or "rows" of a table.
+        first: number of the first line or row, from 1.
         data: bytes, or a `pyarrow.RecordBatch` of rows.
-        end: the place after the chunk.
-        bytes_read: bytes of the file on disk that have been read up to the end of the chunk.
+        end: place after the chunk.
+        bytes_read: bytes of the file on disk (compressed) that were read up to the end of the chunk.
     """
 
     path: str
@@ -60,23 +61,23 @@ class Chunk(NamedTuple):
     bytes_read: int
 
     def place(self, number: int) -> str:
-        """Return the name of a record for messages."""
+        """Return the place of a record, given its number, for messages."""
         return {"lines": f"{self.path}:{number}", "text": self.path, "rows": f"{self.path}: row {number}"}[self.kind]
 
 
 def find_inputs(
     patterns: Sequence[str], own: Iterable[Path] = (), note: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """Return the files that paths, glob patterns and directories name, in this order; within a pattern sorted by path.
+    """Return the files that paths, glob patterns and directories name, in the order given; sorted by path within each.
 
-    A directory stands for all files below it, links followed, that end in one of `SUFFIXES`, compressed or not, and are
-    neither hidden nor records beside token files. A file is read once, however often and under whatever names it is
-    found.
+    A directory means all files below it that end in one of `SUFFIXES`, compressed or not, except hidden files and side
+    files of token files. Links are followed. A file that is found several times, perhaps under several names, is read
+    once.
 
     Args:
         patterns: values of --input.
-        own: files and folders of this run's output, which are never input, even if they lie in an input directory.
-        note: function that is given a line about each file left out.
+        own: files and folders of this run's output, which are never input, even if they are in an input directory.
+        note: function that is called with a message about each file that is left out.
 
     Raises:
         DataError: a pattern names no file, or a directory cannot be read.
@@ -114,8 +115,10 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """Yield the files that are not hidden, those of each folder once: links can lead to a folder twice, or in a
-    circle."""
+    """Yield the files below a directory that are neither hidden nor side files.
+
+    Each folder is visited once, since links can lead to a folder twice or form a cycle.
+    """
 
     def fail(error: OSError) -> None:
         raise DataError(f"--input {directory}: {error.filename} cannot be read ({error.strerror})") from error
@@ -132,16 +135,16 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def suffix(name: str) -> str:
-    """Return the suffix that tells the format, without the suffix of a compression."""
+    """Return the suffix of the format, in lower case, without the suffix of a compression."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | None = None) -> Iterator[Chunk]:
-    """Yield the records of the files, in order, from `start` on.
+    """Yield the records of the files in chunks, in order, from `start` on.
 
-    JSON lines and rows come in chunks of about `CHUNK_BYTES`, a text as a whole. A file that ends in .txt is a text, in
-    .parquet a table, all others are JSON lines; .gz and .zst are decompressed.
+    Chunks of JSON lines and rows have about `CHUNK_BYTES`; a text file is one chunk. A file that ends in .txt is a
+    text, a file that ends in .parquet a table; all others are JSON lines. .gz and .zst are decompressed.
 
     Raises:
         DataError: a file cannot be read.
@@ -233,11 +236,11 @@ def _decompressed(path: str, stored: IO[bytes]) -> Iterator[io.BufferedIOBase | 
 
 
 class _ZstdStream(io.RawIOBase):
-    """Stream of a zstd file that detects a truncated frame; the library's own stream takes such a file for complete."""
+    """Stream of a zstd file that detects a truncated frame, which the library's own stream does not."""
 
     def __init__(self, file: IO[bytes], zstandard: Any) -> None:
         self._file = file
-        # The largest window there is, which zstd --long=31 makes and otherwise only reads when told to.
+        # The largest possible window, 2^31 bytes, as written by zstd --long=31. The default limit is lower.
         self._frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None
         self._compressed, self._ready = b"", memoryview(b"")

@@ -1,4 +1,4 @@
-"""Data of the training, validation and test sets, from the flags: prefixes, weights and shares of token files."""
+"""Data of the training, validation and test sets, from the flags: prefixes of token files, weights and shares."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
 
 SPLITS = ("train", "valid", "test")
 _LARGEST = 8 * MIB
-"""Largest size in bytes of a file with a blend: the paths of ten thousand datasets are one million."""
+"""Largest size in bytes of a file with a blend; the paths of ten thousand datasets take about 1 MB."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Data for one split: the sequences from `begin` to `end`, as fractions, of each prefix."""
+    """Data of one split: of each prefix, the sequences between the fractions `begin` and `end` of the file."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -27,15 +27,15 @@ class DatasetSpec:
     end: float = 1.0
 
     def sequences(self, count: int) -> range:
-        """Return the part of a file of `count` sequences, rounded as Megatron-LM rounds it."""
+        """Return the part of a file of `count` sequences, with Megatron-LM's rounding."""
         return range(round(self.begin * count), round(self.end * count))
 
 
 def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
-    """Return the data of train, valid and test; None if nothing is given.
+    """Return the data of train, valid and test; None for a split without data.
 
     Raises:
-        ConfigurationError: data is not given, or given in two ways.
+        ConfigurationError: no data is given, or it is given in more than one way.
         DataError: a blend is not valid, or a file cannot be read.
     """
     data_path: Sequence[str] = data.data_path
@@ -56,9 +56,9 @@ def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
 
 
 def parse_split(split: str) -> list[tuple[float, float] | None]:
-    """Return the shares of the file for train, valid and test, as fractions at which each begins and ends.
+    """Return the fractions of a file at which train, valid and test begin and end.
 
-    "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1); a share that is missing or 0 gives None.
+    "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1). A share that is missing or 0 gives None.
 
     Raises:
         ConfigurationError: see `split_shares`.
@@ -71,14 +71,14 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
 
 def _whole(path: Sequence[str]) -> DatasetSpec:
     prefixes, weights = parse_blend(path)
-    # As in Megatron-LM, where the weight of a lone prefix counts in --data-path and not here: it changes how many
-    # samples are drawn, and with that the order.
+    # As in Megatron-LM, the weight of a single prefix is ignored here, but not in --data-path: it changes the number of
+    # samples that are drawn, and therefore their order.
     return DatasetSpec(prefixes, None if len(prefixes) == 1 else weights)
 
 
 def _read(flag: str, path: str) -> str:
     try:
-        text = read_small_file(Path(path), largest=_LARGEST).decode("utf-8-sig")  # Windows puts a mark before the text
+        text = read_small_file(Path(path), largest=_LARGEST).decode("utf-8-sig")  # Windows writes a byte order mark
     except (OSError, ValueError) as error:
         raise DataError(f"{flag} {path} cannot be read: {reason(error)}") from error
     if not text.strip():

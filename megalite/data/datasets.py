@@ -1,4 +1,4 @@
-"""Training, validation and test sets of a run, from its flags."""
+"""Training, validation and test datasets of a run, from its flags."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SURPLUS = 0.005  # Megatron-LM's default
 
 @dataclass(frozen=True)
 class Samples:
-    """Number of samples that each split needs; 0 leaves the split out.
+    """Number of samples that each split needs; 0: the split is not built.
 
     Attributes:
-        evaluation: samples of a single evaluation; valid may have only this many if it cannot be repeated.
+        evaluation: samples of a single evaluation; the least that the valid split may have if it cannot be repeated.
     """
 
     train: int
@@ -43,7 +43,7 @@ class Samples:
 def target_samples(
     *, train_samples: int, train_iters: int, global_batch_size: int, eval_interval: int, eval_iters: int
 ) -> Samples:
-    """Megatron-LM's counts: one validation every `eval_interval` steps and one at the end, one test.
+    """Return Megatron-LM's counts: one validation every `eval_interval` steps and one at the end, and one test.
 
     Args:
         train_samples: samples to train on.
@@ -57,10 +57,10 @@ def target_samples(
 
 
 class Datasets(NamedTuple, Generic[Sample]):
-    """Sets of a run; None if no samples are needed or no data is given.
+    """Datasets of a run; None if no samples are needed or no data is given.
 
     Attributes:
-        notes: notes for the user on the data.
+        notes: messages for the user about the data.
     """
 
     train: Dataset[Sample] | None
@@ -73,9 +73,9 @@ class Source(NamedTuple, Generic[Sample]):
     """File that samples are made from.
 
     Attributes:
-        sequences: number of sequences, which are divided among the splits.
-        dataset: function that returns at least the given number of samples of a range of sequences; None: those of
-            one epoch.
+        sequences: number of sequences in the file; they are divided among the splits.
+        dataset: function from a range of sequences and a number of samples to a dataset of at least this number of
+            samples; None: the samples of one epoch.
     """
 
     sequences: int
@@ -94,23 +94,23 @@ def build_token_datasets(
     mmap_bin_files: bool = True,
     verification: Verification | None = None,
 ) -> Datasets[np.ndarray]:
-    """Return the sets of a run on token files: each sample int64 [sequence_length + 1].
+    """Return the datasets of a run on token files; each sample is int64 [sequence_length + 1].
 
     Args:
-        parts: the parts of train, valid and test.
-        samples: number of samples that each needs.
-        sequence_length: tokens the model sees in a sample.
+        parts: data of train, valid and test.
+        samples: number of samples that each of these needs.
+        sequence_length: number of input tokens in a sample.
         seed: seed of the samples' order.
-        tokenizer: the tokenizer; it must be the one that the data records, if it records any.
+        tokenizer: the tokenizer; it must be the one that is recorded with the data, if one is recorded.
         cache: cache for the indices.
-        surplus: fraction of samples drawn from each dataset of a blend beyond its share.
+        surplus: fraction of additional samples that each dataset of a blend is built with, beyond its share.
         mmap_bin_files: see `IndexedDataset`.
-        verification: check of the files, which the caller begins once all files are added; None: only indexes are
-            checked, when they are opened.
+        verification: check to add the files to; the caller begins it after this function returns. None: only the
+            indexes are checked, when they are opened.
 
     Raises:
         ConfigurationError: there is no training data.
-        DataError: files are missing, damaged, too small, or of another tokenizer.
+        DataError: files are missing, damaged, too small, or made with another tokenizer.
     """
 
     def open_source(prefix: str) -> Source[np.ndarray]:
@@ -128,7 +128,7 @@ def build_token_datasets(
 def build_mock_datasets(
     samples: Samples, *, sequence_length: int, seed: int, tokenizer: Tokenizer
 ) -> Datasets[np.ndarray]:
-    """Return sets that need no files."""
+    """Return datasets of generated samples, which need no files."""
     vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
     needs = (samples.train, samples.valid, samples.test)
     train, valid, test = (
@@ -145,7 +145,7 @@ def build_datasets(
     cache: IndexCache,
     surplus: float = SURPLUS,
 ) -> Datasets[Sample]:
-    """Return the sets of a run from any kind of source; see `build_token_datasets`."""
+    """Return the datasets of a run from any kind of source; see `build_token_datasets`."""
     raise_open_file_limit()
     needs = (samples.train, samples.valid, samples.test)
     least = (samples.train, samples.evaluation, samples.evaluation)
@@ -162,7 +162,7 @@ def build_datasets(
             sets.append(_build_split(part, need, minimum, sources, cache, surplus))
         if missing and name != "test":
             raise DataError(missing)
-        if missing:  # nobody asked for a test, it comes with the default --split
+        if missing:  # a note is enough for the test set: the default --split includes one
             notes.append(f"no test at the end of training: {missing}")
     train, valid, test = sets
     return Datasets(train, valid, test, (*notes, *cache.notes))
@@ -196,7 +196,7 @@ def _build_split(
         datasets = [build(prefix, None) for prefix in part.prefixes]
         size = max(least, min(need, sum(map(len, datasets))))
         return BlendedDataset(datasets, None, size, cache, part.prefixes[0])
-    # The blend normalizes them once more, as Megatron-LM's does: the last digit can decide between equals.
+    # The blend normalizes the weights once more, as Megatron-LM's does: their last digit can decide between ties.
     weights = normalize(part.weights)
     needs = [math.ceil(math.ceil(need * weight) * (1 + surplus)) for weight in weights]
     datasets = [build(prefix, count) for prefix, count in zip(part.prefixes, needs, strict=True)]

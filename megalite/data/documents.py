@@ -11,7 +11,7 @@ from megalite.errors import DataError
 
 
 class Document(NamedTuple):
-    """Texts of a record: for every key its sequences, one unless the record gives a list."""
+    """Texts of a record: a list of sequences per key, with one sequence unless the record has a list of texts."""
 
     number: int
     texts: list[list[str]]
@@ -25,7 +25,7 @@ class BadRecord(NamedTuple):
     reason: str
 
     def error(self) -> DataError:
-        """Return the error that ends a run which must not leave a record out."""
+        """Return the error to raise if bad records are not skipped."""
         return DataError(
             f"{self.place}: {self.reason}. Correct or remove it; megalite-preprocess --skip-bad-lines leaves such "
             "lines out"
@@ -33,7 +33,7 @@ class BadRecord(NamedTuple):
 
 
 def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | BadRecord]:
-    """Yield the documents of a chunk in their order, skipping blank lines. A text file has its text under every key."""
+    """Yield the documents of a chunk in order, skipping blank lines. A text file gives the same text for every key."""
     for number, record in _records(chunk):
         try:
             yield Document(number, _texts(chunk, record, keys))
@@ -42,7 +42,12 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Bad
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """Return the object on a line. Raises ValueError or RecursionError if there is none, or it is nested too deep."""
+    """Return the JSON object on a line.
+
+    Raises:
+        ValueError: the line is not a JSON object.
+        RecursionError: it is nested too deep.
+    """
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -53,7 +58,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError for half of a surrogate pair: JSON can escape it, but no tokenizer accepts it."""
+    """Raise ValueError if a text has half of a surrogate pair, which JSON can contain but no tokenizer accepts."""
     text.encode()
 
 
@@ -73,7 +78,8 @@ def _texts(chunk: Chunk, record: Any, keys: Sequence[str]) -> list[list[str]]:
 
 
 def _kind_that_was_guessed(chunk: Chunk) -> str:
-    """Return why a file was read as JSON lines, if its name does not say so."""
+    """Return a hint for the error message if a file is read as JSON lines although its suffix is neither .json nor
+    .jsonl; otherwise an empty text."""
     said = chunk.kind != "lines" or suffix(chunk.path) in (".json", ".jsonl")
     return "" if said else "; what is not named .txt (or .txt.gz, .txt.zst) or .parquet is read as JSON lines"
 

@@ -1,4 +1,4 @@
-"""Model inputs of a sample besides its tokens: labels, loss mask, positions, and the documents' borders."""
+"""Model inputs of a sample in addition to its tokens: labels, loss mask, positions, and document numbers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megalite.data.blend import Dataset
 
 
 class SampleFields(TypedDict):
-    """A sample, or a stack of samples with a leading dimension.
+    """Model inputs of a sample, or of a stack of samples with a leading dimension.
 
     Attributes:
         tokens: int64 [sequence_length], the input.
-        labels: int64 [sequence_length], the token after each.
-        loss_mask: float32 [sequence_length], 0 where the loss does not count.
+        labels: int64 [sequence_length], the token after each input token.
+        loss_mask: float32 [sequence_length], 0 if the label does not count in the loss.
         positions: int64 [sequence_length].
-        document_ids: int64 [sequence_length], which document of the sample a token belongs to; tokens attend within
-            their document only. None if they attend to all before them.
+        document_ids: int64 [sequence_length], number of the document that a token belongs to; tokens attend only
+            within their document. None: tokens attend to all tokens before them.
     """
 
     tokens: np.ndarray
@@ -44,8 +44,8 @@ def sample_fields(
         eod: the token that ends a document; it belongs to the document it ends.
         reset_position_ids: positions start at 0 in every document.
         reset_attention_mask: fill `document_ids`.
-        eod_mask_loss: no loss where the input is `eod`: the start of the next document cannot be predicted.
-        pad: the token that fills up a sample: no loss where it is the label. None if nothing is filled up.
+        eod_mask_loss: no loss if the input is `eod`, since the start of the next document cannot be predicted.
+        pad: the token that fills up a sample; no loss if it is the label. None: samples are not filled up.
     """
     tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
     loss_mask = np.ones(len(tokens), np.float32)
@@ -71,7 +71,7 @@ def sample_fields(
 
 @dataclass(frozen=True)
 class FieldsDataset:
-    """The fields of the samples of a dataset of tokens.
+    """Dataset of the fields of a dataset's samples.
 
     Attributes:
         tokens: samples int64 [sequence_length + 1].
@@ -86,10 +86,10 @@ class FieldsDataset:
     pad: int | None = None
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> SampleFields:
-        """The fields of a sample. Raises IndexError if there is no such sample."""
+        """Return the fields of a sample. Raises IndexError if there is no such sample."""
         rules = (self.eod, self.reset_position_ids, self.reset_attention_mask, self.eod_mask_loss, self.pad)
         return sample_fields(self.tokens[sample], *rules)

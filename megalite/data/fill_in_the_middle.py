@@ -1,13 +1,13 @@
 """Documents rearranged so that a model learns to fill in their middle (Bavarian et al. 2022, arXiv 2207.14255).
 
-A document is cut at two random characters into prefix, middle and suffix. Each part is tokenized by itself, and the
-parts are arranged as
+A document is cut at two random characters into prefix, middle and suffix. Each part is tokenized separately. The parts
+are arranged in one of two orders:
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Both keep the order of the text inside each part. Tokens that the tokenizer put before a document's text stay in front.
-The changes to a sample depend only on (seed, sample).
+Both keep the order of the text within each part. Tokens that the tokenizer put before the text of a document stay
+first. The changes to a sample depend only on (seed, sample).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class FillInTheMiddle:
 
     Attributes:
         prefix, middle, suffix: tokens before the parts.
-        pad: fills a sample that has become shorter; no loss counts there.
-        eod: ends a document.
-        rate: share of the documents that are rearranged.
-        spm_rate: share of those in SPM order; the others are in PSM order.
-        separator: token that divides documents into fragments, each rearranged by itself; None: no fragments.
-        fragment_rate: share of the fragments that are rearranged, in documents that are.
-        no_prefix: texts that begin with this are not rearranged; None: no exception.
+        pad: token that fills a sample that has become shorter; these places do not count in the loss.
+        eod: token that ends a document.
+        rate: fraction of the documents that are rearranged.
+        spm_rate: fraction of the rearranged documents that are in SPM order; the others are in PSM order.
+        separator: token that divides documents into fragments, each rearranged separately; None: no fragments.
+        fragment_rate: fraction of the fragments that are rearranged, in documents that are rearranged.
+        no_prefix: texts that begin with this text are not rearranged; None: all texts may be.
 
     Raises:
-        ConfigurationError: one token has two meanings.
+        ConfigurationError: two of the tokens are equal.
     """
 
     prefix: int
@@ -71,8 +71,11 @@ _FLAGS = {
 
 
 def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
-    """Return the token with a name, or the only token of a text. Raises ConfigurationError, naming the flag, if none
-    is."""
+    """Return the token whose name is `name`, or the token of the text `name` if it is a single token.
+
+    Raises:
+        ConfigurationError: there is no such token; the message names the flag.
+    """
     token = tokenizer.token_id(name)
     if token is not None:
         return token
@@ -88,11 +91,11 @@ def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
 
 
 class FillInTheMiddleDataset:
-    """Samples of a dataset, with their documents rearranged and then cut or padded to their old length.
+    """Samples of a dataset with rearranged documents; each sample is then cut or padded to its original length.
 
     Args:
         tokens: samples int64 [sequence_length + 1].
-        tokenizer: turns the parts into text and back.
+        tokenizer: converts the parts to text and back.
         rules: rules for rearranging.
         seed: the run's seed.
     """
@@ -102,11 +105,11 @@ class FillInTheMiddleDataset:
         self.some_text = tokenizer.encode("1")
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, int64 [sequence_length + 1]. Raises IndexError if there is no such sample."""
+        """Return the tokens of a sample, int64 [sequence_length + 1]. Raises IndexError if there is no such sample."""
         tokens = self.tokens[sample]
         random = np.random.RandomState([self.seed % 2**32, sample % 2**32, sample >> 32])
         documents = [self._document(document, random) for document in _split_at(tokens, self.rules.eod)]
@@ -127,7 +130,7 @@ class FillInTheMiddleDataset:
         rules, encode = self.rules, self.tokenizer.encode
         begin = sum(1 for _ in takewhile(self._is_no_text, tokens.tolist()))
         text = self.tokenizer.decode(tokens[begin:].tolist())
-        # A sample may begin or end inside a character: such a piece is no text, and would not come back as it was.
+        # A sample may begin or end inside a character. Decoding and encoding would change such an incomplete character.
         if not text or "\ufffd" in text or (rules.no_prefix and text.startswith(rules.no_prefix)):
             return tokens
         first, last = sorted(random.randint(0, len(text) + 1, size=2))
@@ -138,7 +141,10 @@ class FillInTheMiddleDataset:
         return np.array([*before, *prefix, rules.suffix, *suffix, rules.middle, *middle], np.int64)
 
     def _is_no_text(self, token: int) -> bool:
-        """Tell whether a token adds nothing before a text. (Alone, SentencePiece's space gives no text either.)"""
+        """Tell whether a token before a text adds no text.
+
+        The token is decoded together with a text, because SentencePiece decodes a lone space to an empty text.
+        """
         decode = self.tokenizer.decode
         return decode([token, *self.some_text]) == decode(self.some_text)
 

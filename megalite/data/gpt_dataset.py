@@ -1,9 +1,10 @@
-"""Samples of a fixed length cut from the documents of a token file, in the order Megatron-LM gives.
+"""Samples of a fixed length cut from the documents of a token file, in Megatron-LM's order.
 
-The sequences of one split are repeated for as many epochs as the samples need, shuffled and laid end to end. Sample j
-of that line is the tokens [j s, (j + 1) s], one more than the sequence length s, so that neighbours share a token: the
-last label of one is the first input of the next. Then the samples are shuffled. One `RandomState` draws both shuffles,
-so that the order is that of Megatron-LM's `GPTDataset` for the same seed, to the sample.
+The sequences of one split are repeated for as many epochs as the samples need, shuffled, and concatenated into one
+stream of tokens. Sample j has the tokens j s to (j + 1) s of this stream, both included, where s is the sequence
+length. These are s + 1 tokens, so neighbouring samples share one: the last label of a sample is the first input of the
+next. Then the samples are shuffled. One `RandomState` draws both shuffles. With the same seed, the order of the samples
+is exactly that of Megatron-LM's `GPTDataset`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Epochs:
     """Number of times that the sequences are repeated.
 
     Attributes:
-        count: epochs in the line of documents.
-        samples: samples the line holds.
-        samples_before_last: samples of all epochs but the last, if the last is shuffled separately; otherwise None.
+        count: number of epochs.
+        samples: number of samples in all epochs together.
+        samples_before_last: samples of all epochs except the last, if the last is shuffled separately; otherwise None.
     """
 
     count: int
@@ -37,13 +38,13 @@ class Epochs:
 def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int) -> Epochs:
     """Apply Megatron-LM's rules for the number of epochs and for the last one.
 
-    The last epoch is shuffled separately if less than 80 % of it is needed: mixed with the others, it would take the
-    place of samples of the epochs before it, which would then not be complete.
+    The last epoch is shuffled separately if less than 80 % of it is needed. If it were mixed with the others, its
+    samples would replace samples of the earlier epochs, which would then be incomplete.
 
     Args:
         tokens: tokens in one epoch, at least 1.
-        num_samples: samples needed; None: those of one epoch.
-        sequence_length: tokens a sample advances.
+        num_samples: number of samples needed; None: as many as one epoch has.
+        sequence_length: tokens from the start of a sample to the start of the next.
     """
     needed = 0 if num_samples is None else num_samples * sequence_length + 1
     count = max(1, -(-needed // tokens))
@@ -57,7 +58,7 @@ def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int) -> E
 
 
 def build_document_index(sequences: range, epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """The sequences of all epochs in the order they are laid end to end, int32 [epochs * sequences]."""
+    """Return the sequences of all epochs in the order of concatenation, int32 or int64 [epochs * sequences]."""
     dtype = np.int32 if sequences.stop <= INT32_MAX else np.int64
     once = np.arange(sequences.start, sequences.stop, dtype=dtype)
     parts = [epochs.count] if epochs.samples_before_last is None else [epochs.count - 1, 1]
@@ -68,18 +69,18 @@ def build_document_index(sequences: range, epochs: Epochs, random: np.random.Ran
 
 
 def build_sample_index(lengths: np.ndarray, samples: int, sequence_length: int) -> np.ndarray:
-    """Return the start of each sample: [samples + 1, 2] of (position in the document index, token offset in that
-    document).
+    """Return the start of each sample, [samples + 1, 2]: position in the document index, and token offset in that
+    document.
 
     Args:
         lengths: tokens of each document, in the order of the document index.
-        samples: samples the documents hold; one row more marks the end of the last.
-        sequence_length: tokens a sample advances.
+        samples: number of samples; an additional last row marks the end of the last sample.
+        sequence_length: tokens from the start of a sample to the start of the next.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     inside = np.searchsorted(ends, samples * sequence_length, side="right")
-    # A document ends before sample k starts if its end, divided by the length and rounded up, is at most k: so that
-    # counting takes one pass over documents and one over samples.
+    # A document ends at or before the start of sample k if its end, divided by the length and rounded up, is at most
+    # k. Counting therefore takes one pass over the documents and one over the samples.
     counts = np.bincount(-(-ends[:inside] // sequence_length), minlength=samples + 1)
     documents = np.cumsum(counts)
     largest = max(len(lengths), int(lengths.max()))
@@ -91,7 +92,7 @@ def build_sample_index(lengths: np.ndarray, samples: int, sequence_length: int) 
 
 
 def build_shuffle_index(epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
-    """The order in which the samples are seen, uint32 (int64 from 2**32 - 2 samples) [samples]."""
+    """Return the order in which the samples are read, uint32 [samples] (int64 for 2**32 - 2 or more samples)."""
     dtype = np.int64 if epochs.samples >= np.iinfo(np.uint32).max - 1 else np.uint32
     order = np.arange(epochs.samples, dtype=dtype)
     split = epochs.samples if epochs.samples_before_last is None else epochs.samples_before_last
@@ -107,13 +108,14 @@ class GPTDataset:
     Args:
         indexed: the token file.
         sequences: the sequences of the file that belong to this split.
-        num_samples: samples needed, which decides the number of epochs; None for one epoch. The dataset may be longer.
-        sequence_length: tokens the model sees in a sample.
+        num_samples: number of samples needed, which determines the number of epochs; None: one epoch. The dataset may
+            be longer.
+        sequence_length: number of input tokens in a sample.
         seed: seed of the order; Megatron-LM uses `--seed` for every dataset of a run.
-        cache: keeps the indices.
+        cache: cache for the indices.
 
     Raises:
-        DataError: the split has no tokens, or they do not make a single sample.
+        DataError: the split has no tokens.
     """
 
     def __init__(
@@ -158,15 +160,15 @@ class GPTDataset:
         }
 
     def __len__(self) -> int:
-        """The number of samples, at least as many as were asked for."""
+        """Return the number of samples, at least the requested number."""
         return len(self.shuffle_index)
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, int64 [sequence_length + 1].
+        """Return the tokens of a sample, int64 [sequence_length + 1].
 
         Raises:
             IndexError: there is no such sample.
-            DataError: a part of it lies outside the .bin.
+            DataError: a part of it is outside the .bin.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")

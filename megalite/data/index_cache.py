@@ -1,13 +1,13 @@
-"""Computed arrays stored on disk and mapped into memory, found by a description of their inputs.
+"""Cache on disk for computed arrays, which are found by a description of their inputs and mapped into memory.
 
     {directory}/{key}/description.json      description of the inputs, and the CRC-32 of each file
     {directory}/{key}/{name}.npy            an array
 
-The key is a hash of the description, which holds hashes of content and never a path: data that is moved keeps its
-indices, and changed data gets new ones. A folder gets its name by one rename when it is complete, so that a process
-killed at any moment leaves no folder or a complete one. The lock only saves processes of a node from doing the same
-work: if it has no effect (a network file system without locks), two processes compute the same arrays, and one folder
-stays.
+The key is a hash of the description. The description has hashes of contents and no paths: data that is moved keeps its
+indices, and changed data gets new ones. A complete folder gets its name by one rename. A process that is killed
+therefore leaves either no folder or a complete one. The lock only prevents the processes of a node from doing the same
+work. If it has no effect (on a network file system without locks), several processes compute the same arrays, and one
+folder is kept.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from megalite.atomic_files import remove_leftovers, temporary_path
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.small_files import MIB, read_json
 
-_LOCK_SECONDS = 3600.0  # no arrays take longer
+_LOCK_SECONDS = 3600.0  # longer than any computation of arrays
 _LARGEST = 16 * MIB
-"""Largest description in bytes; it needs a few hundred per dataset."""
+"""Largest description in bytes; it has a few hundred bytes per dataset."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class IndexCache:
-    """Arrays, found by a description of their inputs.
-
-    Attributes:
-        notes: notes for the user on arrays that could not be stored, or were damaged.
+    """Cache of arrays, which are found by a description of their inputs.
 
     Args:
-        directory: directory to store them in; None: a folder `cache` beside the data that they belong to.
+        directory: directory to store them in; None: a folder `cache` next to the data that they belong to.
+
+    Attributes:
+        notes: messages for the user about arrays that could not be stored or were damaged.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -54,12 +54,12 @@ class IndexCache:
         self.notes: list[str] = []
 
     def get(self, data_path: str, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays that `build` makes, read-only, from disk if they are there.
+        """Return the arrays that `build` computes, read-only, from disk if they are stored there.
 
         Args:
-            data_path: the data they belong to.
-            description: all that they depend on, as JSON values.
-            build: computes them.
+            data_path: path of the data that they belong to.
+            description: everything that they depend on, as JSON values.
+            build: function that computes them.
         """
         directory = Path(self.directory) if self.directory else Path(data_path).parent / "cache"
         text = json.dumps(description, sort_keys=True)
@@ -95,7 +95,8 @@ class IndexCache:
             try:
                 os.rename(temporary, folder)
             except OSError:
-                # What has the name is damaged, or of another node, which was faster and has mapped it: that stays.
+                # The existing folder is damaged, or another node was faster and has mapped its files. Such a folder is
+                # kept.
                 if self._load(folder, description) is None:
                     shutil.rmtree(folder, ignore_errors=True)
                     os.rename(temporary, folder)
@@ -117,14 +118,17 @@ class IndexCache:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock out other processes; a process that dies releases the lock, and one that hangs does not block others."""
+    """Lock a folder against other processes.
+
+    A process that dies releases the lock. A process that hangs blocks the others for at most `_LOCK_SECONDS`.
+    """
     path = folder.with_name(f"{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Nothing is cut off, and nothing opened, that somebody has put there in the place of a lock.
+        # Another file at this path must not be truncated, and a link or a pipe must not be followed or waited for.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
-    except OSError:  # what cannot be written will not be kept either, which is noted there
+    except OSError:  # if the lock cannot be created, the arrays cannot be stored either: `_keep` notes this
         yield
         return
     try:
@@ -165,7 +169,7 @@ def _map_array(path: Path, crc32: int) -> np.ndarray:
     data = map_file(path)
     if zlib.crc32(data.data) != crc32:
         raise ValueError(f"{path.name} has another checksum than recorded")
-    # Not np.load: it would keep a file descriptor.
+    # np.load would keep a file descriptor.
     header = io.BytesIO(data[: 1 << 16].tobytes())
     np.lib.format.read_magic(header)
     shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(header)

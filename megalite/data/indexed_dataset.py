@@ -1,6 +1,6 @@
-"""Token files in Megatron-LM's format: `{prefix}.bin` holds the tokens, `{prefix}.idx` where each sequence lies in it.
+"""Token files in Megatron-LM's format: `{prefix}.bin` has the tokens, `{prefix}.idx` the place of each sequence in it.
 
-All integers are little endian. The .idx holds, without alignment:
+All integers are little-endian. The .idx consists of these fields, without padding:
 
     bytes        field
     9            magic "MMIDIDX\\0\\0"
@@ -12,7 +12,7 @@ All integers are little endian. The .idx holds, without alignment:
     8 n          int64 byte offset of each sequence in the .bin
     8 (d + 1)    int64 index of the first sequence of each document, and n at the end
 
-A document without tokens is a boundary without a sequence.
+A document without tokens has a boundary but no sequence.
 """
 
 from __future__ import annotations
@@ -46,34 +46,35 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 BLOCK = 1 << 16
-"""Entries of the index that are checked together, so that they fit into a processor's cache."""
+"""Entries of the index that are checked together: few enough to fit into a processor's cache."""
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The file of tokens."""
+    """Return the path of the file with the tokens."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file that says where each sequence lies."""
+    """Return the path of the file with the index."""
     return Path(f"{prefix}.idx")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type in which Megatron-LM stores tokens of a vocabulary of this size."""
+    """Return the type that Megatron-LM stores tokens in, for a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class IndexedDataset:
-    """Sequences of tokens on disk, read without copies.
+    """Sequences of tokens in a pair of .bin and .idx files.
 
     Args:
-        prefix: the path of the .bin and .idx without the suffix.
-        mmap: map the .bin into memory; otherwise each `get` is one positioned read, for file systems that map badly.
+        prefix: path of the .bin and .idx without the suffix.
+        mmap: map the .bin into memory; otherwise each `get` is one positioned read, for file systems on which mapping
+            is slow.
         check: check each entry of the index; otherwise the caller must call `check_index`.
 
     Raises:
-        DataError: a file is missing, damaged, or does not fit the other.
+        DataError: a file is missing or damaged, or the two files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, mmap: bool = True, check: bool = True) -> None:
@@ -88,7 +89,7 @@ class IndexedDataset:
         self.document_indices = np.frombuffer(index, np.int64, boundaries, offset)
         if sequences and self.sequence_lengths.min() < 0:
             _damaged(idx_path(prefix), "sequence lengths of 0 or more", str(self.sequence_lengths.min()))
-        # In parts, each far from what 64 bits hold: the sum is compared with the size of the .bin.
+        # Summed in parts, none of which can overflow 64 bits: the total is compared with the size of the .bin.
         parts = (self.sequence_lengths[start : start + BLOCK] for start in range(0, sequences, BLOCK))
         self.tokens = sum(int(part.sum(dtype=np.int64)) for part in parts)
         if check:
@@ -96,11 +97,13 @@ class IndexedDataset:
         self._read = self._open_tokens(mmap)
 
     def __len__(self) -> int:
-        """The number of sequences."""
+        """Return the number of sequences."""
         return len(self.sequence_lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `[offset, offset + length)` of one sequence (to its end without a length), as stored, read-only.
+        """Return the tokens `[offset, offset + length)` of one sequence, read-only, in the type they are stored in.
+
+        Without a length, the tokens up to the end of the sequence.
 
         Raises:
             IndexError: there is no such sequence, or it has no such tokens.
@@ -115,10 +118,11 @@ class IndexedDataset:
         return self._read(int(self.sequence_pointers[index]) + offset * self.dtype.itemsize, length)
 
     def join(self, sequences: list[int], start: int, end: int) -> np.ndarray:
-        """Whole sequences laid end to end, from token `start` of the first up to token `end` of the last, int64.
+        """Return consecutive sequences, concatenated, from token `start` of the first up to (not including) token `end`
+        of the last, int64.
 
         Raises:
-            DataError: a sequence lies outside the .bin.
+            DataError: a sequence is outside the .bin.
         """
         lengths, pointers, size = self.sequence_lengths.item, self.sequence_pointers.item, self.dtype.itemsize
         try:
@@ -131,18 +135,19 @@ class IndexedDataset:
         return np.concatenate(parts, dtype=np.int64)
 
     def all_tokens(self) -> np.ndarray:
-        """Every token of the .bin, mapped, one sequence after another."""
+        """Return all tokens of the .bin, memory-mapped."""
         return _map_file(bin_path(self.prefix)).view(self.dtype)
 
     @cached_property
     def lengths_sha256(self) -> str:
-        """Return a hash of the sequences' lengths; takes a second for some 200 million of them."""
+        """Return a hash of the sequences' lengths. This takes a second for about 200 million sequences."""
         return hashlib.sha256(self.sequence_lengths.data).hexdigest()
 
     def check_index(self, advance: Callable[[int], None] = lambda size: None) -> None:
-        """Check every pointer against the lengths before it, and every document boundary against the one before.
+        """Check every pointer against the lengths before it, and every document boundary against the one before it.
 
-        Takes some milliseconds for a million of each; `advance` is called with the number of bytes after each block.
+        This takes a few milliseconds for a million of each. `advance` is called with the number of bytes after each
+        block.
 
         Raises:
             DataError: sequences do not follow one another, or documents go backwards.
@@ -171,7 +176,7 @@ class IndexedDataset:
             _damaged(path, expected, f"{boundaries[0]} to {boundaries[-1]}")
         for first in range(0, len(boundaries) - 1, BLOCK):
             block = boundaries[first : first + BLOCK + 1]
-            backwards = block[1:] < block[:-1]  # differences could be too large for 64 bits
+            backwards = block[1:] < block[:-1]  # compared, not subtracted: a difference could overflow 64 bits
             if backwards.any():
                 at = int(np.argmax(backwards))
                 expected = f"document {first + at}, which begins at sequence {block[at]}, to end there or later"
@@ -198,7 +203,7 @@ class IndexedDataset:
 
 
 def _read_at(descriptor: int, position: int, count: int, dtype: np.dtype[Any]) -> bytes:
-    """Read `count` tokens as bytes; one system call returns at most 2 GB."""
+    """Read `count` tokens as bytes, in several system calls, since each returns at most 2 GB."""
     left, parts = count * dtype.itemsize, list[bytes]()
     while left and (part := os.pread(descriptor, left, position)):
         parts.append(part)

@@ -15,10 +15,10 @@ from megalite.errors import DataError
 
 
 class MicroBatchArrays(SampleFields):
-    """The fields of the samples of a micro-batch, each [micro_batch_size, sequence_length].
+    """Fields of the samples of a micro-batch, each [micro_batch_size, sequence_length].
 
     Attributes:
-        sample_ids: the global number of each sample: its place in the order in which the run consumes them.
+        sample_ids: global number of each sample: its position in the order in which the run consumes samples.
     """
 
     sample_ids: range
@@ -26,18 +26,18 @@ class MicroBatchArrays(SampleFields):
 
 @dataclass(eq=False)
 class MicroBatchLoader:
-    """Loader of one rank's micro-batches; its choice of samples is a pure function of the samples consumed.
+    """Loader of one rank's micro-batches; the choice of samples is a pure function of the number of consumed samples.
 
-    A context manager; threads start at the first use and end with it.
+    This is a context manager: threads start at the first use and end at its exit.
 
     Attributes:
         dataset: samples by global number.
         micro_batch_size: samples in a micro-batch.
-        data_parallel_rank: this rank's place among those that share a step's samples.
+        data_parallel_rank: this rank's position among the ranks that share a step's samples.
         data_parallel_size: the number of those ranks.
-        vocab_size: larger tokens are refused: data without a record of its tokenizer may hold them.
-        num_workers: threads that read the next step's micro-batches during this one; 0: read on request.
-        verification: check of the data's files; damage that it finds ends the run at the next step. None: no check.
+        vocab_size: tokens must be below it; data without a record of its tokenizer may have larger ones.
+        num_workers: threads that read the next step's micro-batches during this step; 0: read when requested.
+        verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
     """
 
     dataset: Dataset[SampleFields]
@@ -57,7 +57,7 @@ class MicroBatchLoader:
         """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
 
         Raises:
-            DataError: a file is damaged, the dataset has too few samples, or a token is beyond the vocabulary.
+            DataError: a file is damaged, the dataset has too few samples, or a token is outside the vocabulary.
         """
         if self.verification is not None:
             self.verification.raise_damage()
@@ -66,7 +66,7 @@ class MicroBatchLoader:
             return [self._load(samples) for samples in wanted]
         step = num_micro_batches * self.micro_batch_size * self.data_parallel_size
         ready = self._submit(wanted)
-        # Read ahead before waiting. What was read ahead in vain, as after a resume elsewhere, is dropped.
+        # Read ahead before waiting. Micro-batches that were read ahead for another step are dropped.
         self._ahead = self._submit(self._samples(consumed_samples + step, num_micro_batches))
         return [ready[samples].result() for samples in wanted]
 
@@ -87,7 +87,7 @@ class MicroBatchLoader:
             )
         rows = [self.dataset[sample] for sample in samples]
         tokens, labels = np.stack([row["tokens"] for row in rows]), np.stack([row["labels"] for row in rows])
-        # As unsigned numbers, so that one pass sees what is negative too.
+        # Viewed as unsigned numbers, negative tokens are large: one comparison finds both errors.
         if max(tokens.view(np.uint64).max(), labels.view(np.uint64).max()) >= self.vocab_size:
             least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
             raise DataError(
@@ -105,7 +105,7 @@ class MicroBatchLoader:
         )
 
     def close(self) -> None:
-        """End the threads and drop what they were reading ahead."""
+        """End the threads and drop the micro-batches that were read ahead."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor, self._ahead = None, {}

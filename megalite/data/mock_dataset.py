@@ -11,17 +11,17 @@ import numpy as np
 class MockDataset:
     """Samples that are a pure function of (seed, stream, sample), the same on every platform and numpy version.
 
-    A token is mostly the token before it plus 1; one in ten, and the first of a document, is drawn at random. So the
-    loss of a model that learns falls from log(vocab_size) to about a tenth of it. Documents end in `eod` at random
-    places, on average four per sample.
+    Most tokens are the token before plus 1. One token in ten, and the first of each document, is drawn at random. The
+    loss of a model that learns therefore falls from log(vocab_size) to about a tenth of that. Documents end with `eod`
+    at random places, on average four per sample.
 
     Attributes:
-        vocab_size: tokens are in [0, vocab_size); at least 2.
-        sequence_length: samples have one token more.
+        vocab_size: number of tokens, at least 2; tokens are in [0, vocab_size).
+        sequence_length: number of input tokens in a sample; the sample has one token more.
         seed: the run's seed.
-        num_samples: the length.
-        eod: the token that ends a document; by default the last, as in `NullTokenizer`.
-        stream: number that makes the splits of a run differ.
+        num_samples: number of samples.
+        eod: token that ends a document; None: the last token of the vocabulary, as in `NullTokenizer`.
+        stream: number that makes the splits of a run different from each other.
     """
 
     vocab_size: int
@@ -32,18 +32,18 @@ class MockDataset:
     stream: int = 0
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, int64 [sequence_length + 1].
+        """Return the tokens of a sample, int64 [sequence_length + 1].
 
         Raises:
             IndexError: there is no such sample.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
-        # RandomState's numbers are frozen; those of numpy's newer generators may change with its version.
+        # The numbers of RandomState are frozen. Those of numpy's newer generators may change with its version.
         random = np.random.RandomState([self.seed % 2**32, self.stream, sample % 2**32, sample >> 32])
         length, ordinary = self.sequence_length + 1, self.vocab_size - 1
         eod = ordinary if self.eod is None else self.eod

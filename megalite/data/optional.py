@@ -1,4 +1,4 @@
-"""Libraries that only some inputs and tokenizers need."""
+"""Import of libraries that only some inputs and tokenizers need."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def optional_import(module: str, package: str, why: str) -> Any:
     """Import and return a module.
 
     Args:
-        module: its name.
-        package: the package to install and its oldest usable version, such as `jinja2>=3.1.6`.
-        why: the feature that needs it, as the beginning of the message.
+        module: name of the module.
+        package: package to install, optionally with its oldest usable version, such as `jinja2>=3.1.6`.
+        why: the feature that needs it; the error message begins with this text.
 
     Raises:
-        ConfigurationError: it is not installed, or too old; the message says how to install it.
+        ConfigurationError: the package is not installed, or too old; the message says how to install it.
     """
     name, _, oldest = package.partition(">=")
     install = f"pip install '{package}'" if oldest else f"pip install {package}"

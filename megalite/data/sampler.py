@@ -1,7 +1,7 @@
-"""Choice of the samples of a rank: pure functions of the number of samples consumed, the only state to resume from.
+"""Choice of the samples of a rank: pure functions of the number of consumed samples, the only state to resume from.
 
-Megatron-LM's `--dataloader-type single`: the samples are taken in order; micro-batch m of a step, over all
-data-parallel ranks together, is the next `micro_batch_size * data_parallel_size` of them, each rank's part contiguous.
+This is Megatron-LM's `--dataloader-type single`. Samples are taken in order. Each micro-batch of a step takes the next
+`micro_batch_size * data_parallel_size` samples, and each data-parallel rank gets a contiguous part of them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class GlobalBatchSize:
     """Number of samples in a step over all ranks, which may grow at the start of a run.
 
     Attributes:
-        final: the size from the end of the ramp on.
-        ramp: Megatron-LM's `--rampup-batch-size`: the first size, the increment, and the samples over which the size
-            grows in equal parts; None: no ramp.
+        final: the size after the ramp.
+        ramp: Megatron-LM's `--rampup-batch-size`: the first size, the increment, and the number of samples over which
+            the size grows, the same number for each size; None: no ramp.
     """
 
     final: int
@@ -24,7 +24,7 @@ class GlobalBatchSize:
 
     @property
     def sizes(self) -> range:
-        """Return the sizes that steps may have, up to the final one."""
+        """Sizes that steps may have, up to the final size."""
         start, increment, _ = self.ramp if self.ramp is not None else (self.final, 1, 0)
         return range(start, self.final + 1, increment)
 
@@ -33,7 +33,7 @@ class GlobalBatchSize:
         if self.ramp is None or self.ramp[0] == self.final or consumed_samples > self.ramp[2]:
             return self.final
         start, increment, samples = self.ramp
-        # The division is Megatron-LM's: rounded otherwise, a size could change a step earlier or later than there.
+        # The same division as in Megatron-LM: with other rounding, a size could change one step earlier or later.
         samples_of_a_size = samples / ((self.final - start) // increment)
         return start + int(consumed_samples / samples_of_a_size) * increment
 

@@ -1,11 +1,11 @@
-"""Conversations packed into sequences: tokens attend within their conversation only, and the loss counts on answers.
+"""Conversations packed into sequences: tokens attend within their conversation only, and only answers have a loss.
 
-A conversation of n tokens takes n - 1 places, each an input and its label, so that no label belongs to another
-conversation. In each epoch conversations are shuffled and taken in turn; one that does not fit into the rest of a
-sequence begins the next. One that is longer than a sequence is cut.
+A conversation of n tokens takes n - 1 places. Each place is an input and its label, so no label belongs to another
+conversation. In each epoch the conversations are shuffled and added to sequences in this order. A conversation that
+does not fit into the rest of a sequence begins the next sequence. A conversation that is longer than a sequence is cut.
 
-The text of a conversation is tokenized as a whole, as it is at inference: many tokenizers give other tokens to a part
-of a text than the same part has within the text. A token that has any character of an answer is learned.
+The text of a conversation is tokenized at once, as it is at inference. Tokenizing its parts separately would give other
+tokens with many tokenizers. A token with at least one character of an answer counts in the loss.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def build_sft_datasets(
     cache: IndexCache,
     surplus: float = SURPLUS,
 ) -> Datasets[SampleFields]:
-    """Return the sets of a run on conversations; `parts` name JSONL files.
+    """Return the datasets of a run on conversations; `parts` name JSONL files.
 
     Raises:
         ConfigurationError: there is no training data.
@@ -65,16 +65,16 @@ class ConversationFile:
         path: the file.
         tokenizer: tokenizer for the text.
         template: the chat template; None: the plain form of `megalite.data.chat`.
-        sequence_length: tokens the model sees in a sample.
+        sequence_length: number of input tokens in a sample.
         seed: seed of the samples' order.
         cache: cache for the tokens and the indices.
 
     Attributes:
-        tokens: the conversations, one after another.
-        answers: begin and end of each answer, in tokens.
-        begins, ends: begin and end of each conversation, in tokens.
+        tokens: tokens of all conversations, concatenated.
+        answers: begin and end of each answer in `tokens`, alternating.
+        begins, ends: begin and end of each conversation in `tokens`.
         places: number of places that each conversation takes in a sequence.
-        unanswered: number of conversations without a label in an answer.
+        unanswered: number of conversations that have no label in an answer.
 
     Raises:
         DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
@@ -110,11 +110,11 @@ class ConversationFile:
             )
 
     def __len__(self) -> int:
-        """The number of conversations."""
+        """Return the number of conversations."""
         return len(self.ends)
 
     def learned(self, begin: int, end: int) -> np.ndarray:
-        """Return a mask of the tokens from `begin` to `end` that are answers."""
+        """Return a mask of the tokens from `begin` to `end`: 1 if a token belongs to an answer, otherwise 0."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
 
     def _unanswered(self) -> int:
@@ -124,7 +124,7 @@ class ConversationFile:
         return int(np.count_nonzero(next_answers >= first_labels + self.places))
 
     def notes(self) -> list[str]:
-        """Notes for the user on the file."""
+        """Return messages for the user about the file."""
         cut = np.count_nonzero(self.ends - self.begins - 1 > self.sequence_length)
         of = f"of {len(self)} conversations"
         notes = []
@@ -136,7 +136,7 @@ class ConversationFile:
         return notes
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
-        """Return at least `num_samples` samples of these conversations; None: those of one epoch."""
+        """Return a dataset of at least `num_samples` samples of these conversations; None: the samples of one epoch."""
         description = self.description | {
             "kind": "packed conversations",
             "conversations": [sequences.start, sequences.stop],
@@ -160,12 +160,12 @@ def pack(lengths: np.ndarray, capacity: int, num_samples: int | None, seed: int)
     Args:
         lengths: places that each conversation takes, from 1 to `capacity`.
         capacity: places in a sequence.
-        num_samples: sequences needed; None: those of one epoch.
+        num_samples: number of sequences needed; None: the sequences of one epoch.
         seed: seed of the order.
 
     Returns:
-        order: conversations, int64, whole epochs of them.
-        starts: sequence k holds `order[starts[k]:starts[k + 1]]`, int64.
+        order: conversation numbers, int64; complete epochs, one after another.
+        starts: sequence k consists of `order[starts[k]:starts[k + 1]]`, int64.
     """
     random = np.random.RandomState(seed)
     epochs, starts = list[np.ndarray](), [0]
@@ -190,11 +190,11 @@ class SFTDataset:
     starts: np.ndarray
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.starts) - 1
 
     def __getitem__(self, sample: int) -> SampleFields:
-        """Return a sequence; places that no conversation fills are a document of their own, without loss.
+        """Return a sequence. The unfilled places at its end are one more document, without loss.
 
         Raises:
             IndexError: there is no such sample.
@@ -230,10 +230,7 @@ def _sha256(path: str) -> str:
 
 
 def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
-    """Return the conversations as arrays.
-
-    tokens: one conversation after another; ends: the end of each; answers: begin and end of each answer, in tokens.
-    """
+    """Return the arrays "tokens", "answers" and "ends"; see the attributes of `ConversationFile`."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
     with conversation_reader(template) as spans_of, Path(path).open("rb") as lines:
@@ -273,14 +270,14 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
 
 
 def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of a conversation, and a mask of those that are learned."""
+    """Return the tokens of a conversation, and a mask of the tokens that count in the loss."""
     ids, learned = list[int](), list[np.ndarray]()
     for stretch in _stretches(spans):
         text = "".join(span.text for span in stretch)
         check_text(text)
         found, offsets = tokenizer.encode_with_offsets(text)
         of_answers = np.repeat([span.learned for span in stretch], [len(span.text) for span in stretch])
-        before = np.concatenate([[0], np.cumsum(of_answers)])  # characters of answers before each
+        before = np.concatenate([[0], np.cumsum(of_answers)])  # for each character, answer characters before it
         ids += found
         learned.append(before[offsets[:, 1]] > before[offsets[:, 0]])
         if stretch[-1].ends:
@@ -290,7 +287,7 @@ def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np
 
 
 def _stretches(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
-    """Yield the spans in groups that end with an end of document; the last group has the rest."""
+    """Yield the spans in groups, each up to an end of document; the last group has the remaining spans."""
     begin = 0
     for end, span in enumerate(spans, 1):
         if span.ends or end == len(spans):

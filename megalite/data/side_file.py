@@ -1,9 +1,9 @@
-"""Record `{prefix}.megalite.json` beside a token file: its tokenizer, its size, and its checksums.
+"""Side file `{prefix}.megalite.json` of a token file: a record of its tokenizer, its size, and its checksums.
 
-The name is one that no other program uses: `{prefix}.json` is often the text itself.
+No other program uses this name, while `{prefix}.json` is often the text itself.
 
-Megatron-LM's files have no such record and are accepted without one; tokens beyond the vocabulary are then found when a
-micro-batch is loaded (`megalite/data/loader.py`): an earlier check would have to read all of the data.
+Megatron-LM's files have no such record and are accepted without it. Tokens outside the vocabulary are then found only
+when a micro-batch is loaded (`megalite/data/loader.py`), since an earlier check would have to read all data.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Record:
     """Record of a token file.
 
     Attributes:
-        tokenizer: identity of its tokenizer (`Tokenizer.identity()`), if known.
+        tokenizer: identity of the tokenizer (`Tokenizer.identity()`), if known.
         tokens, documents: number of tokens and of documents.
-        crc32: the checksums of the files "bin" and "idx", one for each `CHUNK` bytes; none in old records.
+        crc32: checksums of the files "bin" and "idx", one per `CHUNK` bytes; empty in old records.
     """
 
     tokenizer: dict[str, Any] | None
@@ -44,12 +44,12 @@ class Record:
 
 
 def side_file_path(prefix: str | Path) -> Path:
-    """Return the path of the record."""
+    """Return the path of the side file."""
     return Path(f"{prefix}{SUFFIX}")
 
 
 def write_side_file(file: TemporaryFile, record: Record) -> None:
-    """Write the record for `read_side_file`."""
+    """Write the record in the format that `read_side_file` reads."""
     fields = {
         "tokenizer": record.tokenizer,
         "tokens": record.tokens,
@@ -60,7 +60,7 @@ def write_side_file(file: TemporaryFile, record: Record) -> None:
 
 
 def read_side_file(prefix: str | Path) -> Record | None:
-    """Return the record beside a token file, or None if there is none.
+    """Return the record of a token file, or None if it has no side file.
 
     Raises:
         DataError: it cannot be read, or is not a valid record.
@@ -79,7 +79,7 @@ def read_side_file(prefix: str | Path) -> Record | None:
 
 
 def _record(found: Any) -> Record:
-    """Return the record in JSON values. Raises ValueError if they are not a record."""
+    """Convert JSON values to a record. Raises ValueError if they are not a valid record."""
     if not isinstance(found, dict) or found.keys() | {"crc32"} != {"tokenizer", "tokens", "documents", "crc32"}:
         raise ValueError("it has not the keys of one")
     tokenizer, tokens, documents, crc32 = found["tokenizer"], found["tokens"], found["documents"], found.get("crc32")
@@ -112,7 +112,7 @@ def _is_identity(value: object) -> bool:
 
 
 def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
-    """Return the identity (`Tokenizer.identity()`) of the data's tokenizer, or None if it is not recorded.
+    """Return the recorded identity (`Tokenizer.identity()`) of the data's tokenizer, or None if none is recorded.
 
     Raises:
         DataError: the side file cannot be read.
@@ -122,7 +122,7 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[str, Any]) -> None:
-    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one in the token file's record.
+    """Check that a tokenizer (`Tokenizer.identity()`) is the one in the token file's record, if it names one.
 
     Raises:
         DataError: the tokenizers differ.

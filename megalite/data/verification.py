@@ -1,4 +1,4 @@
-"""Check of token files for damage: opening them reads no token, and not every entry of a large index."""
+"""Check of token files for damage, since opening a file reads no tokens and only a part of a large index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.errors import DataError
 from megalite.small_files import open_regular, reason
 
 ENTRIES_AT_ONCE = 1 << 21
-"""Index entries that every rank checks when a file is opened: this takes some milliseconds."""
+"""Index entries that every rank checks when files are opened, which takes a few milliseconds."""
 BYTES_AT_START = 1 << 28
 """Bytes that are checked before the first step."""
 REST = 3.0
@@ -29,11 +29,11 @@ PIECE = 1 << 20
 AGAIN = "Copy the three files again from where they came, or run megalite-preprocess again."
 
 Advance = Callable[[int], None]
-"""Function that is called with the number of bytes after each piece."""
+"""Function that is called with the number of bytes of each piece after it is checked."""
 
 
 class Check(NamedTuple):
-    """Part of the work, which raises DataError if it finds damage."""
+    """Part of the check, which raises DataError if it finds damage."""
 
     size: int
     """Number of bytes to check."""
@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
 
 def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
-    """List the checks that the side file's record allows, if there is one; its counts are compared at once.
+    """Return the checks that the side file's record makes possible; its counts are compared immediately.
 
     Raises:
         DataError: the record's counts differ from the index.
@@ -68,14 +68,15 @@ def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
 def check_record(data: IndexedDataset, record: Record | None) -> None:
     """Compare a dataset with its side file's record, if there is one: every byte, if the record has checksums.
 
-    Raises DataError.
+    Raises:
+        DataError: they differ.
     """
     for check in recorded_checks(data, record):
         check.run(lambda size: None)
 
 
 def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advance: Advance) -> None:
-    """Compare a file with its checksums, unless another file has taken its place since it was `opened`."""
+    """Compare a file with its checksums, unless the file was replaced after it was `opened`."""
     try:
         with open_regular(path) as file:
             if not os.path.samestat(os.fstat(file.fileno()), opened):
@@ -98,10 +99,11 @@ def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advanc
 
 
 class Verification:
-    """Check of the token files of a run, by a thread, while the run starts and trains.
+    """Check of the token files of a run in a background thread, while the run starts and trains.
 
     Args:
-        reads: true if this process reads the files; one per node is enough. Others only check indexes that are small.
+        reads: true if this process checks the files, which one process per node should do. The others check small
+            indexes only.
     """
 
     def __init__(self, reads: bool) -> None:
@@ -113,7 +115,7 @@ class Verification:
         self._damage: BaseException | None = None
 
     def add(self, data: IndexedDataset, record: Record | None) -> None:
-        """Check at once what is quickly checked, and leave the rest for later.
+        """Check a small index and the record's counts immediately, and leave the rest for the thread.
 
         Raises:
             DataError: the index is damaged, or the side file belongs to another index.
@@ -127,7 +129,7 @@ class Verification:
         self._checks += recorded_checks(data, record)
 
     def begin(self) -> None:
-        """Start the checks that were left for later, the smallest first."""
+        """Start the remaining checks, the smallest first."""
         if self._reads and self._checks:
             self._checks.sort(key=lambda check: check.size)
             threading.Thread(target=self._run, name="verification", daemon=True).start()
@@ -135,7 +137,7 @@ class Verification:
             self._before_start.set()
 
     def raise_damage(self) -> None:
-        """Wait until enough is checked for a start, and raise the damage that was found by then.
+        """Wait until `BYTES_AT_START` bytes are checked, or all, and raise the damage found so far.
 
         Raises:
             DataError: a file is damaged.

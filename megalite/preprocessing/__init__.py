@@ -1,1 +1,1 @@
-"""Preparation of datasets: text encoded, written, merged, inspected; tokenizers trained."""
+"""Preparation of datasets: encoding text, writing, merging and inspecting token files, and training tokenizers."""

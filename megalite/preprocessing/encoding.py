@@ -1,4 +1,4 @@
-"""Conversion of a chunk of a corpus to tokens: the work of each worker process of preprocessing."""
+"""Conversion of a chunk of a corpus to tokens, which is the work of a preprocessing worker process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megalite.errors import DataError
 
 @dataclass(frozen=True)
 class Encoding:
-    """Rules for turning records into tokens, sent to every worker.
+    """Rules for converting records to tokens, sent to every worker process.
 
     Attributes:
-        json_keys: the fields of a record to tokenize, each into a file of its own.
+        json_keys: the fields of a record to tokenize, each into separate files.
         append_eod: end every document that has tokens with the tokenizer's `eod`.
         tokenizer_type, tokenizer_model, vocab_size, options: see `build_tokenizer`.
         skip_bad_lines: leave out records that are not documents instead of raising an error.
@@ -43,7 +43,8 @@ class Encoding:
 
 
 class Tokens(NamedTuple):
-    """Documents of one key: their tokens end to end, the length of each sequence, the sequences of each document."""
+    """Documents of one key: their tokens, concatenated, the length of each sequence, and the number of sequences of
+    each document."""
 
     tokens: np.ndarray
     lengths: np.ndarray
@@ -54,10 +55,10 @@ class EncodedChunk(NamedTuple):
     """Documents of a chunk.
 
     Attributes:
-        keys: the tokens of each key.
+        keys: tokens of each key.
         text_bytes: size of the texts of all keys in UTF-8.
         bad: records left out.
-        end, bytes_read: those of the chunk.
+        end, bytes_read: see `Chunk`.
     """
 
     keys: list[Tokens]
@@ -102,15 +103,17 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
 @lru_cache(maxsize=1)
 def cached_tokenizer(encoding: Encoding) -> Tokenizer:
     """Return the tokenizer of this process, ready to encode."""
+    # Some tokenizers build their fast encoder at the first call.
     tokenizer = encoding.tokenizer()
     tokenizer.encode_documents([])
     return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, documents: Sequence[Document], key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of all texts of a key, one text after the other, and the number of tokens of each text.
+    """Return the tokens of all texts of a key, concatenated, and the number of tokens of each text.
 
-    Raises ValueError if a text has no tokens, or has tokens outside the tokenizer's vocabulary.
+    Raises:
+        ValueError: a text cannot be encoded, or has tokens outside the tokenizer's vocabulary.
     """
     ids = tokenizer.encode_documents([text for document in documents for text in document.texts[key]])
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -135,7 +138,7 @@ def _refusal(tokenizer: Tokenizer, document: Document) -> str | None:
 def _assemble(
     tokens: np.ndarray, lengths: np.ndarray, texts: Sequence[int], tokenizer: Tokenizer, append_eod: bool
 ) -> Tokens:
-    """Return tokens in their stored form, from the tokens of the texts and the number of texts of each document."""
+    """Combine the tokens of all texts, given the number of texts of each document, into tokens as they are stored."""
     document = np.repeat(np.arange(len(texts)), texts)[lengths > 0]
     sequences, lengths = np.bincount(document, minlength=len(texts)), lengths[lengths > 0]
     if append_eod:

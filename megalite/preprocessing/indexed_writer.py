@@ -1,4 +1,4 @@
-"""Writer of token files (their format: `megalite/data/indexed_dataset.py`), in memory that does not grow with them."""
+"""Writer of token files (format: `megalite/data/indexed_dataset.py`); its memory does not grow with the files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, b
 from megalite.data.side_file import CHUNK, Record, side_file_path, write_side_file
 from megalite.errors import DataError, FileError
 
-# Lengths, or bytes, that are read back at a time.
+# Number of lengths or bytes that are read back at a time.
 BLOCK = 1 << 20
 LONGEST = np.iinfo(np.int32).max
 
 
 class ChecksummedFile(TemporaryFile):
-    """File with a running checksum of each `CHUNK`, including data that an earlier process wrote.
+    """File with a checksum per `CHUNK` bytes, updated at each write; it includes data that an earlier process wrote.
 
     Attributes:
-        crc32: the checksums; the last one covers the file up to its end.
+        crc32: the checksums; the last one covers the data up to the end of the file.
     """
 
     def __init__(self, path: Path, temporary: Path, size: int = 0) -> None:
@@ -38,7 +38,7 @@ class ChecksummedFile(TemporaryFile):
                 self._add(piece)
 
     def write(self, data: bytes) -> None:
-        """Append."""
+        """Append the data."""
         super().write(data)
         self._add(data)
 
@@ -62,18 +62,18 @@ class Extent(NamedTuple):
 
 
 class IndexedDatasetWriter:
-    """Writes a token file; the final names appear, complete and synced to disk, at `finish` and not before.
+    """Writer of a token file. The final names appear only at `finish`, when the files are complete and synced to disk.
 
-    A context manager: leaving it by an exception, or without `finish`, removes what was written and leaves files that
-    had the final names before as they were.
+    This is a context manager: if it exits with an exception or without `finish`, it removes the written data. Earlier
+    files with the final names then stay unchanged.
 
     Args:
-        prefix: the path of the .bin and .idx to write, without the suffix. Missing folders are made.
-        dtype: the type of the stored tokens, one of `DTYPES`.
-        tokenizer: what identifies the tokenizer (`Tokenizer.identity()`), recorded in the side file.
-        folder: where the files grow, on the file system of `prefix`, and stay if the writer is left without `finish`;
-            None: a folder beside the final names, removed in the end.
-        extent: how much of an earlier writer's files in `folder` to go on from.
+        prefix: path of the .bin and .idx to write, without the suffix. Missing folders are created.
+        dtype: type of the stored tokens, one of `DTYPES`.
+        tokenizer: identity of the tokenizer (`Tokenizer.identity()`), recorded in the side file.
+        folder: folder of the growing files, on the same file system as `prefix`; they stay there if the writer exits
+            without `finish`. None: a temporary folder next to the final names, always removed.
+        extent: size of the part of an earlier writer's files in `folder` to continue from.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class IndexedDatasetWriter:
         """Add many documents.
 
         Args:
-            tokens: those of all documents, one after another.
-            lengths: the tokens of each sequence.
-            sequences: the sequences of each document.
+            tokens: tokens of all documents, concatenated.
+            lengths: number of tokens of each sequence.
+            sequences: number of sequences of each document.
 
         Returns:
-            The CRC-32 of what was written.
+            The CRC-32 of the written data.
 
         Raises:
             DataError: as for `add_document`.
@@ -154,7 +154,7 @@ class IndexedDatasetWriter:
         return stored
 
     def flush(self) -> None:
-        """Hand all data to the operating system: after this, a kill of the process loses none of it."""
+        """Pass all data to the operating system: a later kill of the process does not lose it."""
         for file in self._files:
             file.flush()
 
@@ -164,7 +164,7 @@ class IndexedDatasetWriter:
         publish(self.prefix, self._folder)
 
     def complete(self) -> None:
-        """Write the index and the side file beside the tokens, and sync all of them; only `publish` is left to do."""
+        """Write the index and the side file next to the growing tokens, and sync all; only `publish` remains then."""
         self.flush()
         idx, record = idx_path(self.prefix), side_file_path(self.prefix)
         with (
@@ -208,23 +208,24 @@ def growing_files(prefix: str | Path, folder: Path) -> tuple[Path, Path, Path]:
 
 
 def remove_unfinished(prefix: str | Path, folder: Path) -> None:
-    """Remove the files that a writer in `folder` made for a prefix, and nothing else."""
+    """Remove the files that a writer created in `folder` for a prefix, and no other files."""
     finished = (folder / path.name for path in (idx_path(prefix), side_file_path(prefix)))
     for path in (*growing_files(prefix, folder), *finished):
         path.unlink(missing_ok=True)
 
 
 def publish(prefix: str | Path, folder: Path) -> None:
-    """Give the files that `IndexedDatasetWriter.complete` left in `folder` their final names.
+    """Give their final names to the files that `IndexedDatasetWriter.complete` left in `folder`.
 
-    After a kill in the middle, doing it again completes it.
+    After a kill during this function, another call completes it.
 
     Raises:
         FileError: a file cannot be moved.
     """
     index = idx_path(prefix)
     try:
-        # A reader needs the .idx, so it goes first and comes last: no moment shows the index of other tokens.
+        # A reader needs the .idx. The old one is removed first and the new one is moved last, so that a reader never
+        # sees an index of other tokens.
         if (folder / index.name).exists():
             index.unlink(missing_ok=True)
         for path in (bin_path(prefix), side_file_path(prefix), index):
@@ -236,7 +237,7 @@ def publish(prefix: str | Path, folder: Path) -> None:
 
 
 def read_blocks(path: Path, dtype: str) -> Iterator[np.ndarray]:
-    """Yield the numbers in a writer's unfinished file in blocks."""
+    """Yield the numbers in a writer's unfinished file, in blocks."""
     with path.open("rb") as file:
         while len(block := np.fromfile(file, dtype, BLOCK)):
             yield block

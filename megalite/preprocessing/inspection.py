@@ -1,4 +1,4 @@
-"""Inspection of token files: their contents, and whether every byte is where the index says."""
+"""Inspection of token files: description of their contents, and check for damage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megalite.data.side_file import describe_tokenizer, read_side_file, recorded
 from megalite.data.verification import check_record
 from megalite.errors import DataError
 
-# Entries of the index, and tokens, that are read at a time.
+# Number of index entries or tokens that are read at a time.
 BLOCK = 1 << 22
-# Lengths from here on are counted together: quantiles among them are only known to be at least this.
+# Lengths of this and above are counted together: a quantile among them is reported as this length.
 LONGEST_COUNTED = 1 << 20
 
 
@@ -37,7 +37,7 @@ class LengthStatistics(NamedTuple):
 
 
 def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
-    """Return statistics of the lengths in blocks; the memory needed does not grow with their number."""
+    """Return statistics of the lengths in several blocks; the memory does not grow with the number of lengths."""
     counts = np.zeros(1, np.int64)
     total = longest = 0
     for lengths in blocks:
@@ -49,14 +49,14 @@ def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
     sequences = int(below[-1])
     if not sequences:
         return LengthStatistics()
-    # Counted from 1 in order of length: the shortest, the median and the 99th percentile.
+    # Ranks, from 1 in order of length, of the shortest, the median and the 99th percentile.
     ranks = (1, (sequences + 1) // 2, -(-sequences * 99 // 100))
     shortest, median, percentile_99 = np.searchsorted(below, ranks).tolist()
     return LengthStatistics(sequences, total / sequences, shortest, median, percentile_99, longest)
 
 
 def describe(data: IndexedDataset) -> dict[str, str]:
-    """Return a description of a dataset, by name."""
+    """Return the facts about a dataset, as texts by name."""
     documents = len(data.document_indices) - 1
     lengths = length_statistics(data.sequence_lengths[first:last] for first, last in _blocks(len(data)))
     tokenizer = recorded_tokenizer(data.prefix)
@@ -83,7 +83,7 @@ def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
 
 
 def verify(data: IndexedDataset) -> None:
-    """Compare a dataset, whose index was checked when it was opened, with its checksums, and check every token.
+    """Compare a dataset with its recorded checksums, and check every token. The index was checked when it was opened.
 
     Raises:
         DataError: a checksum differs from the recorded one, or a token is outside the recorded tokenizer's vocabulary.

@@ -1,4 +1,4 @@
-"""Several token files made into one."""
+"""Merging of several token files into one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalite.preprocessing.indexed_writer import Extent, IndexedDatasetWriter
 from megalite.preprocessing.inspection import verify
 from megalite.process.host import raise_open_file_limit
 
-# Tokens that are copied at a time, or one document.
+# Largest number of tokens that are copied at a time, unless a single document has more.
 BLOCK = 1 << 24
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Return the given prefixes, and for each directory the prefixes in it, sorted.
+    """Return the given prefixes, with each directory replaced by the sorted prefixes in it.
 
     Raises:
         DataError: a directory has no token files, or only one file of a pair.
@@ -40,13 +40,13 @@ def _in_directory(folder: Path) -> list[str]:
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
-    """Write the documents of the datasets, one dataset after another, into one; the output appears when it is complete.
+    """Write the documents of several datasets, in this order, into one. The output appears only when it is complete.
 
     Returns:
         The size of the output.
 
     Raises:
-        DataError: datasets are damaged, of different tokenizers or token types, or one of them is the output.
+        DataError: datasets are damaged, have different tokenizers or token types, or one of them is the output.
         FileError: the output cannot be written.
     """
     raise_open_file_limit()
@@ -69,7 +69,11 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
 
 
 def _common_tokenizer(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """Return the tokenizer that all datasets record; None if one has no record."""
+    """Return the tokenizer that is recorded with all datasets; None if a dataset has no recorded tokenizer.
+
+    Raises:
+        DataError: the recorded tokenizers differ.
+    """
     recorded = [recorded_tokenizer(prefix) for prefix in prefixes]
     known = [(prefix, tokenizer) for prefix, tokenizer in zip(prefixes, recorded, strict=True) if tokenizer is not None]
     for prefix, tokenizer in known:
@@ -82,7 +86,7 @@ def _common_tokenizer(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _document_blocks(data: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield tokens, sequence lengths and sequences per document, for some documents at a time."""
+    """Yield the tokens, the sequence lengths and the number of sequences per document, for some documents at a time."""
     tokens = data.all_tokens()
     starts = np.append(data.sequence_pointers // data.dtype.itemsize, data.tokens)
     begins = starts[data.document_indices]

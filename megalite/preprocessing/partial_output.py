@@ -1,10 +1,11 @@
-"""Token files that grow together and survive a kill: a later run continues where they end.
+"""Unfinished token files of a preprocessing run; a later run continues where they end, even after a kill.
 
-They grow in a folder beside the final names, with a journal. Its first line identifies the run. Then comes one line per
-chunk of the corpus, appended after the chunk's tokens: where in the input the chunk ends, how far each file goes, and a
-checksum of what was added. A run that continues reads the files again and trusts the journal as far as the checksums
-agree, whatever a kill, a full disk or a loss of power has left. When the files are complete and on disk, a last line
-says so; after that only renames and removals are left, with the journal removed last.
+The files grow in a folder next to the final names, together with a journal. The first line of the journal identifies
+the run. Each chunk of the corpus adds one line, after its tokens are written: the place in the input where the chunk
+ends, the size of each file, and a checksum of the added data. A run that continues reads the files again and uses the
+journal up to the first checksum that differs. This covers everything that a kill, a full disk or a loss of power can
+leave. When the files are complete and on disk, a last line is added. After that only renames and removals remain, and
+the journal is removed last.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Entry(NamedTuple):
     Attributes:
         position: place in the input at which the chunk ends.
         text_bytes: bytes of all texts so far.
-        skipped: records left out so far.
-        extents: size of each file.
-        checksums: checksums of the data that the chunk added to each file.
+        skipped: number of records left out so far.
+        extents: size of each dataset.
+        checksums: for each dataset, a checksum of the data that the chunk added.
     """
 
     position: Position = Position()
@@ -57,25 +58,25 @@ class Entry(NamedTuple):
 
     @property
     def documents(self) -> int:
-        """Return the number of documents, which all files have in common."""
+        """Number of documents, which is the same for all datasets."""
         return self.extents[0].documents
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of all files."""
+        """Number of tokens of all datasets."""
         return sum(extent.tokens for extent in self.extents)
 
     @classmethod
     def parse(cls, line: list[Any]) -> Entry:
-        """Return an entry from its JSON."""
+        """Return the entry of a journal line."""
         position, text_bytes, skipped, extents, checksums = line
         return cls(Position(*position), text_bytes, skipped, tuple(Extent(*e) for e in extents), tuple(checksums))
 
 
 JOURNAL = "journal"
-# How a journal begins, as far as a kill let it: a file of this name that does not is somebody else's.
+# First bytes of every journal (a kill may leave fewer). A file of this name with other contents is not megalite's.
 BEGIN = b'{"tool": "preprocess_data", '
-# More than the last line of a complete journal has.
+# Upper bound in bytes for the length of a complete journal's last line.
 LAST_LINE = 1 << 10
 
 
@@ -85,24 +86,25 @@ def partial_folder(output_prefix: str) -> Path:
 
 
 class PartialOutput:
-    """Output of a run, from its start or from where an earlier run stopped.
+    """Output of a run, from its start or from the place where an earlier run stopped.
 
-    A context manager. Left without `finish`, it keeps what is done, if anything is.
+    This is a context manager. If it exits without `finish`, it keeps the finished work, or removes the folder if no
+    document is finished.
 
     Args:
-        output_prefix: names the folder of unfinished files.
-        prefixes: the token files to write.
-        dtype: the type of the stored tokens.
+        output_prefix: prefix that determines the folder of unfinished files.
+        prefixes: prefixes of the token files to write.
+        dtype: type of the stored tokens.
         tokenizer: the tokenizer's identity.
-        run: values that must be equal for a later run to continue, as JSON values.
-        resume: continue what an earlier run left, if there is anything; otherwise that is removed.
+        run: JSON values that must be equal for a later run to continue.
+        resume: true: continue the files of an earlier run, if there are any; false: remove them.
 
     Attributes:
-        done: what is written.
-        resumed: true if an earlier run wrote some of it.
+        done: state of the written files.
+        resumed: true if the run continues an earlier run.
 
     Raises:
-        DataError: another run is writing it, what is there is of a different run, or it is not megalite's.
+        DataError: another run is writing to the folder, or its files are of a different run or not megalite's.
         FileError: the folder cannot be written to.
     """
 
@@ -135,18 +137,21 @@ class PartialOutput:
 
     def _start(self, header: dict[str, Any]) -> None:
         found, end = next(_lines(self._journal), ({}, 0))
-        # Drop the old journal's entries, but keep its header until the old files are deleted: it names them.
+        # Remove the entries of the old journal, but keep its header until the old files that it names are removed.
         self._journal.truncate(end)
         for name in (*found.get("files", ()), *self._prefixes):
             remove_unfinished(name, self.folder)
         self._journal.truncate(0)
         self._append(json.dumps(header).encode() + b"\n")
-        # The folder is known for ours by it, so it is on disk before anything else is.
+        # The header shows that the folder is megalite's, so it must be on disk before any other file.
         os.fsync(self._journal.fileno())
 
     def _read_journal(self, header: dict[str, Any]) -> bool:
-        """Find how far the files can be trusted, and cut the journal there. Returns False if there is no run to
-        continue."""
+        """Find the last entry whose checksums match the files, and truncate the journal after it.
+
+        Returns:
+            False if there is no run to continue.
+        """
         statistics = _statistics(self._journal)
         content = _lines(self._journal)
         found, end = next(content, (None, 0))
@@ -166,7 +171,7 @@ class PartialOutput:
                     break
                 try:
                     entry = Entry.parse(line["entry"])
-                except (TypeError, ValueError):  # torn, as where a checksum is wrong
+                except (TypeError, ValueError):  # an incomplete entry ends the valid part, as a wrong checksum does
                     break
                 if not self.finished and self._checksums(files, entry) != entry.checksums:
                     break
@@ -176,7 +181,7 @@ class PartialOutput:
         return True
 
     def _checksums(self, files: list[list[IO[bytes]]], entry: Entry) -> tuple[int, ...]:
-        """Return the checksums of the data in the files between the last entry and this one."""
+        """Return the checksums of the data in the files between the entry before (`done`) and this one."""
         checksums = []
         for of_key, before, after in zip(files, self.done.extents, entry.extents, strict=True):
             checksum = 0
@@ -187,12 +192,12 @@ class PartialOutput:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the earlier run had completed its files except for their names: there is nothing to `add`."""
+        """True if the earlier run completed its files and only renames are left: there is nothing to `add`."""
         return self._statistics is not None
 
     @property
     def kept(self) -> bool:
-        """Tell whether there is anything to keep if the block is left without `finish`."""
+        """True if there is finished work to keep if the context exits without `finish`."""
         return self.done.documents > 0
 
     def add(self, chunk: EncodedChunk) -> None:
@@ -211,7 +216,11 @@ class PartialOutput:
         self._append(json.dumps({"entry": self.done}).encode() + b"\n")
 
     def finish(self) -> LengthStatistics:
-        """Give the files their final names, complete and on disk. Returns the statistics of the sequences' lengths."""
+        """Complete the files, sync them to disk, and give them their final names.
+
+        Returns:
+            The statistics of the sequences' lengths.
+        """
         statistics = self._statistics
         if statistics is None:
             for writer in self._writers:
@@ -228,9 +237,9 @@ class PartialOutput:
     def _remove(self) -> None:
         for prefix in self._prefixes:
             remove_unfinished(prefix, self.folder)
-        # Last: without it nobody knows whose the others are, nor whether the output is complete.
+        # The journal is last: without it, a later run cannot tell whose the files are or if the output is complete.
         (self.folder / JOURNAL).unlink()
-        with suppress(OSError):  # what somebody else has put there stays
+        with suppress(OSError):  # the folder stays if it has files of somebody else
             self.folder.rmdir()
 
     def _append(self, line: bytes) -> None:
@@ -255,14 +264,14 @@ class PartialOutput:
 
 
 def _locked_journal(folder: Path) -> IO[bytes]:
-    """Return the journal, locked for this run; the system releases it if the process is killed."""
+    """Open the journal and lock it for this run; the system releases the lock if the process is killed."""
     path = folder / JOURNAL
     busy = DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
     not_ours = DataError(
         f"{folder} is where unfinished output goes, but it holds something else: move that away, or choose another "
         "--output-prefix"
     )
-    # Again, if the run that had the journal removed it, or its folder, between two of these steps.
+    # Try again if another run removes its journal or the folder between two of these steps.
     for _ in range(9):
         try:
             folder.mkdir(parents=True, exist_ok=True)

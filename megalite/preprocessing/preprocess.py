@@ -1,4 +1,4 @@
-"""Preprocessing of a corpus into token files: many processes tokenize; one reads and writes, in order."""
+"""Preprocessing of a corpus into token files: many processes tokenize, one process reads and writes in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
 from megalite.process.progress import Show, show_documents
 
-# So many records that are left out are named.
+# Largest number of skipped records that are reported one by one.
 NAMED = 20
 
 
@@ -36,7 +36,7 @@ class Summary(NamedTuple):
     Attributes:
         output: state of the output, with its size.
         lengths: statistics of the sequences' lengths.
-        tokens_per_second: rate of this run, which may have continued another.
+        tokens_per_second: rate of this run, without the tokens of an earlier run that it continued.
     """
 
     output: Entry
@@ -45,7 +45,7 @@ class Summary(NamedTuple):
 
 
 def output_prefix_of(prefix: str, key: str) -> str:
-    """Return the prefix of the files a key is written to, which is a value for `--data-path`."""
+    """Return the prefix of the files that a key is written to, as `--data-path` takes it."""
     return f"{prefix}_{key}_document"
 
 
@@ -57,19 +57,19 @@ def preprocess(
     log_interval: int,
     resume: bool = False,
 ) -> Summary:
-    """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,json}`, with the progress on standard error.
+    """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,megalite.json}`; show progress on standard error.
 
-    The files depend neither on the number of workers nor on stopping and continuing the run. They appear when all is
-    written; until then earlier files of the same names stay unchanged. After an error, an interruption or a kill,
-    finished work stays in `{output_prefix}.partial`.
+    The files depend neither on the number of workers nor on stopping and continuing the run. They appear only when
+    everything is written; until then earlier files of the same names stay unchanged. After an error, an interruption
+    or a kill, finished work stays in `{output_prefix}.partial`.
 
     Args:
         inputs: files, patterns and directories; see `find_inputs` and `read_chunks`.
         output_prefix: prefix of the output files.
-        encoding: rules for turning records into tokens.
-        workers: processes that tokenize, in addition to this one, which reads and writes.
+        encoding: rules for converting records to tokens.
+        workers: number of processes that tokenize, in addition to this one, which reads and writes.
         log_interval: documents between two lines of progress if standard error is not a terminal.
-        resume: continue what a stopped run left, if there is anything.
+        resume: continue the finished work of a stopped run, if there is any.
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
@@ -90,7 +90,8 @@ def preprocess(
                     _print(f"going on after {before.documents:,} documents")
                 if not output.finished:
                     chunks = read_chunks(files, encoding.json_keys, before.position)
-                    # Closed at once after an error, not when its traceback is: then no worker outlives the message.
+                    # Closed immediately after an error, not when its traceback is deleted: no worker should still run
+                    # when the error message is shown.
                     with closing(_encode_all(pool, chunks, encoding, workers)) as encoded:
                         _write(output, encoded, files, show, start)
                 if not output.done.documents:
@@ -147,7 +148,7 @@ def _print(line: str) -> None:
 
 
 def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
-    """Return the values that must be equal to continue a stopped run, besides the tokenizer."""
+    """Return the values that must be equal to continue a stopped run, in addition to the tokenizer."""
     inputs = []
     for path in files:
         status = Path(path).stat() if Path(path).exists() else None
@@ -161,7 +162,7 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
 
 
 def _size(path: str) -> int | None:
-    """Return a file's size; None if it has none (a pipe) or is gone."""
+    """Return the size of a regular file; None for a pipe or a missing file."""
     return Path(path).stat().st_size if Path(path).is_file() else None
 
 
@@ -174,7 +175,7 @@ def _encode_all(
         for chunk in chunks:
             with _interrupts_held():
                 pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, encoding, chunk)))
-            # A bound on what is read and not yet written; the oldest first, which keeps the order.
+            # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
             if len(pending) > 3 * workers:
                 place, future = pending.popleft()
                 yield future.result()
@@ -190,8 +191,8 @@ def _encode_all(
 
 @contextmanager
 def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
-    """Yield processes that begin to load the tokenizer at once."""
-    # Fresh processes: a forked one could inherit a lock that a thread of this one holds.
+    """Yield a pool of processes, which immediately begin to load the tokenizer."""
+    # Spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
     try:
         with _interrupts_held():
@@ -204,9 +205,9 @@ def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; processes started meanwhile never see it.
+    """Delay Ctrl-C until the end of the block; processes that are started in the block never receive it.
 
-    Ctrl-C reaches all processes of a terminal, and the main process ends the others itself.
+    Ctrl-C reaches all processes of a terminal, but the main process ends the others itself.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -220,7 +221,7 @@ def _load(encoding: Encoding) -> None:
 
 
 def _prepare_worker() -> None:
-    # Processes share the cores already.
+    # The worker processes already use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 

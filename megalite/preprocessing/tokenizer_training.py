@@ -1,4 +1,4 @@
-"""Training tokenizers on a corpus: SentencePiece models, and byte-level BPE for Hugging Face's tokenizers."""
+"""Training of tokenizers on a corpus: SentencePiece models, and byte-level BPE for Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import LLAMA3_PATTERN
 from megalite.errors import DataError
 
-# As Llama's tokenizers have them.
+# The ids of Llama's tokenizers.
 UNKNOWN, BEGINNING, END_OF_DOCUMENT = 0, 1, 2
 END_OF_TEXT = "<|endoftext|>"
 
@@ -31,22 +31,22 @@ def train_tokenizer(
 ) -> int:
     """Train a SentencePiece model and write `{output_prefix}.model` and `.vocab`.
 
-    Nothing of a text is lost in it: spaces and line ends are kept, and bytes stand for characters it does not know.
-    The same input gives the same files at one thread.
+    The model encodes every text without loss: it keeps spaces and line ends, and encodes unknown characters as bytes.
+    With one thread, the same input gives the same files.
 
     Args:
         inputs: the corpus, as for `preprocess`.
-        json_keys: the fields of a record to train on.
-        output_prefix: where to write.
-        vocab_size: pieces of the model, with its special ones.
+        json_keys: fields of a record to train on.
+        output_prefix: path of the output without the suffix.
+        vocab_size: number of pieces of the model, including special pieces.
         model_type: "bpe" or "unigram".
-        num_threads: threads that train.
+        num_threads: number of threads that train.
 
     Returns:
         The number of pieces.
 
     Raises:
-        DataError: a file cannot be read or written, or the text does not suit the vocabulary's size.
+        DataError: a file cannot be read, or the vocabulary's size is too large or too small for the text.
     """
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
@@ -89,23 +89,24 @@ def train_byte_level_bpe(
 ) -> int:
     """Train a byte-level BPE and write `{output_prefix}/tokenizer.json` and `tokenizer_config.json`.
 
-    Words are cut as Llama 3 does it; nothing of a text is lost. Documents end with <|endoftext|>.
+    Words are cut as in Llama 3, and every text is encoded without loss. Documents end with <|endoftext|>.
 
     Args:
-        inputs, json_keys, output_prefix, num_threads: as for `train_tokenizer`.
-        vocab_size: tokens: 256 bytes, the end of a document and merges.
+        inputs, json_keys, num_threads: as for `train_tokenizer`.
+        output_prefix: folder of the output.
+        vocab_size: number of tokens: 256 bytes, the end of a document, and the results of merges.
 
     Returns:
         The number of tokens.
 
     Raises:
-        DataError: a file cannot be read or written, or there is too little text for the vocabulary's size.
+        DataError: a file cannot be read, or there is too little text for the vocabulary's size.
         ConfigurationError: the library is not installed.
     """
     tokenizers = optional_import("tokenizers", "tokenizers", "--model-type byte-level-bpe")
     if vocab_size < 257:
         raise DataError(f"--vocab-size {vocab_size} is too small: the bytes and the end of a document are 257 tokens")
-    # Read by the library when it starts its first threads.
+    # The library reads this variable when it starts its first threads.
     os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -139,9 +140,10 @@ def _texts(inputs: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseException]) -> Iterator[str]:
-    """Yield the lines of the texts, with their ends: whole files would be too large, and too slow, for the trainer.
+    """Yield the lines of the texts, with line ends: entire texts would be too large and too slow for the trainer.
 
-    The trainer turns any exception raised here, Ctrl-C too, into a RuntimeError; `interruptions` keeps the original.
+    The trainer converts any exception raised here, including Ctrl-C, to a RuntimeError; `interruptions` keeps the
+    original exception.
     """
     try:
         for text in _texts(inputs, keys):
@@ -152,7 +154,7 @@ def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseE
 
 
 def _explain(error: str, inputs: Sequence[str], vocab_size: int) -> str:
-    """Return advice on what to change, given the trainer's error."""
+    """Return a message that says what to change, from the trainer's error."""
     where = ", ".join(inputs)
     if most := re.search(r"too high .*<= (\d+)", error):
         return f"{where}: too little text for --vocab-size {vocab_size}; at most {most[1]} with this text"

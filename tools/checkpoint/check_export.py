@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The folder of this file, which Python puts first, has an `inspect` that hides the standard library's: to the end.
+# Python puts the folder of this file first in sys.path. Its inspect.py would hide the standard library's `inspect`, so
+# the folder is moved to the end.
 sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface."""
+"""Tokenizers with one common interface."""
 
 from __future__ import annotations
 

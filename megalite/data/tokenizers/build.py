@@ -1,4 +1,4 @@
-"""Choice of the tokenizer by `--tokenizer-type`."""
+"""Construction of the tokenizer that `--tokenizer-type` names."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TOKENIZER_TYPES = get_args(TokenizerType)
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """Flags that only some tokenizer types read, by their names.
+    """Values of the flags that only some tokenizer types read; the fields have the names of the flags.
 
     Attributes:
-        vocab_file, merge_file: of a `GPT2BPETokenizer`; see `load_gpt2`.
-        tiktoken_pattern, tiktoken_num_special_tokens, tokenizer_special_tokens: of a `TikTokenizer`; see there.
-        tokenizer_hf_include_special_tokens: of a `HuggingFaceTokenizer`; see there.
-        fast_encoding: use of the faster ways to encode documents (by words for SentencePiece, and through tiktoken):
-            "auto": if they give the same tokens; "off": never; "require": always, with an error at the first document
-            if they could differ. The other types have only one way, which is fast.
+        vocab_file, merge_file: for a `GPT2BPETokenizer`; see `load_gpt2`.
+        tiktoken_pattern, tiktoken_num_special_tokens, tokenizer_special_tokens: for a `TikTokenizer`.
+        tokenizer_hf_include_special_tokens: for a `HuggingFaceTokenizer`.
+        fast_encoding: use of the faster encodings of documents (word by word for SentencePiece, tiktoken for Hugging
+            Face's byte-level BPE). "auto": if they give the same tokens; "off": never; "require": always, with an
+            error at the first document if the tokens could differ. The other types have only one encoding.
     """
 
     vocab_file: str | None = None
@@ -43,7 +43,7 @@ class TokenizerOptions:
 
     @classmethod
     def of(cls, flags: object) -> TokenizerOptions:
-        """Return the options among the fields of a dataclass or the keys of a mapping; missing ones get their
+        """Return the options found in the fields of a dataclass or the keys of a mapping; the others have their
         defaults."""
         given: Mapping[str, Any] = flags if isinstance(flags, Mapping) else vars(flags)
         known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
@@ -60,15 +60,15 @@ def build_tokenizer(
 
     Args:
         tokenizer_type: one of `TOKENIZER_TYPES`.
-        tokenizer_model: the file of the vocabulary.
-        vocab_size: the number of ordinary tokens of a `NullTokenizer`, or the tokens to take of a `TikTokenizer`. The
-            other types know their own and refuse a smaller number; a larger one gives the network rows that no token
-            uses.
+        tokenizer_model: path of the vocabulary.
+        vocab_size: number of ordinary tokens of a `NullTokenizer`, or number of tokens to use of a `TikTokenizer`. The
+            other types have a fixed number and refuse a smaller one. With a larger number, the embedding gets rows
+            that no token uses.
         options: flags that only some types read.
 
     Raises:
-        ConfigurationError: the type is unknown, or lacks a flag or a library it needs.
-        DataError: a file cannot be used.
+        ConfigurationError: the type is unknown, or a flag or a library that it needs is missing.
+        DataError: a file cannot be read or is not valid.
     """
     options = options or TokenizerOptions()
     if tokenizer_type == "NullTokenizer":

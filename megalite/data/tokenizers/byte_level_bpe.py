@@ -1,17 +1,21 @@
-"""Faster encoding for byte-level BPE vocabularies of Hugging Face's tokenizers: tiktoken with converted merges.
+"""Faster encoding for byte-level BPE vocabularies of Hugging Face's `tokenizers`: tiktoken with converted merges.
 
 Both libraries merge neighbours until no rule applies, the best rule first and the leftmost place first. They differ in
-their rules. For tokenizers, a rule is a pair of tokens; for tiktoken, any two neighbours whose bytes together are a
-token. The results are equal if every token can arise in one way only: then no other two parts of it ever stand next to
-each other. A token arises in one way if its rules follow each other in the list, after those of their parts (checked
-here), and if these rules merge its own bytes alone into it (checked with the library itself). Rules that come before
-those of their parts then never apply. A token that its bytes do not merge into is never the result of a merge. It is
-left out, unless the vocabulary takes whole words from the list first (`ignore_merges`); then no merge may come near it.
-By induction over the list, every text is then in the same state after each rule.
+their rules. In `tokenizers`, a rule is a pair of tokens. In tiktoken, any two neighbours can merge if their bytes
+together are a token. The results are equal if every token can be made in one way only, because then no other two parts
+of it are ever neighbours. Two conditions ensure this:
 
-The regular expressions that cut words are those of a closed list. The two libraries may still put a character into
-different classes (they follow different versions of Unicode). Texts with such characters, and texts in which an added
-token is spelled out, are encoded the slow way. So the tokens always equal those of the slow way.
+- The rules that make a token follow each other in the list, after the rules that make their parts (checked here).
+- These rules merge the bytes of the token, without other text, into the token (checked with the library itself).
+
+A rule that comes before the rules of its parts then never applies. If its bytes do not merge into a token, the token is
+never the result of a merge. Such a token is left out, unless the vocabulary first looks up entire words
+(`ignore_merges`). In that case its bytes must not merge into exactly two tokens. By induction over the list, every text
+is in the same state after each rule in both libraries.
+
+Only known regular expressions that cut words are accepted. The two libraries may still put a character into different
+classes, since they follow different versions of Unicode. Texts with such characters, and texts that contain an added
+token, are encoded by `tokenizers`. The tokens are therefore always those of `tokenizers`.
 """
 
 from __future__ import annotations
@@ -32,28 +36,28 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-# Beyond, Unicode has no characters, and those that are written nevertheless take the slow path.
+# Code points above this one are not compared: texts with them take the slow path. Unicode has few characters there.
 LAST_COMPARED = 0x3FFFF
 PATTERNS = {
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     LLAMA3_PATTERN.replace("{1,3}", ""),  # Qwen's
-    *(  # with and without contractions and groups of digits: GPT-4o's, Mistral's and others
+    *(  # with and without contractions, and with single digits or groups of digits: GPT-4o, Mistral and others
         rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{tail}|"
         rf"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
         for tail in ("", _CONTRACTIONS + "?")
         for digits in ("", "{1,3}")
     ),
 }
-"""Expressions that omit no character and mean the same in both libraries, apart from the classes of characters."""
+"""Expressions that match every character and mean the same in both libraries, except for the classes of characters."""
 
 
 class NotIdentical(ValueError):
-    """Error that says why tiktoken could give other tokens."""
+    """Error with the reason why tiktoken could give other tokens."""
 
 
 class FastByteLevelBPE:
-    """Encoder with the results of a `tokenizers.Tokenizer`.
+    """Encoder that gives the same tokens as a `tokenizers.Tokenizer`.
 
     Args:
         tokenizer: the tokenizer.
@@ -80,7 +84,7 @@ class FastByteLevelBPE:
         self._added = re.compile(spelled_out).search if spelled_out else None
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         found = [self._encode(text) for text in texts]
         rest = [text for text, ids in zip(texts, found, strict=True) if ids is None]
         slow = self._tokenizer.encode_batch_fast(rest, add_special_tokens=self._add_special_tokens) if rest else []
@@ -97,7 +101,8 @@ class FastByteLevelBPE:
         try:
             ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
         except BaseException as error:
-            # The stack of the regular expression's engine is finite; some versions panic, which is no Exception.
+            # The stack of the regular expression engine is finite. Some versions then panic: a PanicException is not
+            # an Exception.
             if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
                 raise
             return None
@@ -110,7 +115,10 @@ class FastByteLevelBPE:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the character for each byte in a byte-level vocabulary: the byte itself if it is printable Latin-1."""
+    """Return the byte of each character of a byte-level vocabulary.
+
+    A byte that is printable Latin-1 is written as itself; the others are written as characters from U+0100 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -147,7 +155,7 @@ def _check_normalizer(description: dict[str, Any]) -> None:
 
 
 def _surroundings(tokenizer: Any, description: dict[str, Any], special: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that are put before and after each text."""
+    """Return the tokens that are added before and after each text."""
     post = description["post_processor"]
     steps = post["processors"] if post and post["type"] == "Sequence" else [post] if post else []
     if any(step["type"] not in ("ByteLevel", "TemplateProcessing") for step in steps):
@@ -161,7 +169,7 @@ def _surroundings(tokenizer: Any, description: dict[str, Any], special: bool) ->
 
 
 def _reachable(description: dict[str, Any]) -> list[str]:
-    """Return the tokens that tiktoken may give, best first."""
+    """Return the tokens of the tiktoken vocabulary, best first."""
     model = description["model"]
     if model["type"] != "BPE" or any(
         model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -184,8 +192,13 @@ def _reachable(description: dict[str, Any]) -> list[str]:
 
 
 def _in_order(merges: list[Any]) -> tuple[dict[str, None], list[Any], set[str]]:
-    """Return three things: tokens in the order in which merges make them, bytes first; the merges that come after those
-    of their parts; and the tokens that the other merges make."""
+    """Sort the merges into those that can apply and those that come too early.
+
+    Returns:
+        order: the tokens in the order in which merges make them, bytes first.
+        kept: the merges that come after the merges of their parts.
+        late: the tokens that the other merges make.
+    """
     order = dict.fromkeys(_BYTE_OF)
     kept, late = list[Any](), set[str]()
     latest = ""
@@ -204,7 +217,7 @@ def _in_order(merges: list[Any]) -> tuple[dict[str, None], list[Any], set[str]]:
 
 
 def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[str]) -> dict[str, int]:
-    """Return the number of tokens into which the merges turn the bytes of each token, as the library itself does it."""
+    """Return, for each token, the number of tokens that its bytes merge into, computed by the library itself."""
     tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
     bare = description | {"pre_tokenizer": None, "normalizer": None, "post_processor": None, "added_tokens": []}
     bare["model"] = description["model"] | {"ignore_merges": False, "merges": merges}
@@ -214,7 +227,7 @@ def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[s
 
 
 def _disputed(pattern: str, tiktoken: Any) -> re.Pattern[str]:
-    """Return a pattern of the characters that the two libraries may put into different classes."""
+    """Return a pattern that matches the characters which the two libraries may put into different classes."""
     tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, LAST_COMPARED + 1)]))
     bytes_alone = {bytes([byte]): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""Tokenizer that needs no file and loses nothing: the bytes of UTF-8."""
+"""Tokenizer that needs no file and encodes every text exactly: the bytes of UTF-8."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class ByteTokenizer:
     eod = 256
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """The bytes of a text and their characters."""
+        """Return the bytes of a text and their characters."""
         ids = self.encode(text)
         places = np.arange(len(ids))
         return ids, character_offsets(text, places, places + 1)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The bytes of texts."""
+        """Return the bytes of texts."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def token_id(self, name: str) -> int | None:
@@ -35,8 +35,7 @@ class ByteTokenizer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of bytes. Bytes that are not UTF-8, which a model may sample, become the replacement
-        character."""
+        """Return the text of bytes. Bytes that are not valid UTF-8, which a model may sample, become U+FFFD."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reading the files of tokenizers."""
+"""Reading of tokenizer files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from megalite.errors import DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason
 
 _LARGEST_BESIDE = 16 * MIB
-"""Largest size in bytes of a file beside a vocabulary; with thousands of special tokens it has one or two million."""
+"""Largest size in bytes of an additional file of a vocabulary; with thousands of special tokens it has 1 to 2 MB."""
 LARGEST_VOCABULARY = 1 << 24
-"""Largest number of ids, many times that of any vocabulary: libraries take time and memory in proportion to it."""
+"""Largest number of ids, many times that of any real vocabulary; libraries need time and memory in proportion to it."""
 
 
 def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | None = None) -> bytes:
-    """Read a file that `flag` names, or that lies in the folder it names; `what` describes it for messages.
+    """Read a file of a tokenizer.
+
+    Args:
+        path: the file.
+        flag: the flag that names the file or its folder, for messages.
+        what: description of the value that the flag expects, for messages.
+        folder: the folder that the flag names, if it names a folder.
 
     Raises:
         DataError: it cannot be read.
@@ -29,7 +35,11 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
 
 
 def read_text_beside(path: Path) -> str | None:
-    """Return the text of a file beside a vocabulary; None if there is none. Raises DataError if it cannot be read."""
+    """Return the text of an additional file of a vocabulary, or None if there is no such file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
         return read_small_file(path, largest=_LARGEST_BESIDE, folder=path.parent).decode()
     except FileNotFoundError:
@@ -39,7 +49,7 @@ def read_text_beside(path: Path) -> str | None:
 
 
 def read_fields_beside(path: Path) -> dict[str, Any]:
-    """Return the fields of a JSON object in a file beside a vocabulary; none if there is no file.
+    """Return the fields of the JSON object in an additional file of a vocabulary; none if there is no such file.
 
     Raises:
         DataError: it cannot be read.
@@ -49,7 +59,7 @@ def read_fields_beside(path: Path) -> dict[str, Any]:
         fields = {} if text is None else parse_json(text)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__}, not an object")
-        json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is no character for a tokenizer
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which has no UTF-8
     except ValueError as error:
         raise _unreadable(path, error) from error
     return fields
@@ -60,5 +70,5 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def fingerprint(*contents: bytes) -> str:
-    """Return a hash of files' contents, which does not depend on their paths."""
+    """Return a hash of the contents of files, which does not depend on their paths."""
     return hashlib.sha256(b"".join(contents)).hexdigest()

@@ -1,7 +1,7 @@
 """Vocabularies of Hugging Face's `tokenizers` library: `HuggingFaceTokenizer` and `GPT2BPETokenizer`.
 
-As in Megatron-LM: the end of a document is the vocabulary's end-of-sequence token, and special tokens that are spelled
-out in a text are recognized in it.
+As in Megatron-LM, the end of a document is the vocabulary's end-of-sequence token, and a text that contains the name of
+a special token is encoded with this token.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import parse_json, reason
 
 END_OF_TEXT = "<|endoftext|>"
-# Where no configuration names it.
+# End-of-document tokens to look for if no configuration file names one.
 USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of the `tokenizers` library; `load_tokenizer_json` and `load_gpt2` make one.
+    """Tokenizer of the `tokenizers` library, made by `load_tokenizer_json` or `load_gpt2`.
 
     Args:
         tokenizer: the `tokenizers.Tokenizer`.
         eod: the token that ends a document.
-        identity: the result of `identity`, without the end of a document.
-        include_special_tokens: put around each text, in `encode_documents`, the tokens of the vocabulary's own
-            template, such as a token for the beginning.
-        fast_encoding: use tiktoken in `encode_documents`: if the tokens are the same, never, or always, with an error
-            if they could differ.
+        identity: the result of `identity`, without the number of tokens and the end of a document.
+        include_special_tokens: in `encode_documents`, add the special tokens of the vocabulary's own template around
+            each text, such as a token for the beginning.
+        fast_encoding: use tiktoken in `encode_documents`. "auto": if the tokens are the same; "off": never; "require":
+            always, with an error if the tokens could differ.
 
     Raises:
         DataError: two tokens have one id.
@@ -54,34 +54,34 @@ class HuggingFaceTokenizer:
         ordinary = tokenizer.get_vocab(with_added_tokens=False)
         if len(set(ordinary.values())) < len(ordinary):
             raise DataError(f"two tokens of the {identity['type']} have one id: its file is damaged")
-        # Some files ask for it, and documents would be cut.
+        # Some files enable truncation, which would cut documents, or padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.eod = eod
         self._identity = identity
         self._include_special_tokens, self._fast_encoding = include_special_tokens, fast_encoding
-        # Ids need not be without gaps.
+        # The largest id plus 1, not the number of tokens: ids may have gaps.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """The tokens of a text and their characters."""
+        """Return the tokens of a text and their characters."""
         encoding = self._untrimmed.encode(text, add_special_tokens=False)
         return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
     def _untrimmed(self) -> Any:
-        """Return the tokenizer without its post-processing, which in some files removes spaces from the offsets."""
+        """Tokenizer without post-processing, which in some files excludes spaces from the offsets."""
         description = json.loads(self._tokenizer.to_str()) | {"post_processor": None}
         return type(self._tokenizer).from_str(json.dumps(description))
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         if self.fast is not None:
             return self.fast.encode_documents(texts)
         special = self._include_special_tokens
@@ -89,8 +89,11 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def fast(self) -> FastByteLevelBPE | None:
-        """Return the fast encoder, if it gives the same tokens. Raises ConfigurationError if it is required and does
-        not."""
+        """Fast encoder, or None if it could give other tokens.
+
+        Raises:
+            ConfigurationError: it is required and could give other tokens, or tiktoken is not installed.
+        """
         if self._fast_encoding == "off":
             return None
         try:
@@ -106,7 +109,7 @@ class HuggingFaceTokenizer:
         return None
 
     def token_id(self, name: str) -> int | None:
-        """The token of a name, as the vocabulary spells it."""
+        """Return the token with this spelling in the vocabulary; None if there is none."""
         token: int | None = self._tokenizer.token_to_id(name)
         return token
 
@@ -116,15 +119,16 @@ class HuggingFaceTokenizer:
         return text
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the hash of the vocabulary's file, and the end of a document."""
+        """Return the identity: the hash of the vocabulary file, the number of tokens, and the end of a document."""
         return self._identity | {"vocab_size": self.vocab_size, "eod": self.eod}
 
 
 def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
-    """Load a `tokenizer.json`, or the one in a folder; tokenizer_config.json beside it names the special tokens.
+    """Load a `tokenizer.json`, given by its path or its folder. The end of a document is read from the files in the
+    same folder, such as tokenizer_config.json.
 
     Raises:
-        DataError: it cannot be read, or does not tell which token ends a document.
+        DataError: it cannot be read, or it is not clear which token ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
@@ -149,7 +153,7 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
 
 
 def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
-    """Load GPT-2's two files. Documents end with <|endoftext|>, and no token is put before them.
+    """Load a vocabulary from GPT-2's two files. Documents end with <|endoftext|>; no token is added before them.
 
     Raises:
         DataError: a file cannot be read, or has wrong contents.
@@ -182,7 +186,7 @@ def _tokenizers(tokenizer_type: str) -> Any:
 
 
 def _named_end(folder: Path) -> str | None:
-    """Return the end-of-document token that the files beside a tokenizer.json name; the last file counts."""
+    """Return the end-of-document token in the files next to a tokenizer.json; tokenizer_config.json has precedence."""
     name = None
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         value = read_fields_beside(file).get("eos_token")

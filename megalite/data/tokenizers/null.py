@@ -1,4 +1,4 @@
-"""Tokenizer for data without text: benchmarks, `--mock-data`, and corpora that are numbers already."""
+"""Tokenizer for data without text: benchmarks, `--mock-data`, and corpora that are already numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 class NullTokenizer:
-    """Tokenizer of numbers between spaces.
+    """Tokenizer of numbers separated by spaces.
 
     Args:
-        vocab_size: the number of ordinary tokens. As in Megatron-LM, the end of a document comes on top: the
+        vocab_size: number of ordinary tokens. As in Megatron-LM, the end of a document is an additional token: the
             tokenizer's own `vocab_size` is one more, and `eod` is the last token.
     """
 
@@ -22,7 +22,7 @@ class NullTokenizer:
         self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in a text."""
+        """Return the numbers in a text."""
         ids = [int(word) for word in text.split()]
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
@@ -30,12 +30,12 @@ class NullTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Return the numbers in a text and their places."""
+        """Return the numbers in a text and their character ranges."""
         places = [word.span() for word in re.finditer(r"\S+", text)]
         return self.encode(text), np.array(places, np.int64).reshape(-1, 2)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers in texts."""
+        """Return the numbers in texts."""
         return [self.encode(text) for text in texts]
 
     def token_id(self, name: str) -> int | None:

@@ -1,6 +1,6 @@
 """SentencePiece models: Megatron-LM's `SentencePieceTokenizer`, `GPTSentencePieceTokenizer` and `Llama2Tokenizer`.
 
-As in Megatron-LM since its core 0.16, the three are one: no beginning-of-sequence token is added.
+The three are the same tokenizer, as in Megatron-LM since Megatron Core 0.16. No beginning-of-sequence token is added.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SentencePieceTokenizer:
 
     Args:
         model_path: the `.model` file.
-        fast_encoding: reuse the tokens of words in `encode_documents`: if this gives the same tokens, never, or always,
-            with an error if they could differ.
+        fast_encoding: reuse the tokens of words in `encode_documents`. "auto": if this gives the same tokens; "off":
+            never; "require": always, with an error if the tokens could differ.
 
     Raises:
         DataError: the file is missing, is not a SentencePiece model, or has no end-of-sequence token.
@@ -39,7 +39,7 @@ class SentencePieceTokenizer:
         self._fast_encoding = fast_encoding
         try:
             self._processor = SentencePieceProcessor(model_proto=self._model)
-        except (RuntimeError, ValueError) as error:  # a message of the library may itself be no UTF-8
+        except (RuntimeError, ValueError) as error:  # ValueError: the library's message is not valid UTF-8
             raise DataError(f"{model_path} is not a SentencePiece model ({len(self._model)} bytes)") from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
@@ -50,12 +50,12 @@ class SentencePieceTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ids: list[int] = self._processor.encode(text)
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Return the tokens of a text and their characters, without the space that the model puts before a text."""
+        """Return the tokens of a text and their characters, without the space that the model adds before a text."""
         messages = optional_import(
             "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
         )
@@ -64,7 +64,7 @@ class SentencePieceTokenizer:
         return [piece.id for piece in pieces], character_offsets(text, places[:, 0], places[:, 1])
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
         batch: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
@@ -83,7 +83,7 @@ class SentencePieceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Return the token of a piece, which may be a control piece."""
-        token: int = self._processor.piece_to_id(name)  # that of the unknown piece, where there is none
+        token: int = self._processor.piece_to_id(name)  # the unknown piece's id if there is no such piece
         return token if self._processor.id_to_piece(token) == name else None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -92,6 +92,6 @@ class SentencePieceTokenizer:
         return text
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the model file's hash, not its path."""
+        """Return the identity: the hash of the model file, and the number of tokens."""
         sha256 = fingerprint(self._model)
         return {"type": "SentencePieceTokenizer", "vocab_size": self.vocab_size, "model_sha256": sha256}

@@ -1,12 +1,14 @@
-"""Vocabularies of ranked bytes: Megatron-LM's `TikTokenizer`, through the tiktoken library.
+"""Vocabularies of ranked byte strings: Megatron-LM's `TikTokenizer`, with the tiktoken library.
 
-The file is Megatron-LM's JSON, a list of {"rank", "token_bytes" (base64), "token_str"}, whose ranks follow the special
-tokens: these are <unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep> (or those of --tokenizer-special-tokens, which must hold
-them) and <SPECIAL_7> and so on up to --tiktoken-num-special-tokens. Documents end with </s>. Or it is a plain .tiktoken
-file, base64 and rank on each line, whose ranks are the tokens: its special tokens, <|endoftext|> unless others are
-given, follow the last rank, and documents end with the first of them.
+The file has one of two formats:
 
-As in Megatron-LM's core, special tokens that are spelled out in a text are recognized in it.
+- Megatron-LM's JSON: a list of {"rank", "token_bytes" (base64), "token_str"}. The special tokens come first: <unk>,
+  <s>, </s>, <mask>, <pad>, <cls>, <sep> (or those of --tokenizer-special-tokens, which must include these), then
+  <SPECIAL_7> and so on, up to --tiktoken-num-special-tokens tokens. The ranks follow. Documents end with </s>.
+- A plain .tiktoken file: base64 and rank on each line. The ranks are the tokens. The special tokens follow the last
+  rank: <|endoftext|>, unless others are given. Documents end with the first of them.
+
+As in Megatron Core, a text that contains the name of a special token is encoded with this token.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ PATTERNS = {
     "gpt2": GPT2_PATTERN,
     "cl100k": LLAMA3_PATTERN,
 }
-"""Regular expressions that cut words: Megatron-LM's two under their names there, and two of published vocabularies."""
+"""Regular expressions that cut words: Megatron-LM's two, with their names there, and two of published vocabularies."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_VOCABULARY = 1 << 17
 
 
 class TikTokenizer:
-    """Vocabulary of ranked bytes.
+    """Tokenizer with a vocabulary of ranked byte strings.
 
     Args:
-        path: the file, .json or .tiktoken.
-        pattern: one of `PATTERNS`, or a regular expression.
-        num_special_tokens: special tokens of a .json file.
-        special_tokens: their names; if empty, the default names above.
-        vocab_size: the tokens to take of a .json file, special ones included; None: all, but at most 2^17, as in
-            Megatron-LM.
+        path: the file, in either format.
+        pattern: a name in `PATTERNS`, or a regular expression.
+        num_special_tokens: number of special tokens, for a .json file.
+        special_tokens: names of special tokens; if empty, the default names.
+        vocab_size: number of tokens to use of a .json file, including special tokens; None: all, but at most 2^17, as
+            in Megatron-LM.
 
     Raises:
         DataError: the file cannot be read.
-        ConfigurationError: the numbers do not fit each other.
+        ConfigurationError: the numbers contradict each other or the file, or the pattern is not valid.
     """
 
     def __init__(
@@ -104,22 +106,22 @@ class TikTokenizer:
         self._content = fingerprint(content)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the tokens of a text."""
         ids: list[int] = self._encoding.encode(text, allowed_special="all")
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """The tokens of a text and their characters."""
+        """Return the tokens of a text and their characters."""
         ids = self.encode(text)
         ends = np.cumsum([len(token) for token in self._encoding.decode_tokens_bytes(ids)], dtype=np.int64)
         return ids, character_offsets(text, np.concatenate([[0], ends[:-1]])[: len(ids)], ends)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """The tokens of texts."""
+        """Return the tokens of texts."""
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
 
     def token_id(self, name: str) -> int | None:
-        """Return the special token of a name, or the token of a text that is a single token."""
+        """Return the special token with this name, or the token that is this text; None if there is none."""
         try:
             return self._encoding.encode_single_token(name)
         except KeyError:
@@ -131,7 +133,7 @@ class TikTokenizer:
         return text
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the file's hash, the expression and the special tokens."""
+        """Return the identity: the file's hash, the regular expression, the special tokens and the number of tokens."""
         return {
             "type": "TikTokenizer",
             "model_sha256": self._content,

@@ -1,14 +1,14 @@
 """Faster byte-pair encoding for SentencePiece: the tokens of each word are computed once.
 
 SentencePiece writes a space as U+2581 and merges neighbours into pieces of its vocabulary, best score first. If no
-piece has two given characters side by side, no merge ever reaches across them: the text before and the text after do
-not influence each other, and a text may be cut there. In nearly every model that holds for a space after another
-character, and in many (Llama's, and those of megalite-train-tokenizer) for a letter next to a character that is not a
-letter. So the tokens of a text are those of its words, each with the spaces before it: the same tokens, in half the
-time or less, since most words are not new.
+piece has two given characters next to each other, no merge joins them. Then the text before this place and the text
+after it do not influence each other, and the text may be cut there. In nearly every model this is true between a
+character and a space after it. In many models (Llama's, and those of megalite-train-tokenizer) it is also true between
+a letter and a character that is not a letter. The tokens of a text are then the tokens of its words, each with the
+spaces before it. The result is the same, in half the time or less, since most words have occurred before.
 
-`refusal` says for which models this holds. It does not hold for a unigram model, which adds up scores over the whole
-text: their rounding depends on all of it.
+`refusal` returns why a model does not have this property. A unigram model does not have it: its scores are summed over
+the entire text, so their rounding depends on all of it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _crosses_spaces = re.compile(f"[^{SPACE}]{SPACE}").search
 _crosses_letters = re.compile(f"{_LETTER}{_OTHER}|{_OTHER}{_LETTER}").search
 _words = re.compile(f"[ {SPACE}]*[^ {SPACE}]+|[ {SPACE}]+").findall
 _letters_and_others = re.compile(f"[ {SPACE}]*(?:{_LETTER}+|{_OTHER}+)|[ {SPACE}]+").findall
-# Some twenty megabytes at most: more gains little, and longer words are seldom met again.
+# These limits keep the cache below about 20 MB. A larger cache gains little, and longer words seldom occur again.
 LARGEST_CACHE = 1 << 16
 LONGEST_WORD = 48
-# As the file format numbers them.
+# Codes in SentencePiece's file format.
 BYTE_PAIR_ENCODING = 2
 NORMAL, USER_DEFINED = 1, 4
 
 
 def refusal(model: bytes) -> str | None:
-    """Return why words of this SentencePiece model must not be tokenized one by one, or None."""
+    """Return why texts must not be tokenized word by word with this SentencePiece model; None if they may be."""
     try:
         proto = _parsed(model)
-    except Exception:  # protobuf is missing, or too new or old for SentencePiece's own file
+    except Exception:  # protobuf is missing, or too new or too old for SentencePiece's own module
         return "protobuf, which reads the model's settings, cannot be imported"
     if proto.trainer_spec.model_type != BYTE_PAIR_ENCODING:
         return "it is no byte-pair encoding"
@@ -63,7 +63,7 @@ def _parsed(model: bytes) -> Any:
 
 
 class WordCache:
-    """Tokenizer by words, for a model that `refusal` accepts.
+    """Tokenizer that works word by word, for a model without a `refusal`.
 
     Args:
         processor: the `sentencepiece.SentencePieceProcessor`.
@@ -79,7 +79,7 @@ class WordCache:
         self._known = _Known(self._encode_word)
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, int32."""
+        """Return the tokens of a text, int32."""
         words = self._cut(text)
         if not words:
             return np.empty(0, np.int32)
@@ -91,10 +91,10 @@ class WordCache:
         if not self._adds_space:
             ids = self._processor.encode(word)
         elif word[0] in (" ", SPACE):
-            # The space that the model puts before every text is the first one of this word.
+            # The model adds a space before every text. It replaces the first space of this word.
             ids = self._processor.encode(word[1:]) or self._space
         else:
-            # Behind a character that it is cut from.
+            # Encoded after another character, so that the model does not add a space before the word.
             before = "." if word[0].isalpha() else "a"
             ids = self._processor.encode(before + word)[len(self._processor.encode(before)) :]
         return ids
@@ -103,7 +103,7 @@ class WordCache:
 def _letters_stay_apart(proto: Any) -> bool:
     """Tell whether no piece has a letter next to a character that is neither letter nor space.
 
-    (Without bytes for such characters, unknown neighbours would become one token.)
+    The model must also encode unknown characters as bytes: otherwise unknown neighbours would become one token.
     """
     texts = (piece.piece for piece in proto.pieces if piece.type in (NORMAL, USER_DEFINED))
     return proto.trainer_spec.byte_fallback and not any(map(_crosses_letters, texts))
