@@ -23,7 +23,7 @@ def number(worker: int) -> int:
 def traces(number: int) -> list[object]:
     """All that a cluster may change on the machine."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
-    environments = [process.read_bytes() for process in Path("/proc").glob("[0-9]*/environ") if _readable(process)]
+    environments = [_environment(process) for process in Path("/proc").glob("[0-9]*/environ")]
     folder = Path(f"/run/megalite-slurm-{number}")
     return [
         [
@@ -40,12 +40,12 @@ def traces(number: int) -> list[object]:
     ]
 
 
-def _readable(path: Path) -> bool:
+def _environment(path: Path) -> bytes:
+    """Return what the file holds; nothing if its process has ended, or is not ours to read."""
     try:
-        path.read_bytes()
+        return path.read_bytes()
     except OSError:
-        return False
-    return True
+        return b""
 
 
 @pytest.mark.parametrize("namespaces", [True, False], ids=["networks", "one address"])
