@@ -1,4 +1,4 @@
-"""Files that appear under their final name complete, or not at all."""
+"""Atomic writes: a file or folder appears under its final name only when it is complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ DAY = 24 * 3600.0
 
 
 class TemporaryFile:
-    """Binary file that is written under a temporary path until `rename` gives it its final path. At the end of a `with`
-    block it is removed if it was not renamed.
+    """Binary file that is written under a temporary path until `rename` moves it to its final path.
+
+    As a context manager, it removes the file at the end of the block if it was not renamed.
 
     Args:
-        path: the final path. Missing folders are made.
-        temporary: the temporary path, on the same file system; None: one in the same folder.
-        size: number of bytes of an existing `temporary` to keep and append to; bytes after them are cut off.
+        path: the final path. Missing parent folders of the temporary path are created.
+        temporary: the temporary path, on the same file system as `path`; None: a path in the same folder.
+        size: number of bytes of an existing `temporary` to keep. Later bytes are cut off, and writes append.
 
     Raises:
         FileError: the folder cannot be written to.
@@ -41,30 +42,30 @@ class TemporaryFile:
             raise FileError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
 
     def write(self, data: bytes) -> None:
-        """Append."""
+        """Append data."""
         with self._reported():
             self._file.write(data)
 
     def flush(self) -> None:
-        """Hand what was written to the operating system: after this, a kill of the process cannot lose it."""
+        """Pass the written data to the operating system. After this, it is not lost if the process is killed."""
         with self._reported():
             self._file.flush()
 
     def sync(self) -> None:
-        """Close the file with everything on disk: after this, a crash of the machine cannot empty it."""
+        """Write all data to disk and close the file. After this, the data is not lost if the machine crashes."""
         with self._reported():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 
     def rename(self) -> None:
-        """Give the synced file its final name. A file that had this name is replaced."""
+        """Move the file to its final path, replacing a file of this name. Call `sync` or `flush` before."""
         with self._reported():
             os.replace(self.temporary, self.path)
 
     def close(self) -> None:
-        """Close the file, without renaming or removing it."""
-        with suppress(OSError):  # nobody relies on what could not be flushed (a full disk)
+        """Close the file without renaming or removing it."""
+        with suppress(OSError):  # data that cannot be flushed (full disk) is not needed: the file was not renamed
             self._file.close()
 
     def discard(self) -> None:
@@ -89,18 +90,18 @@ class TemporaryFile:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a name in the folder of `path`, so that a rename is atomic; no process of any host shares it."""
+    """Return a name that is unique to this host and process, in the folder of `path` so that a rename is atomic."""
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}{TEMPORARY}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove files and folders that killed processes left under their `temporary_path`.
+    """Remove the files and folders that killed processes left under their `temporary_path`.
 
-    Whether a process of another host is alive is unknown: its files are left over if not written to for a day.
+    A process on another host cannot be checked. Its files are removed if they were not written to for a day.
     """
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
         host, _, process = left.name[len(path.name) + 1 : -len(TEMPORARY)].rpartition(".")
-        with suppress(OSError, ValueError):  # another process was faster
+        with suppress(OSError, ValueError):  # another process removed it first, or the name has no process ID
             here, folder = host == os.uname().nodename, left.is_dir()
             last_write = max(each.stat().st_mtime for each in (left, *(left.iterdir() if folder else ())))
             if (here and not _is_another_alive(int(process))) or last_write < time.time() - DAY:
@@ -112,13 +113,13 @@ def _is_another_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it is another user's
+    except PermissionError:  # a process of another user: alive
         return True
     return process != os.getpid()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a complete file: at any moment, also after a crash, a reader finds the old file or the new one."""
+    """Write a file atomically: at any time, even after a crash, readers see either the old or the new content."""
     remove_leftovers(path)
     with TemporaryFile(path) as file:
         file.write(data)
@@ -128,7 +129,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_at_once(path: Path, data: bytes) -> None:
-    """Write as `write_atomically` does, but faster: without a sync, a crash of the machine may lose the file."""
+    """Write a file atomically, without a sync: this is faster, but the file may be lost if the machine crashes."""
     with TemporaryFile(path) as file:
         file.write(data)
         file.flush()
@@ -136,7 +137,7 @@ def write_at_once(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the names in a folder to disk, as `fsync` does for the contents of a file."""
+    """Write a folder's entries to disk. A rename survives a crash only after this."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with path_in_errors(path):
@@ -147,7 +148,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add the path to an OSError of the block that has none, such as an error from a file descriptor."""
+    """Add the path to an OSError of the block that has no path, such as an error from a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -167,16 +168,16 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path to write to, which is renamed to `folder` at the end of the block and may replace an empty folder.
+    """Yield a temporary path for a new folder, which is renamed to `folder` at the end of the block.
 
-    Raises CheckpointError, and leaves nothing behind, if the disk fails.
+    An existing empty folder is replaced. If writing fails, the temporary folder is removed and CheckpointError raised.
     """
     temporary = temporary_path(folder)
     try:
         with writing(folder):
             remove_leftovers(folder)
             if folder.exists():
-                folder.rmdir()  # fails now, before anything is written, if it cannot be replaced, such as a mount point
+                folder.rmdir()  # fails before anything is written if it cannot be replaced, for example a mount point
             temporary.mkdir(parents=True)
             yield temporary
             os.rename(temporary, folder)

@@ -1,4 +1,4 @@
-"""Errors a user can cause, each with the exit code the program ends with.
+"""Errors that a user can cause, and the exit code of the program for each.
 
 0 finished, 85 stopped and resumable, 93 fatal (do not requeue), 64 bad configuration or input, 70 internal error.
 """
@@ -13,7 +13,7 @@ EXIT_FATAL = 93
 
 
 class MegaliteError(Exception):
-    """An error whose message is for the person who started the run: what was wrong, where, what to do."""
+    """An error for the person who started the run. Its message says what was wrong, where, and what to do."""
 
     exit_code = EXIT_FATAL
 
@@ -35,13 +35,13 @@ class FileError(MegaliteError):
 
 
 class CommunicationError(MegaliteError):
-    """Another rank has gone or cannot be reached. Started again, the run continues from its last checkpoint."""
+    """Another rank has ended or cannot be reached. A restart continues from the last checkpoint."""
 
     exit_code = EXIT_RESUMABLE
 
 
 class RendezvousError(CommunicationError):
-    """The ranks have not come together; it is known, and said, which one is the cause."""
+    """The rendezvous of the ranks failed. The message names the cause."""
 
 
 class CheckpointError(MegaliteError):
@@ -51,11 +51,11 @@ class CheckpointError(MegaliteError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is not as it was written: a file is missing, cut off or changed. An older one may be whole."""
+    """A checkpoint is damaged: a file is missing, truncated or changed. An older checkpoint may be intact."""
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the code that the program ends with for an error that nothing catches."""
+    """Return the exit code of the program for an error that nothing catches."""
     if isinstance(error, MegaliteError):
         return error.exit_code
     if isinstance(error, SystemExit):

@@ -1,6 +1,8 @@
-"""Files of strangers: small ones (JSON, YAML, trackers, tokenizers) are read within bounds, no fifo, device or endless
-file, no text whose reading never ends; others are opened where they are regular files. What is refused is a ValueError
-that says why; the caller knows the file and what to do.
+"""Safe reading of untrusted files.
+
+Small files (JSON, YAML, trackers, tokenizers) are read with limits on size, nesting and number of values. Files of any
+size are opened only if they are regular: a FIFO, a device or a link out of the folder is refused. A refusal is a
+ValueError with the reason; the caller adds the file's name and what to do.
 """
 
 from __future__ import annotations
@@ -16,51 +18,52 @@ from typing import Any
 
 MIB = 2**20
 LARGEST = 64 * MIB
-"""Bytes of a small file, where its reader knows no better."""
+"""Default limit for the size of a small file, in bytes."""
 MOST_MARKS = 3_000_000
-"""Braces, brackets, commas and colons of a JSON text: beside its own bytes, 100 bytes of memory each at most."""
+"""Limit for the number of braces, brackets, commas and colons in a JSON text. Each takes at most 100 bytes of memory
+when parsed, in addition to the text itself."""
 DEEPEST = 64
-"""Levels of lists and objects in each other; the deepest file of those that are read has eight."""
+"""Limit for the nesting of lists and objects. Of the files that megalite reads, the deepest has eight levels."""
 MOST_AXES = 64
-"""The most axes of a tensor, as torch has them: the product of endless sizes would take for ever."""
+"""Limit for the number of axes of a tensor, the same as torch's. It bounds the time to multiply the sizes."""
 WHOLE_NUMBERS = range(-(2**63), 2**64)
-"""Integers of 64 bits, with a sign or without."""
+"""Integers of 64 bits, signed or unsigned."""
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
 
 def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> bytes:
-    """Read a whole regular file.
+    """Read all of a regular file.
 
     Args:
-        largest: bytes.
+        largest: limit for the size in bytes.
         folder: as for `open_regular`.
 
     Raises:
-        OSError: it is missing or cannot be read.
-        ValueError: it is no regular file, too large, or a link that leads out of the folder.
+        OSError: the file is missing or cannot be read.
+        ValueError: the file is not regular, is too large, or is a link that leads out of the folder.
     """
     with open_regular(path, folder=folder) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > largest else file.read(largest + 1)  # a file system may not know the size
+        content = b"" if size > largest else file.read(largest + 1)  # some file systems report a wrong size
     if max(size, len(content)) > largest:
         raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
     return content
 
 
 def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
-    """Open a regular file of any size to be read.
+    """Open a regular file of any size for reading.
 
     Args:
-        folder: the one that it must lie in once links are followed; those of the folder's own path may lead anywhere.
+        folder: the folder that must contain the file after links are resolved. The folder's own path may contain links.
 
     Raises:
-        OSError: it is missing or cannot be read.
-        ValueError: it is no regular file, or a link that leads out of the folder.
+        OSError: the file is missing or cannot be read.
+        ValueError: the file is not regular, or is a link that leads out of the folder.
     """
     if folder is not None and not _lies_in(path, folder):
         raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
-    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
+    # O_NONBLOCK: opening a FIFO does not wait for a writer. O_NOCTTY: a terminal does not become this process's.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -72,7 +75,10 @@ def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Follow links. Hugging Face's cache keeps the files of models--NAME/snapshots/COMMIT in models--NAME/blobs."""
+    """Tell whether the path is inside the folder after links are resolved.
+
+    Hugging Face's cache is an exception: files in models--NAME/snapshots/COMMIT are links into models--NAME/blobs.
+    """
     root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     model = root.parent.parent
     cached = root.parent.name == "snapshots" and model.name.startswith("models--")
@@ -80,21 +86,20 @@ def _lies_in(path: Path, folder: Path) -> bool:
 
 
 def read_json(path: Path, *, largest: int = LARGEST, most_marks: int = MOST_MARKS, folder: Path | None = None) -> Any:
-    """Read a small file of JSON: `read_small_file`, then `parse_json`."""
+    """Read a small JSON file, with the limits of `read_small_file` and `parse_json`."""
     return parse_json(read_small_file(path, largest=largest, folder=folder), most_marks=most_marks)
 
 
 def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS) -> Any:
-    """Parse JSON in which no key stands twice in an object, whole numbers have 64 bits, and depth is bounded.
+    """Parse JSON with limits: no key twice in an object, integers of at most 64 bits, at most `DEEPEST` levels.
 
     Args:
-        text: what to parse.
-        most_marks: braces, brackets, commas and colons that it may have.
+        most_marks: limit for the number of opening braces and brackets, commas and colons.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: the text is not JSON, or exceeds a limit.
     """
-    # Counted before anything is made of them: `{},` becomes more than twenty times its bytes.
+    # Counted before parsing: `{},` takes more than twenty times as much memory when parsed.
     if isinstance(text, str):
         marks = sum(text.count(mark) for mark in "{[,:")
     else:
@@ -124,7 +129,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole_number(text: str) -> int | float:
-    if text == "-0":  # which no whole number is
+    if text == "-0":  # integers have no negative zero
         return -0.0
     if len(text) > 20 or (number := int(text)) not in WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
@@ -132,14 +137,14 @@ def _whole_number(text: str) -> int | float:
 
 
 def reason(error: Exception) -> str:
-    """Give an error's cause in a line, where libraries have several; that of the system without number and path."""
+    """Return the cause of an error in one line, without the error number and the path of an OSError."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
 
 
 def shown(value: object) -> str:
-    """Give a value of a stranger for a message, in a hundred characters at most, however large it is."""
+    """Return an untrusted value as text for a message, in at most 100 characters."""
     try:
         text = _BRIEF.repr(value)
-    except ValueError:  # of a number with more digits than Python writes
+    except ValueError:  # an integer with more digits than Python converts to text
         text = "a number of thousands of digits"
     return text if len(text) <= 100 else f"{text[:97]}..."

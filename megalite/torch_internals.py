@@ -1,6 +1,6 @@
-"""Uses of what is not public in torch, each with its reason: the file to look at when torch has a new release.
+"""All uses of torch functions that are not public, each with its reason. Check this file for each new torch release.
 
-tests/unit/test_torch_internals.py asks for all of it, under the releases that pyproject.toml allows.
+tests/unit/test_torch_internals.py tests all of them with the torch releases that pyproject.toml allows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import HashStore as HashStore  # torch.distributed's are hidden from type checkers
+from torch._C._distributed_c10d import HashStore as HashStore  # type checkers do not see those of torch.distributed
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
@@ -22,28 +22,32 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
 
 Made = TypeVar("Made", bound=Tensor)
-_FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # gloo's; and NCCL's, where there is NCCL
+_FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo; of NCCL, if torch is built with it
 
 
 def default_store() -> Store:
-    """The store that the default group was made with, which torch keeps to itself; without one a ValueError."""
+    """Return the store of the default process group, which torch does not expose.
+
+    Raises ValueError if there is no default group.
+    """
     return c10d._get_default_store()
 
 
 def new_process_group(
     rank: int, ranks: Sequence[int], name: Callable[[Store], str], timeout: datetime.timedelta | None
 ) -> dist.ProcessGroup:
-    """Make a process group that only its members make, under a name of our own.
+    """Create a process group that only its members create, with our own name.
 
-    This is what `dist.new_group(ranks, use_local_synchronization=True)` does, but for the name: torch's has the number
-    of the process's groups in it, so that members with different numbers of other groups wait for each other for ever,
-    and comes again after a group is destroyed, when the store still holds the addresses of the one before.
+    Otherwise the same as `dist.new_group(ranks, use_local_synchronization=True)`. torch's names have two problems. A
+    name contains the number of groups of this process, so members with different numbers of other groups wait for each
+    other for ever. And a name is used again after a group is destroyed, while the store still has the addresses of the
+    old group.
 
     Args:
-        name: gives the name, from the default group's store.
+        name: called with the default group's store; returns the name.
 
     Raises:
-        RuntimeError: a member has gone.
+        RuntimeError: a member has ended.
     """
     world = c10d._get_default_group()
     backend_name, store = c10d._world.pg_map[world]
@@ -63,60 +67,66 @@ def new_process_group(
 
 
 def groups_and_members() -> list[tuple[Any, Mapping[int, int]]]:
-    """Every process group of this process, with the members' ranks and positions: torch lists them nowhere."""
+    """Return all process groups of this process, each with its members' ranks and positions. torch has no public list
+    of them."""
     return list(c10d._world.pg_group_ranks.items())
 
 
 def flight_records() -> list[Any]:
-    """Return what each flight recorder of torch holds: there is no public way to read one while it records."""
+    """Return the contents of each of torch's flight recorders. There is no public way to read one while it records."""
     dumps = (getattr(_distributed_c10d, name, None) for name in _FLIGHT_RECORDERS)
     return [json.loads(dump()) for dump in dumps if dump is not None]
 
 
 def sequence_number(group: Any) -> int:
-    """The number of a group's operations so far. Raises RuntimeError if its backend does not count."""
+    """Return the number of operations of a group so far. Raises RuntimeError if its backend does not count them."""
     return group._get_sequence_number_for_group()
 
 
 def is_profiling() -> bool:
-    """Tell if a profiler of torch's, or nsys with its ranges, is on: `record_function` costs time without one, too."""
+    """Tell whether torch's profiler or NVTX ranges for nsys are on.
+
+    Callers then skip `record_function`, which costs time even if nothing records.
+    """
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-    """Do as `torch.autograd.backward` does, less its checks of shapes in Python: two fifths of what a call costs."""
+    """Run `torch.autograd.backward` without its shape checks in Python, which take two fifths of the time of a call."""
     _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def make_subclass(kind: type[Made], data: Tensor) -> Made:
-    """A tensor of a class of our own over `data`, as `nn.Parameter` makes itself: it requires a gradient."""
+    """Return a tensor of our own class that shares `data` and requires a gradient, created as `nn.Parameter` is."""
     return torch.Tensor._make_subclass(kind, data, True)
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Return what tells the storage under a tensor from all others, also on the meta device, without addresses."""
+    """Return an identifier of a tensor's storage. It also works on the meta device, where there are no addresses."""
     return tensor.untyped_storage()._cdata
 
 
 def record_memory(entries: int, out_of_memory: Callable[[int, int, int, int], None]) -> None:
-    """Record the last allocations on CUDA; `out_of_memory` is called before anything is freed. Snapshots of memory are
-    documented by torch, and their functions private all the same."""
+    """Record the last `entries` CUDA allocations. `out_of_memory` is called before any memory is freed.
+
+    torch documents memory snapshots, although their functions are private.
+    """
     torch.cuda.memory._record_memory_history(max_entries=entries)
     torch._C._cuda_attach_out_of_memory_observer(out_of_memory)  # type: ignore[attr-defined]
 
 
 def dump_memory(path: str) -> None:
-    """Write what `record_memory` has recorded. Raises OSError."""
+    """Write the allocations that `record_memory` has recorded. Raises OSError."""
     torch.cuda.memory._dump_snapshot(path)
 
 
 def rebuild_tensor() -> Callable[..., Tensor]:
-    """The function by whose name `torch.save` pickles a tensor: a part of its format."""
+    """Return the function whose name `torch.save` writes in the pickle of a tensor. The name is part of the format."""
     return torch._utils._rebuild_tensor_v2
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
-    """Place of a part in a folder of distributed checkpoints, of a class whose name is a part of the format."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes a second
+    """Return the location of a part in a torch distributed checkpoint. The class's name is part of the format."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # imported here: it takes a second
 
     return _StorageInfo(path, offset, length)

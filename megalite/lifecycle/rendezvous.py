@@ -1,4 +1,9 @@
-"""Rendezvous of the ranks before there is a process group, at a store whose address their launcher gives them."""
+"""Rendezvous of the ranks before there is a process group, through a store at the address that the launcher gives.
+
+Keys of the store: `came/RANK` for each rank that has joined, and `came`, their number. `rank 0 lives` counts rank 0's
+heartbeats. `a rank has failed` has the message of the first rank that failed. `all have come` is set by rank 0 when the
+rendezvous ends; its value is empty on success, otherwise it says why the rendezvous failed.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +26,37 @@ from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 Result = TypeVar("Result")
 
 PATIENCE = 30.0
-"""Seconds after which rank 0 reports who has not come, and again after twice as many, and so on."""
+"""Seconds after which rank 0 first reports the ranks that are missing. The interval doubles after each report."""
 STORE_HANGS = 20.0
-"""Seconds that the store may take beyond a limit: torch has no limit for a store that hangs."""
+"""Seconds that a store operation may take beyond its time limit. torch itself waits for ever for a store that hangs."""
 PURPOSE = "run"
-"""Prefix that separates the keys of a run's ranks from others'."""
+"""Prefix of the keys of a run's ranks, which separates them from the keys of other users of the store."""
 SILENCE = 20.0
-"""Seconds without a sign after which waiting ranks give up rank 0."""
+"""Seconds without a heartbeat of rank 0 after which the waiting ranks consider it dead."""
 WORD_SECONDS = 60.0
-"""Seconds for which a failed rank waits for the store, and rank 0 keeps the store for ranks that have yet to come."""
+"""Time limit in seconds after a failure: for a failed rank to reach the store, and for rank 0 to keep the store open
+so that late ranks can read the failure."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
-_FILES, _FILES_A_RANK = 24, 2  # that a start opens at least; rank 0 has connections of each rank
-_LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may have the store, which others are still asking
+_FILES, _FILES_A_RANK = 24, 2  # minimum number of files that a start opens; rank 0 has connections from every rank
+_LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may host the store, and other ranks may still be reading from it
 _CAME, _ALL, _BEATS = "came", "all have come", "rank 0 lives"
 _FAILED = "a rank has failed"
 
 
 def connect(place: Place, seconds: float, purpose: str) -> Store:
-    """A connection of its own to the store of this start; a run of one process has a local store.
+    """Open a new connection to the store. A run of one process gets a local store.
 
     Args:
-        seconds: for the address to answer, and later for a key to appear.
-        purpose: sets its keys apart from those of others.
+        seconds: time limit for connecting, and later for waiting for a key.
+        purpose: prefix of the keys.
 
     Raises:
-        CommunicationError: nothing answers there.
-        ConfigurationError: this process may not open the files that it takes.
+        CommunicationError: the store does not answer.
+        ConfigurationError: the limit of open files of this process is too low.
     """
     if place.world_size == 1:
         return HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # the place was made of them, too
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # checked by `place_from_environment`
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
@@ -66,7 +72,9 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
             master_listen_fd=where,
         )
 
-    require_open_files(_FILES + _FILES_A_RANK * place.world_size)  # on all ranks alike, or some would wait for others
+    # The same number on all ranks, although only rank 0 needs so many: otherwise rank 0 would fail alone, and the other
+    # ranks would wait for it.
+    require_open_files(_FILES + _FILES_A_RANK * place.world_size)
     try:
         store = _opened(aside(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
@@ -79,14 +87,18 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
 
 
 def open_early(place: Place) -> object:
-    """Have rank 0's store take connections from now on, while rank 0 reads its data: a rank that fails meanwhile leaves
-    its error there. Returns an object that keeps it open; None on other ranks, or if the launcher has the store."""
+    """Open rank 0's store early, so that a rank that fails while rank 0 reads its data can leave its error there.
+
+    Returns an object that keeps the store open; None on other ranks, or if the launcher hosts the store.
+    """
     return connect(place, WORD_SECONDS, PURPOSE) if place.rank == 0 and not hosted_by_launcher() else None
 
 
 def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
-    """Wait for a connection to the store; rank 1, and a rank of each node, says so. Raises TimeoutError if it takes
-    longer, RuntimeError if it fails."""
+    """Wait for a connection to the store. Rank 1 and one rank per node report that they wait.
+
+    Raises TimeoutError if it takes longer than `seconds`, RuntimeError if it fails.
+    """
     waited = 0.0
     while waited < seconds and not store.done():
         step = min(max(PATIENCE, waited), seconds - waited)
@@ -98,8 +110,11 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
 
 
 def _listen(port: int) -> int | None:
-    """Open the socket of rank 0's store, for torch to use. Returns None if the port is taken: by this process's own
-    store, which torch finds by itself, or by another process, and then torch raises."""
+    """Open the socket of rank 0's store and return its file descriptor, for torch to use.
+
+    Returns None if the port is in use. If this process's own store uses it, torch finds that store by itself. If
+    another process uses it, torch raises an error.
+    """
     try:
         return listen("rank 0's store", port).detach()
     except OSError:
@@ -107,22 +122,27 @@ def _listen(port: int) -> int | None:
 
 
 def hosted_by_launcher() -> bool:
-    """Tell if the launcher has the store, and not rank 0; torch asks the same."""
+    """Tell whether the launcher hosts the store instead of rank 0. torch reads the same variable."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_name() -> str:
-    """Return the name of the store for messages."""
+    """Return a name of the store for messages."""
     return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
 
 
 def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
-    """Return once rank 0 has seen all ranks. Raises RendezvousError on rank 0 if some do not come within `seconds`, and
-    on the others if rank 0 does not. If rank 0 reports why, or a rank that has failed does (`tell_failure`), the other
-    ranks exit silently.
+    """Wait until rank 0 has seen all ranks.
 
-    `watch` is called before a rank joins, on rank 0 first, so that a rank's later death is detected. It returns True
-    if the death of rank 0 will be.
+    If rank 0 or a failed rank (`tell_failure`) has reported the failure, the other ranks exit silently.
+
+    Args:
+        watch: called before a rank joins, on rank 0 first: from then on the death of a rank is detected. Returns True
+            if the death of rank 0 will be detected.
+
+    Raises:
+        RendezvousError: on rank 0, some ranks did not come within `seconds`; on the others, rank 0 did not come or
+            does not respond.
     """
     if place.rank == 0:
         watch()
@@ -132,7 +152,7 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
             _stay(store, place.world_size)
             sys.exit(code_in(word, EXIT_RESUMABLE))
         return
-    limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # else torch prints that its time is up
+    limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # longer than ours: torch prints on its time-out
     _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
     watched = _in_time(seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
     _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
@@ -142,16 +162,18 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
 
 
 def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> int:
-    """Tell the ranks that wait at the store that this one has failed and will not come. Returns the exit code of the
-    first to say so.
+    """Report in the store that this rank has failed, for the ranks that wait there.
 
     Args:
         code: this rank's exit code.
-        decide: told, as soon as that is known, whether this rank is the first.
+        decide: called as soon as it is known which rank failed first, with True if it is this rank.
+
+    Returns:
+        The exit code of the first rank that failed.
 
     Raises:
         CommunicationError: the store cannot be reached.
-        ConfigurationError: this process may not open the files that it takes.
+        ConfigurationError: the limit of open files of this process is too low.
     """
     store = connect(place, WORD_SECONDS, PURPOSE)
     mine = f"{place.rank} {code}"
@@ -167,7 +189,7 @@ def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> i
 
 
 def _stay(store: Store, world_size: int) -> None:
-    """Keep the store, on rank 0, until all ranks have read what was left there, or are unlikely to come any more."""
+    """Keep rank 0's store open until all ranks have read the message in it, at most `WORD_SECONDS`."""
     end = time.monotonic() + WORD_SECONDS
     while store.add(_CAME, 0) < world_size and time.monotonic() < end:
         time.sleep(_BETWEEN_LOOKS)
@@ -175,8 +197,12 @@ def _stay(store: Store, world_size: int) -> None:
 
 
 def _wait_for_host(store: Store, limit: datetime.timedelta, watched: bool) -> str:
-    """Return rank 0's message, empty if all have come. Raises RendezvousError if rank 0 is silent and not `watched`."""
-    beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
+    """Return rank 0's message, which is empty if all ranks have come.
+
+    Raises RendezvousError if rank 0 sends no heartbeats. If it is `watched`, the watchdog detects its death instead.
+    """
+    # Counts turns of this loop, not clock time: if this process was suspended together with rank 0, no time is counted.
+    beats, silence = 0, 0.0
     while not watched and not store.check([_ALL]):
         now = store.add(_BEATS, 0)
         beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
@@ -196,7 +222,7 @@ def _come(store: Store, rank: int) -> None:
 
 
 def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call with a time limit. Raises RendezvousError if it takes longer, or the store has gone."""
+    """Make a call with a time limit. Raises RendezvousError if the limit passes or the store cannot be reached."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)
@@ -211,8 +237,11 @@ def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result
 
 
 def _wait_as_host(store: Store, world_size: int, seconds: float) -> str:
-    """Tell the others how it ends, and return it: nothing if all have come, else what the first says that has failed.
-    Raises RendezvousError if some have not come in time."""
+    """Wait on rank 0 for all ranks, and publish the result to them.
+
+    Returns an empty string if all ranks have come, otherwise the message of the first rank that failed. Raises
+    RendezvousError if ranks are missing after `seconds`.
+    """
     began, patience, beats = time.monotonic(), PATIENCE, 0
     while store.add(_CAME, 0) < world_size and not store.check([_FAILED]):
         waited = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Who this process is, by the launcher's environment; torch is not needed to ask."""
+"""Rank, local rank and world size of this process, from the launcher's environment variables; without torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _SIZES = {
     "LWS_GROUP_SIZE": ("a LeaderWorkerSet", "LWS_WORKER_INDEX"),
     "PET_NNODES": ("a training operator", "PET_NODE_RANK"),
 }
-"""The variable with the number of processes -> the launcher that sets it, and the variable with this one's number."""
+"""Variable with the number of processes -> the launcher that sets it, and its variable with this process's number."""
 _NUMBERS = {
     "PALS_RANKID": "mpiexec",
     "PMIX_RANK": "an MPI launcher",
     "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
 }
-"""The variable with this process's number -> a launcher that does not say how many processes there are."""
-_FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's for a batch script and the shell of an salloc: these are no tasks
+"""Variable with this process's number -> the launcher that sets it, which does not give the number of processes."""
+_FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's step IDs from here on are batch scripts and salloc shells, not tasks
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that torchrun (or a scheduler with the same variables) started."""
+    """Position of this process among those that torchrun, or a launcher that sets the same variables, started."""
 
     rank: int
     local_rank: int
@@ -40,11 +40,11 @@ class Place:
 
 
 def place_from_environment() -> Place:
-    """The process's place; a process that no launcher started is alone.
+    """Return this process's place. Without a launcher it is rank 0 of 1.
 
     Raises:
-        ConfigurationError: a variable is wrong or missing, or a launcher started several processes and this one would
-            take itself for the only one.
+        ConfigurationError: a variable is wrong or missing; or a launcher started several processes without setting
+            these variables, so that each of them would train alone.
     """
     environment = os.environ
     rank, local_rank, world_size = (_number(environment, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -79,7 +79,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _check_several(environment: Mapping[str, str], world_size: int) -> None:
-    """Raise ConfigurationError if a rank of several does not know what it needs to find the others."""
+    """Raise ConfigurationError if a variable that one of several ranks needs to reach the others is missing."""
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environment.get(name)]
     if missing:
@@ -94,7 +94,7 @@ def _check_several(environment: Mapping[str, str], world_size: int) -> None:
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if a launcher says that this process is one of several."""
+    """Raise ConfigurationError if a launcher's variables show that this process is one of several."""
     sizes = {name: _stated_size(environment, name) for name in _SIZES if environment.get(name)}
     for name, size in sizes.items():
         if size > 1:
@@ -106,7 +106,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
 
 
 def _stated_size(environment: Mapping[str, str], name: str) -> int:
-    """The processes that a variable speaks of; 1 where it is about something else."""
+    """Return the number of processes in a variable; 1 if it does not count processes like this one."""
     step = environment.get("SLURM_STEP_ID", "0")
     if name == "SLURM_STEP_NUM_TASKS" and (not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP):
         return 1
@@ -124,12 +124,12 @@ def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """`rank 3`, `ranks 0, 2-5`; where it takes more than `most` pieces, the first ones and the count."""
+    """Return ranks as text: `rank 3` or `ranks 0, 2-5`. If there are more than `most` pieces, the rest is counted."""
     return numbered("rank", ranks, most)
 
 
 def numbered(what: str, numbers: Iterable[int], most: int = 16) -> str:
-    """`step 3`, `steps 0, 2-5`, as `ranks_text`."""
+    """Return numbers as text: `step 3` or `steps 0, 2-5`, shortened as in `ranks_text`."""
     ordered = sorted(set(numbers))
     runs = [[number for _, number in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
     pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]

@@ -1,4 +1,4 @@
-"""Checkpointing policy of a run: asynchronous progress, reports, tolerated failures, retention."""
+"""Checkpointing policy of a run: asynchronous saves, messages, tolerated failures, removal of old checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megalite.process.bounded import aside
 from megalite.training.display import Display
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
-"""Conservative figures per rank, from which the duration of the first save is estimated."""
+"""Pessimistic figures per rank, from which the duration of the first save is estimated."""
 
 
 class Checkpoints:
-    """The saves of a run; `save` and `advance` are for all ranks together."""
+    """The saves of a run. All ranks call `save` and `advance` together."""
 
     def __init__(self, settings: CheckpointConfig, directory: AnyPath, optimizer: Optimizer, plan: Plan) -> None:
         self._settings, self._directory, self._rank = settings, directory, plan.mesh.rank
@@ -41,34 +41,34 @@ class Checkpoints:
         self._failures = 0
         self._newest: AnyPath | None = None
         self._began, self._stood_still, self._longest = 0.0, 0.0, 0.0
-        self._seen_busy = self._unnoticed = 0.0  # when last, and for how long a part of the save has been over
+        # When a rank was last seen busy; and for how many seconds of the save its background work was already complete.
+        self._seen_busy = self._unnoticed = 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines to tell when the run starts."""
+        """Messages to show when the run starts."""
         if self._saver.staging is None:
             return ()
         return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on rank 0",)
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """Flags that the ranks must agree on before `advance`: if one is busy, and if one has failed."""
+        """Flags of this rank, busy and failed. They must be combined over all ranks for `advance`."""
         return self._saver.busy, self._saver.failed
 
     @property
     def seconds(self) -> float:
-        """The longest save of this run, from its beginning to its end on disk; before the first, an estimate."""
+        """Duration of the longest save of this run until it is complete on disk; an estimate before the first save."""
         return self._longest or _SECONDS_OF_ANY_SAVE + self._saver.size / _BYTES_A_SECOND
 
     def save(self, training: TrainingState, config: dict[str, Any], display: Display, *, last: bool) -> None:
-        """Save the state as it is now; in the background with --async-save, unless nothing comes after it (`last`).
+        """Save the current state. With --async-save the write runs in the background, except for the `last` save.
 
-        As many failures in a row as the flags allow are only reported, and training goes on to the next save: the state
-        that cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next failure, and for
-        the last save.
+        Up to --tolerated-save-failures consecutive failures are only reported: training continues, and a later save may
+        succeed. Raises CheckpointError for the next failure, or if the last save fails.
         """
         self._finish(display, last=False, another=last)
-        self.settle(display)  # what begins clears away what is half removed
+        self.settle(display)  # a new save also clears partly removed checkpoints: both must not run at the same time
         with self._tolerating(display, last=last):
             self._began, self._unnoticed = time.perf_counter(), 0.0
             self._saver.begin(training, config)
@@ -77,13 +77,13 @@ class Checkpoints:
             self._finish(display, last=last)
 
     def advance(self, busy: bool, failed: bool, display: Display) -> None:
-        """Go on with what runs in the background, unless a rank is still busy; `busy` and `failed`: of any rank."""
+        """Continue a background save if no rank is still busy. `busy` and `failed` are combined over all ranks."""
         if not self._saver.under_way:
             return
         now = time.perf_counter()
         if busy:
             self._seen_busy = now
-        else:  # an evaluation may have come in between
+        else:  # the background work may have ended earlier, for example during an evaluation
             self._unnoticed += now - max(self._saver.ended, self._seen_busy)
         if failed or not busy:
             self._advance(display, last=False)
@@ -93,7 +93,7 @@ class Checkpoints:
             self._advance(display, last=last, another=another)
 
     def settle(self, display: Display) -> None:
-        """Wait until what is being removed in the background has gone; before the next save, and at the end."""
+        """Wait for the removal of old checkpoints in the background. Called before each save and at the end."""
         removal, self._removal = self._removal, None
         if removal is not None:
             for note in removal.result():
@@ -113,8 +113,12 @@ class Checkpoints:
 
     @contextmanager
     def _tolerating(self, display: Display, *, last: bool, another: bool = False) -> Iterator[None]:
-        """Tolerate failures. `last`: no save comes after it; `another`: the last comes at once, and is tried by
-        itself."""
+        """Report a CheckpointError of the block instead of raising it, as long as failures are tolerated.
+
+        Args:
+            last: this is the last save of the run; its failure is always raised.
+            another: the last save follows at once; a failure of this one is always tolerated.
+        """
         try:
             yield
         except CheckpointError as error:
@@ -129,15 +133,15 @@ class Checkpoints:
             )
 
     def _remove_old(self) -> None:
-        """Begin to remove old checkpoints in the background, since a file system may take long over it."""
+        """Start the removal of old checkpoints in the background, since it may take long on some file systems."""
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
             self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
 
     def log_progress(self, text: str) -> None:
-        """Append a line to DIR/progress.txt, with the time, the job and the number of ranks, under `--log-progress`.
+        """With `--log-progress`, append a line with time, job and number of ranks to DIR/progress.txt.
 
-        A full disk loses the line: the run does not depend on it.
+        If the disk is full, the line is lost and the run continues.
         """
         if not self._settings.log_progress or self._rank != 0 or not isinstance(self._directory, Path):
             return
@@ -146,5 +150,5 @@ class Checkpoints:
             file.write(f"{when}\tjob {job}\t{self._world_size} ranks\t{text}\n")
 
     def close(self) -> None:
-        """Leave the save that is under way, because the run ends before it is complete."""
+        """Abandon a save that is in progress, because the run ends before it is complete."""
         self._saver.close()

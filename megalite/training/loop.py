@@ -1,4 +1,4 @@
-"""The loop of a run: step after step, with evaluations and saves between them, to the end or until asked to stop."""
+"""The training loop: steps, with evaluations and saves between them, until the run ends or is requested to stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 @dataclass(frozen=True)
 class _Agreed:
-    """Agreement of all ranks after a step: a field is True if it is on any rank."""
+    """Decisions that all ranks share after a step. A field is True if it is True on any rank."""
 
     stop: bool
     """Stop after this step."""
@@ -45,7 +45,7 @@ class _Agreed:
 
 
 class TrainingLoop:
-    """Loop from the trainer's first step to its last: what the ranks do together, and when."""
+    """The loop from the trainer's first step to its last. All ranks run it in lockstep."""
 
     def __init__(self, trainer: Trainer, display: Display, startup: Startup) -> None:
         self.trainer, self.display = trainer, display
@@ -59,7 +59,7 @@ class TrainingLoop:
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
 
     def run(self) -> int:
-        """Train to the end, or until asked to stop; returns the program's exit code."""
+        """Train until the run ends or is requested to stop. Returns the exit code of the program."""
         trainer = self.trainer
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
@@ -68,7 +68,7 @@ class TrainingLoop:
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
             with self.sections(START):
-                self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
+                self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
             self._startup.over()
             self._progress("goes on" if trainer.iteration else "begins")
@@ -127,12 +127,12 @@ class TrainingLoop:
             gc.collect()
 
     def _validate(self) -> None:
-        """Evaluate. If the run is stopped meanwhile, the resumed run evaluates before its first step."""
+        """Evaluate. If the run is stopped during the evaluation, the resumed run evaluates before its first step."""
         trainer = self.trainer
         assert trainer.data.valid is not None
 
         def stopped() -> bool:
-            """Tell if a rank was told to stop; the evaluation after the last step is never broken off."""
+            """Tell whether any rank must stop. The evaluation after the last step is never ended early."""
             return trainer.iteration < trainer.iterations and self._on_any_rank(self._told_to_stop())[0]
 
         with self.sections(EVALUATION):
@@ -172,52 +172,56 @@ class TrainingLoop:
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
         return EXIT_RESUMABLE
 
-    # ------------------------------------------------------------------------------------------------ when
+    # ------------------------------------------------------------------------------------------------ decisions
 
     def _every(self, interval: int | None) -> bool:
-        """Tell if the last step is one of every `interval` steps; None or 0: never."""
+        """Tell whether the last step is a multiple of `interval`. None or 0 means never."""
         return interval is not None and interval > 0 and self.trainer.iteration % interval == 0
 
     def _collects_garbage_now(self) -> bool:
-        """Tell whether to collect garbage; --manual-gc turns Python's collector off, so that ranks pause together."""
+        """Tell whether to collect garbage now.
+
+        --manual-gc turns Python's own collector off: all ranks then collect after the same step, instead of each rank
+        delaying the others at a different time.
+        """
         training = self.config.training
         after_evaluation = training.manual_gc_eval and self.trainer.evaluates_now()
         return training.manual_gc and (self._every(training.manual_gc_interval) or after_evaluation)
 
     def _agree(self) -> _Agreed:
-        """Exchange what the ranks have to tell each other between two steps, all in one message."""
+        """Combine the requests and the save status of all ranks, in one all-reduce per step."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         asked, *others = self._on_any_rank(self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 
     def _told_to_stop(self) -> bool:
-        """Tell if this rank was told to stop, by a signal, its clock or a file."""
+        """Tell whether this rank must stop: because of a signal, the time limit, a STOP file or the end of the job."""
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._startup.began >= 60.0 * minutes
         return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
 
     def _job_ends(self) -> bool:
-        """Tell if the job ends too soon for another step; rank 0's clock decides."""
+        """Tell whether the job ends too soon for another step. Rank 0 decides, by its clock."""
         trainer = self.trainer
         if self._startup.job_end is None or self.mesh.rank != 0:
             return False
         left = self._startup.job_end - time.time()
         due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
-        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # 0 too where there is nothing to
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # also 0 without validation data
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
         self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Return which of the flags are set on a rank."""
+        """Return for each flag whether it is set on any rank."""
         numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
         return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
 
-    # ------------------------------------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------------------------------------ records
 
     def _timing(self) -> Timing:
-        """Measure the steps since the last time; all ranks together."""
+        """Gather the timing of the steps since the last call. Called by all ranks together."""
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
         with self.sections(AGREEMENT):
             return gather_timing(self.sections.take(), steps, self.mesh)
@@ -233,7 +237,7 @@ class TrainingLoop:
 
 
 def metrics_path(config: RunConfig, directory: AnyPath | None) -> AnyPath | None:
-    """The file that a run's metrics go to, if any."""
+    """Return the file that the metrics of a run are written to, or None if there is none."""
     if config.logging.metrics_path:
         return checkpoint.open_directory(config.logging.metrics_path)
     return None if directory is None else directory / "metrics.jsonl"

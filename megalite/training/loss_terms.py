@@ -1,6 +1,7 @@
-"""The terms of a step's loss: counts before the step, multipliers during it, means after it.
+"""The loss terms of a step: counts before the step, multipliers for its backward, means after it.
 
-Everything is summed once over the whole global batch, and nothing else averages.
+Sums and counts are taken once over the global batch. No other code averages: neither over micro-batches nor over
+data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from megalite.training.metrics import is_figure
 
 _MISSING = torch.tensor(-0.0, dtype=torch.float64)
 Totals = Mapping[str, float]
-"""Values by the names of terms."""
+"""One value per loss term, by the term's name."""
 
 
 def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
-    """The terms of the loss, which all stages of a rank must declare alike, under names that nothing else has.
+    """Return the loss terms of the network.
 
-    Raises MegaliteError if they do not; that other ranks do, too, is part of the proof of steps.
+    Raises MegaliteError if two stages of this rank declare different terms, or if a name is not unique. The proof of
+    steps checks that all ranks declare the same terms.
     """
     terms, *others = [chunk.loss_terms for chunk in chunks]
     for number, other in enumerate(others, 1):
@@ -52,7 +54,7 @@ def _listed(terms: Iterable[LossTerm]) -> str:
 
 
 def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> TermSums:
-    """Count what each term is a mean of, on this rank, fp64 on the device."""
+    """Return this rank's count of each term: the denominator of its mean, in fp64 on the device."""
     counts: TermSums = NO_SUMS
     for micro_batch in micro_batches:
         counts = add_sums(counts, {term.name: term.count(micro_batch).to(device, torch.float64) for term in terms})
@@ -60,16 +62,16 @@ def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], devi
 
 
 def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
-    """Add up what ranks have counted for each term, or nothing."""
+    """Return the sum of each term's counts over the ranks. A term that is missing in `own` counts as 0."""
     return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
 
 
 def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
-    """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too.
+    """Return the sum of each term over the ranks, including the stages of the pipeline.
 
-    Raises MegaliteError for a term of which no rank has a sum.
+    A rank may lack a term. Raises MegaliteError if no rank has a sum of it.
     """
-    # What is missing is a negative zero, of which any sum leaves one, and no sum that a rank has is one.
+    # A missing sum is -0.0, and `+ 0.0` turns a present -0.0 into 0.0. A total is then -0.0 only if all ranks lack it.
     sums = _totals(
         {term.name: term.axes for term in terms},
         {term.name: own[term.name] + 0.0 if term.name in own else _MISSING for term in terms},
@@ -87,7 +89,7 @@ def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> 
 def _totals(
     axes_of: Mapping[str, tuple[str, ...]], own: TermSums, mesh: ParallelMesh, *, over_stages: bool
 ) -> dict[str, float]:
-    """Add up over ranks: one all-reduce for all names that are spread over the same axes. `own`: fp64."""
+    """Sum over the ranks, in fp64, with one all-reduce for all names that have the same axes."""
     zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for axes in dict.fromkeys(axes_of.values()):
         names = [name for name, spread in axes_of.items() if spread == axes]
@@ -100,10 +102,10 @@ def _totals(
 
 
 def loss_multipliers(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
-    """Multipliers of the terms' sums in backward; 0 for a term with nothing to count."""
+    """Return the multiplier of each term's sum in backward; 0 for a term whose count is 0."""
     return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
 
 
 def means(sums: Totals, counts: Totals) -> Totals:
-    """The mean of each term, unweighted; 0 for a term with nothing to count."""
+    """Return the unweighted mean of each term; 0 for a term whose count is 0."""
     return {name: total / counts[name] if counts[name] else 0.0 for name, total in sums.items()}

@@ -1,8 +1,8 @@
 """Search for the source of NaN or infinity in a step: which rank, which micro-batch, which module.
 
-A step whose gradient is not finite is skipped by all ranks together. The parameters have not changed then, and what is
-random follows from its key: so the step can be run again, the same to the last bit, and this time be watched. While
-all is well this costs nothing.
+All ranks skip a step whose gradient is not finite. The parameters are then unchanged, and random numbers depend only on
+their keys. So the step can be run again with bitwise identical results, this time with checks in every module. Steps
+that are not skipped have no extra cost.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from megalite.process.host import host_name
 from megalite.training.nonfinite_search import NotFinite, Search, not_finite
 
 MAX_CONSECUTIVE_SKIPS = 10
-"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+"""Number of consecutive skipped steps after which the run is considered diverged and ends."""
 LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
 """Counts of consecutive skipped steps at which the search for the cause runs."""
-_SHOWN = 8  # names and ranks in a line
+_SHOWN = 8  # the most names or ranks in a message
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """Inputs of a skipped step, with which it can be run again."""
+    """Inputs of a skipped step, from which it can be run again."""
 
     iteration: int
     actions: Sequence[Action]
@@ -47,41 +47,44 @@ class SkippedStep:
     loss_multipliers: Mapping[str, float]
     loss_scale: float
     sums: TermSums
-    """Sums of this rank alone."""
+    """Loss sums of this rank, not reduced over ranks."""
 
 
 def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
-    """Tell if the loss is finite on all ranks, which call this together: tensor-parallel ranks compute it each."""
+    """Tell whether the loss is finite on all ranks. Called by all ranks together.
+
+    The ranks may differ, because each tensor-parallel rank computes the loss itself.
+    """
     flag = torch.tensor([not math.isfinite(loss)], dtype=torch.float32, device=mesh.device)
     return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0
 
 
 @dataclass(frozen=True)
 class _FirstRun:
-    """Names of tensors that are not finite on a rank after the run that was skipped."""
+    """Names of the tensors on one rank that are not finite after the skipped step."""
 
     host: str
     parameters: Sequence[str]
     """Logical names."""
     loss: str | None
     own: Sequence[str]
-    """Logical names of gradients that no other rank has added to;"""
+    """Logical names of gradients that this rank computed alone."""
     summed: Sequence[str]
-    """of those that are sums over ranks."""
+    """Logical names of gradients that are sums over ranks."""
 
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """Events that a rank saw in the repeated run."""
+    """Findings of one rank in the repeated step."""
 
     finding: dict[str, Any] | None
     samples: Sequence[int]
-    """The first and the last of its micro-batch."""
+    """First and last sample of the finding's micro-batch on this rank; empty without a finding."""
     micro_batches: Sequence[int]
-    """Micro-batches with a finding."""
+    """Micro-batches with at least one finding."""
     own: Sequence[str]
     summed: Sequence[str]
-    """`own` and `summed` are as in `_FirstRun`."""
+    """`own` and `summed` have the same meaning as in `_FirstRun`."""
 
 
 def locate(
@@ -92,10 +95,10 @@ def locate(
     optimizer: Optimizer,
     mesh: ParallelMesh,
 ) -> str:
-    """Report on a step that was skipped, the same on all ranks: they call this together, before they begin
-    another step. It leaves the gradients as a skipped step does, to be overwritten by the next.
+    """Find the source of the non-finite gradient of a skipped step, and return a report that is the same on all ranks.
 
-    Beside what a step takes, it needs room for the gradient of the largest parameter.
+    Called by all ranks together, before they begin another step. The next step overwrites the gradients that this
+    leaves. Needs as much memory as a step, plus the gradient of the largest parameter.
     """
     first = [_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)]
     hosts = [report.host for report in first]
@@ -116,7 +119,7 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
     return [json.loads(text) for text in texts]
 
 
-# ---------------------------------------------------------------------------------------------------- what a rank has
+# ---------------------------------------------------------------------------------------------------- state of a rank
 
 
 def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
@@ -135,7 +138,7 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
 
 
 def _parameters(bucket: Bucket) -> Iterator[str]:
-    """Logical names of the bucket's parameters that are not finite, as far as this rank keeps them."""
+    """Yield the logical names of the bucket's parameters that are not finite, of those stored on this rank."""
     if bucket.stage == 3:
         yield from _names(bucket, bucket.parameter_shard, *bucket.owned_range)
     else:
@@ -143,9 +146,9 @@ def _parameters(bucket: Bucket) -> Iterator[str]:
 
 
 def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
-    """Look through the step's gradients after the reduction: those that are this rank's own, and sums over ranks.
+    """Return the names of non-finite gradients after the reduction: those of this rank alone, and sums over ranks.
 
-    ZeRO 2 and 3 keep no gradient that is not a sum, unless there is nothing to be summed.
+    ZeRO 2 and 3 keep only sums over ranks, unless a bucket has nothing to sum over.
     """
     own: list[Iterator[str]] = []
     summed: list[Iterator[str]] = []
@@ -160,20 +163,18 @@ def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
 
 
 def _some(names: Iterable[str]) -> list[str]:
-    """Return only as many names as are shown: if nothing is finite, ranks would otherwise exchange their whole
-    lists."""
+    """Return at most one name more than is shown. This bounds the exchanged lists if no tensor is finite."""
     return list(islice(names, _SHOWN + 1))
 
 
 def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[str]:
-    """Yield the logical names of tensors that are not finite in [start, stop) of a bucket; `values` are its values
-    there."""
+    """Yield the logical names of non-finite tensors in elements [start, stop) of a bucket, which are `values`."""
     for name, low, high in bucket.layout.pieces(start, stop):
         if value := not_finite(values[low - start : high - start]):
             yield f"{name} ({value})"
 
 
-# ---------------------------------------------------------------------------------------------------- what is told
+# ---------------------------------------------------------------------------------------------------- report
 
 
 def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
@@ -226,7 +227,7 @@ def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
 
 
 def _suspects(first: Sequence[_FirstRun]) -> str:
-    """Return where the first run was not finite, as far as the values that are left allow."""
+    """Describe which values of the first run were not finite, from those that are still available."""
     hosts = [report.host for report in first]
     losses = [rank for rank, report in enumerate(first) if report.loss]
     own = [rank for rank, report in enumerate(first) if report.own]

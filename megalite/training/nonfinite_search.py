@@ -1,7 +1,8 @@
-"""Search through a step for the first value, in the order of execution, that is not finite.
+"""Search of a step for the first non-finite value in the order of execution.
 
-It checks tensors that pass from module to module, forward and, as gradients, backward, and each gradient of a parameter
-as it enters its buffer. A compiled layer is checked only from outside: inside it has no modules.
+The search checks the tensors that modules exchange in forward, their gradients in backward, and each parameter gradient
+when it enters its buffer. Of a compiled layer it checks only inputs and outputs, since its modules are compiled into
+one.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 @dataclass(frozen=True)
 class NotFinite:
-    """Something not finite. Of any two the one that comes first in `order` can be the cause of the other."""
+    """A non-finite value in a step. Of two findings, only the lower in `order` can have caused the other."""
 
     micro_batch: int
     phase: int
-    """0: forward; 1: backward; 2: weight gradients that were put off."""
+    """0: forward; 1: backward; 2: deferred weight gradients."""
     stage: int
-    """Stage of the pipeline, in the direction of the phase."""
+    """Stage of the pipeline, numbered in the direction of the phase: in backward the last stage is 0."""
     border: int
-    """Number of tensors passed between modules before, in this phase of the stage: tensor-parallel ranks count
-    alike."""
+    """Number of tensors checked between modules so far, in this phase of the stage. Tensor-parallel ranks have equal
+    numbers for the same tensor."""
     of_parameter: bool
-    """True if it is a parameter's gradient, which nothing else in the step is computed from."""
+    """True for a parameter's gradient. It sorts last, because no other value of the step is computed from it."""
     place: str
     value: str
     """NaN or infinity."""
     before: str
-    """The last place that was finite; empty: there is none to tell."""
+    """The last place before it that was finite; empty if there is none."""
 
     @property
     def order(self) -> tuple[int, int, int, int, bool]:
@@ -53,24 +54,25 @@ class NotFinite:
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """Name what there is in a tensor: "NaN", "infinity" or, if all is finite, None."""
+    """Return "NaN" or "infinity" if the tensor contains one, or None if all values are finite."""
     if tensor.numel() == 0:
         return None
-    least, most = (bound.item() for bound in torch.aminmax(tensor.detach()))  # without a mask as large as the tensor
+    # `aminmax` propagates NaN, and unlike `isfinite` allocates no mask as large as the tensor.
+    least, most = (bound.item() for bound in torch.aminmax(tensor.detach()))
     if least != least:
         return "NaN"
     return "infinity" if float("inf") in (-least, most) else None
 
 
 class Search:
-    """Search in a rank's actions: `engine.run(..., observer=search)` within `search.through(chunks)`."""
+    """Search of this rank's actions: pass it as observer to `engine.run` inside `with search.through(chunks)`."""
 
     def __init__(self, stages: Stages, rank: int) -> None:
-        """Set up; `rank` is the rank in the pipeline."""
+        """Set up. `rank` is the pipeline rank."""
         self.first: NotFinite | None = None
-        """First finding in the order of execution, not in time."""
+        """First finding by `NotFinite.order`, which may differ from the order in time."""
         self.micro_batches: set[int] = set()
-        """Micro-batches with a finding."""
+        """Micro-batches with at least one finding."""
         self._stages, self._rank = stages, rank
         self._action = Action("F", 0, 0)
         self._border, self._before = 0, ""
@@ -100,7 +102,7 @@ class Search:
                 handle.remove()
 
     def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
-        """The modules of a chunk that are looked into; the names of their inputs and of their outputs."""
+        """Yield each module of a chunk that is checked, with the names of its inputs and of its outputs."""
         stage = self._stages.stage(self._rank, number)
         passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
         yield chunk, f"what stage {stage} receives", passed_on
@@ -113,7 +115,7 @@ class Search:
                 for module, place in _modules(part, name):
                     yield module, f"the input of {place}", f"the output of {place}"
 
-    # ------------------------------------------------------------------------------------------------ what is looked at
+    # ------------------------------------------------------------------------------------------------ checks
 
     def _before_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda _, arguments: self._look(arguments, place)
@@ -122,9 +124,9 @@ class Search:
         return lambda _, arguments, output: self._look(output, place)
 
     def _look(self, values: Any, place: str) -> None:
-        """Check the tensors that enter or leave a module and, later, their gradients.
+        """Check the tensors that enter or leave a module, and register a check of their gradients.
 
-        The output of one module is the input of another, and is checked once.
+        A tensor that is both the output of one module and the input of another is checked once.
         """
         again = "" if self._action.kind == "F" else ", computed again,"
         for tensor in _tensors(values):
@@ -135,13 +137,13 @@ class Search:
                     tensor.register_hook(partial(self._pass, f"the gradient with respect to {place}"))
 
     def _pass(self, place: str, tensor: Tensor) -> None:
-        """Check a tensor that passes from one module to another."""
+        """Check a tensor that one module passes to another, and count it as a border."""
         self._border += 1
         if not self.note(tensor, place):
             self._before = place
 
     def note(self, tensor: Tensor, place: str, *, of_parameter: bool = False) -> bool:
-        """Tell whether the tensor is not finite; then it may be the first."""
+        """Tell whether the tensor is not finite. If so, record it, and keep it if it is the first in order."""
         value = not_finite(tensor)
         if value is None:
             return False
@@ -158,7 +160,7 @@ class Search:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors among a module's arguments or results."""
+    """Yield the tensors among a module's arguments or results."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | Mapping):
@@ -176,7 +178,7 @@ def _modules(part: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
 
 @dataclass(frozen=True)
 class _SearchedBuffer:
-    """A gradient buffer, with a search at its door."""
+    """A gradient buffer that checks each gradient before accumulating it."""
 
     buffer: GradientBuffer
     search: Search
@@ -200,7 +202,7 @@ class _SearchedGradient:
     search: Search
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Compute the gradient by itself first, and report the sum only if both of its parts were finite."""
+        """Check the new gradient alone first. Report the sum only if both addends were finite."""
         own = target if overwrite else torch.empty_like(target)
         self.gradient.add_to(own, overwrite=True)
         finite = not self.search.note(own, f"the gradient of {self.name}", of_parameter=True)

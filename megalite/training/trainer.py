@@ -1,4 +1,4 @@
-"""Trainer of a run on this rank: the step that training repeats, evaluation, saving and loading."""
+"""The trainer of a run on this rank: training step, evaluation, saving and loading."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFIL
 
 
 class Trainer:
-    """A run on this rank. The loop (loop.py) says when it steps, evaluates and saves.
+    """Training state of this rank. The loop (loop.py) decides when to step, to evaluate and to save.
 
-    `consumed_samples` alone determines the position in the data and the learning rate.
+    The position in the data and the learning rate depend on `consumed_samples` alone.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Trainer:
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
         self.optimizer = builder.make_optimizer(config, self.chunks, mesh)
-        links = make_links(mesh, stages)  # all ranks of a pipeline connect to their neighbours together
+        links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
         self.steps = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
@@ -84,7 +84,7 @@ class Trainer:
         self.consumed_samples = 0
         self.evaluation_left = False
         self.recorded: Recorded | None = None
-        """Records that `metrics.jsonl` must contain when this run resumes."""
+        """Records that `metrics.jsonl` must contain when this run resumes; None if there is nothing to check."""
         self.loss_scale = builder.make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
@@ -99,7 +99,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ one step
 
     def step(self) -> StepMetrics:
-        """One optimizer step over one global batch."""
+        """Run one optimizer step on one global batch. Called by all ranks together."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
         with self.sections(DATA):
@@ -134,7 +134,10 @@ class Trainer:
         return self._metrics(losses, update, rates, loss_scale, batch_size, seconds)
 
     def locate_not_finite(self) -> str | None:
-        """Return where the last step got NaN or infinity from, if that is to be told. All ranks call it together."""
+        """Return a report on the source of NaN or infinity in the last step, or None if no report is due.
+
+        Called by all ranks together.
+        """
         skipped, self._skipped = self._skipped, None
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
@@ -142,7 +145,10 @@ class Trainer:
             return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
-        """Draw the last step's time line if asked for. Returns what to tell, on rank 0. All ranks call it together."""
+        """Draw the time line of the last step if it was requested. Called by all ranks together.
+
+        Returns a message on rank 0; None on other ranks, or if there is nothing to draw.
+        """
         recording, self._recording = self._recording, None
         if recording is None or not isinstance(self.directory, Path):
             return None
@@ -150,18 +156,19 @@ class Trainer:
             return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Forwards of each rank in a step of `batch_size` samples."""
+        """Return the number of micro-batches per rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
     def evaluates_now(self) -> bool:
-        """Tell if the validation data are due after the last step."""
+        """Tell whether a validation is due after the last step."""
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None
 
     def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
-        """The mean language-model loss over `eval_iters` global batches, always from the dataset's first sample on.
+        """Compute the mean language-model loss of `eval_iters` global batches, starting at the dataset's first sample.
 
-        `should_stop` is polled between batches and must agree on all ranks. Returns None if it stopped the evaluation.
+        `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
+        evaluation was stopped.
         """
         self.network.eval()
         sums, counts = NO_SUMS, NO_SUMS
@@ -180,10 +187,10 @@ class Trainer:
         count = loss_terms.total_counts((LM_LOSS,), counts, self.mesh)
         return loss_terms.means(total, count)[LM_LOSS.name]
 
-    # ------------------------------------------------------------------------------------------------ what is kept
+    # ------------------------------------------------------------------------------------------------ save and load
 
     def save(self, display: Display, *, last: bool) -> None:
-        """Save a checkpoint, if the run has a directory; `last`: no other save comes after it."""
+        """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
@@ -194,11 +201,17 @@ class Trainer:
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
-        """Continue from a checkpoint of this model, written under any layout, `described` by its manifest, with what
-        `resume_point` says of it.
+        """Continue from a checkpoint of this model, which may have been written under any layout.
 
-        Raises CorruptCheckpointError or CheckpointError, the same on every rank; after the former another may be
-        loaded.
+        Args:
+            described: the checkpoint's manifest.
+            resume_point: which parts of the checkpoint to restore.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint is damaged; another one may be loaded instead.
+            CheckpointError: the checkpoint cannot be loaded.
+
+        Both errors are the same on every rank.
         """
         with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
@@ -226,7 +239,7 @@ class Trainer:
                 self._load_notes += order_notes(self.data.train, state.seen_samples or ())
 
     def _recorded(self, described: Manifest) -> Recorded:
-        """The records of a run by the time of a checkpoint in its directory."""
+        """Return which metrics records the run had written by the time of this checkpoint."""
         settings, saved = self.config.checkpoint, described.config.get("training", {})
         interval = self.config.training.eval_interval
         due = self.data.valid is not None and (
@@ -240,19 +253,19 @@ class Trainer:
         )
 
     def load_model(self, opened: OpenedModel) -> None:
-        """Begin with the weights of a model that another program has written.
+        """Start from the weights of a model that another program has written.
 
-        Raises CheckpointError, the same on every rank, if it is another network, or cannot be read.
+        Raises CheckpointError, the same on every rank, if the network differs or the model cannot be read.
         """
         with checkpoint.raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
         self._load_notes = rounding_notes(opened, self.dtype)
 
-    # ------------------------------------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------------------------------------ metrics
 
     def where(self) -> tuple[int, int, int]:
-        """Steps, samples and tokens since the start of the run."""
+        """Return the number of steps, samples and tokens since the start of the run."""
         return self.iteration, self.consumed_samples, self.consumed_samples * self.config.data.seq_length
 
     def _metrics(
@@ -286,8 +299,7 @@ class Trainer:
         )
 
     def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
-        """Return the further terms of the loss, the figures that are recorded only on request, and values that flags
-        can vary."""
+        """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
         figures = {name: mean for name, mean in losses.items() if name != LM_LOSS.name}
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
@@ -303,7 +315,7 @@ class Trainer:
         return figures
 
     def notes(self) -> tuple[str, ...]:
-        """Return lines on the effective settings and on the checkpoint."""
+        """Return messages about the effective settings and the loaded checkpoint."""
         profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
