@@ -1,3 +1,3 @@
-"""Start and end of a process of a run: rendezvous, process groups, requests to stop, failures and exit codes."""
+"""Start and end of a run's processes: rendezvous, process groups, stop requests, failures and exit codes."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files by which a person or a script controls a run: `touch DIR/STOP`, `SAVE` or `PROFILE`, where DIR is --save.
+"""Files that control a run: `touch DIR/STOP`, `DIR/SAVE` or `DIR/PROFILE`, where DIR is the --save directory.
 
-A signal reaches the processes of one node, and each launcher treats it in another way; a file reaches a run from
-wherever its directory is seen. Only rank 0 looks, so that hundreds of ranks do not ask a shared file system the same
-question; the other ranks learn of it when the ranks agree on stopping.
+A signal reaches only the processes of one node, and launchers handle signals differently. A file works from every
+machine that can access the run directory. Only rank 0 looks for the files, to limit the load on a shared file system.
+The other ranks receive the result in the all-reduce after each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAVE, PROFILE = "SAVE", "PROFILE"
 
 
 class ControlFiles:
-    """The control files of a run directory, as rank 0 sees them; to other ranks, and without a directory, there are
+    """The control files of a run directory. Only rank 0 reads them: other ranks, and runs without a directory, see
     none."""
 
     def __init__(self, directory: AnyPath | None, mesh: ParallelMesh) -> None:
@@ -31,8 +31,13 @@ class ControlFiles:
         self._asked: set[str] = set()
 
     def clear(self, preexisting_stop: object) -> tuple[str, ...]:
-        """Remove what was meant for an earlier run, and tell of it: a STOP only as it was when this one began
-        (`identity`). Raises CheckpointError if it cannot be removed."""
+        """Remove control files that were meant for an earlier run, and return a message for each.
+
+        A STOP is removed only if it is unchanged since this run began. Raises CheckpointError if one cannot be removed.
+
+        Args:
+            preexisting_stop: `identity` of the STOP when this run began, or None if there was none.
+        """
         if self._directory is None:
             return ()
         stop_is_old = preexisting_stop is not None and identity(self._directory / STOP) == preexisting_stop
@@ -48,12 +53,12 @@ class ControlFiles:
         return tuple(f"note: removed {self._directory / name}, which was there before this run" for name in found)
 
     def stop(self) -> bool:
-        """Tell if there is, or was, a STOP. The file is not removed: it shows later why the run has ended."""
+        """Tell whether a STOP has been seen. The file is not removed: it shows later why the run ended."""
         self._look()
         return self._stop
 
     def take(self, name: str) -> bool:
-        """Tell if there is a SAVE or PROFILE, or was one since this was last asked. Each is one request."""
+        """Tell whether a file of this name (SAVE or PROFILE) appeared since the last call. It counts as one request."""
         self._look()
         asked = name in self._asked
         self._asked.discard(name)
@@ -66,14 +71,14 @@ class ControlFiles:
         self._stop = self._stop or has_file(self._directory / STOP)
         for name in (SAVE, PROFILE):
             if has_file(self._directory / name):
-                with suppress(OSError):  # one that stays would ask again after every step
+                with suppress(OSError):  # no request if it cannot be removed: it would be repeated after every step
                     (self._directory / name).unlink(missing_ok=True)
                     self._asked.add(name)
 
 
 def has_file(path: AnyPath) -> bool:
-    """Tell whether there is a file, as far as can be seen now."""
+    """Tell whether a file exists. Returns False if the file system does not answer."""
     try:
         return path.is_file()
-    except OSError:  # a file server that does not answer now may do so at the next look
+    except OSError:  # the file server may answer at the next look
         return False

@@ -1,7 +1,6 @@
 """Stop of a run shortly before SLURM ends its job.
 
-Rank 0 decides: it has measured in this run how long steps, evaluations and saves take, and its clock tells the job's
-end.
+Rank 0 decides, from its clock and from the measured durations of steps, evaluations and saves in this run.
 """
 
 from __future__ import annotations
@@ -11,30 +10,31 @@ from dataclasses import dataclass
 
 VARIABLE = "SLURM_JOB_END_TIME"
 MARGIN = 15.0
-"""Seconds for all else: the message that ranks stop, the end of their processes."""
+"""Seconds for everything else: the agreement of the ranks to stop, and the end of their processes."""
 SAVES = 2.0
-"""Duration allowed for the last save, as a multiple of the longest before: another job may be using the file system."""
+"""Time allowed for the last save, as a multiple of the longest save so far: the file system may be busy with other
+jobs."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Longest time that a step has taken in this run, in seconds.
+    """Duration of the longest step of this run, in seconds.
 
-    The first step compiles and fills caches: it counts only as long as there is no other.
+    The first step is slower, because it compiles and fills caches. It counts only until the second step has run.
     """
 
     steps: int = 0
     step: float = 0.0
 
     def after(self, seconds: float) -> Pace:
-        """Return the pace after one more step, which took so many seconds."""
+        """Return the pace after one more step, which took `seconds`."""
         return Pace(self.steps + 1, seconds if self.steps < 2 else max(self.step, seconds))
 
 
 def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, str | None]:
-    """Return the end of the job, in Unix seconds, and a note if the environment's value is of no use.
+    """Return the end of the job in Unix seconds, and a note if the value in the environment is not usable.
 
-    If a job runs beyond that end, the value is not its own: it comes from another job, whose shell this one inherits.
+    A time in the past is not the end of this job: it was inherited from the shell of an earlier job.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -47,12 +47,13 @@ def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, s
 
 
 def why_stop(left: float, step: float, evaluation: float, save: float) -> str | None:
-    """Return why the run must stop now, `left` seconds before the job ends; None if another step fits in.
+    """Return why the run must stop now, or None if there is time for another step.
 
     Args:
-        step: the seconds of a step.
-        evaluation: those of the evaluation that is due after it, 0 if none is.
-        save: those of a save, 0 if nothing is saved.
+        left: seconds until the job ends.
+        step: seconds of a step.
+        evaluation: seconds of the evaluation that is due after the step; 0 if none is due.
+        save: seconds of a save; 0 if nothing is saved.
     """
     if left >= step + evaluation + SAVES * save + MARGIN:
         return None

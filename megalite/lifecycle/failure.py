@@ -1,11 +1,13 @@
-"""Reporting of an error on any number of ranks: one message and one exit code.
+"""Error reporting of a run: one message and one exit code, however many ranks fail.
 
-Every rank that fails calls `_fail`. With a process group, the group's own store decides which rank reports: the lowest
-rank that failed, once. Ranks that fail afterwards, because a peer has left, print nothing and end with the same code.
-Without a group (yet), a launcher of one machine decides: rank 0 reports at once, and the others wait for the launcher
-to end them, which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they report it.
-Elsewhere ranks leave a message at the store where others wait for them (rendezvous.py), and the first rank to do so
-reports.
+Every rank that fails calls `_fail`. There are three cases:
+
+- With a process group, its store decides which rank reports: the lowest rank that failed. Ranks that fail later,
+  because a peer has ended, print nothing and exit with the same code.
+- Before there is a group, under a launcher on one machine: rank 0 reports at once. The other ranks wait, because the
+  launcher ends them after rank 0 has ended. If it does not, the error is theirs alone, and they report it.
+- Before there is a group, otherwise: ranks leave a message at the store where the others wait (rendezvous.py), and the
+  first rank to do so reports.
 """
 
 from __future__ import annotations
@@ -39,19 +41,20 @@ if TYPE_CHECKING:
 
 _LOWEST, _REPORT = "lowest_rank", "report"
 _NO_RANK = -1
-_GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
-_LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
+_GATHERING_SECONDS = 0.5  # ranks that fail for the same reason arrive within this time
+_LAUNCHER_SECONDS = 10.0  # within this time ranks get the same error, and a launcher ends the other ranks
 _STAGGER_SECONDS = 0.5
-_STORE_SECONDS = 5.0  # for the store's answer
-_SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
+_STORE_SECONDS = 5.0  # time limit for an answer of the store
+_SPEAKING = RLock()  # held while a thread reports an error: the process must not end before it has finished
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
-    """Run the program and exit with the code it returns, or with the code of its error (megalite/errors.py).
+    """Run the program and exit with the code that it returns, or with the exit code of its error (megalite/errors.py).
 
-    A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
+    Of a MegaliteError only the message is printed. Any other error is a defect and is printed with its traceback.
 
-    Launchers make 1 of every code but 0: one rank writes it into the file MEGALITE_EXIT_FILE, where that is set.
+    Launchers replace every exit code other than 0 by 1. So one rank also writes the code to the file that the variable
+    MEGALITE_EXIT_FILE names, if it is set.
     """
     require_streams()
     exit_on_stop_signals()
@@ -65,10 +68,10 @@ def run_main(main: Callable[[], int]) -> NoReturn:
             raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
-    except SystemExit as ending:  # has said what there is to say, like --help
+    except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
-            if ending.code == EXIT_CONFIGURATION:  # and not that of a signal, which has another cause
+            if ending.code == EXIT_CONFIGURATION:  # not the code of a stop signal, whose cause is outside this process
                 leave_code(ending.code)
             _exit(ending.code)
         raise
@@ -80,7 +83,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the message of an error, without the place where it happened."""
+    """Return the message for an error, without the rank."""
     if isinstance(error, MegaliteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -89,7 +92,7 @@ def _describe(error: BaseException) -> str:
         return f"{too_many_open_files(str(error))}\n{_innermost(error)}"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's: it may not be imported
+    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: torch may not be imported
         return (
             f"{error}\nA training takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
             f"split over more ranks; --record-memory-history tells what takes it.\n{_innermost(error)}"
@@ -106,7 +109,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    # From here on a launcher may end this process at once.
+    # From now on a stop signal of the launcher ends this process at once, with this error's exit code.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
     place = _own_place()
@@ -115,7 +118,7 @@ def _fail(message: str, code: int) -> NoReturn:
         try:
             within(_STORE_SECONDS, partial(store.check, [_REPORT]))
             code = _agree(store, message, code, place.rank)
-        except (RuntimeError, TimeoutError, ValueError):  # the store has gone, stands still, or holds what is not ours
+        except (RuntimeError, TimeoutError, ValueError):  # the store is gone, hangs, or has values that are not ours
             _speak_unless_ended(message, code, place)
     elif place.world_size > 1 and not _ended_by_launcher() and code != EXIT_RESUMABLE:
         code = _leave_word(message, code, place)
@@ -125,34 +128,36 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _ended_by_launcher() -> bool:
-    """Tell whether the launcher ends all ranks once one has ended, as torchrun does on one machine."""
+    """Tell whether the launcher ends all ranks after one rank has ended, as torchrun does on one machine."""
     return "TORCHELASTIC_RUN_ID" in os.environ and on_one_machine()
 
 
 def _leave_word(message: str, code: int, place: Place) -> int:
-    """Tell the ranks that would wait for this one, and report the error unless another rank failed earlier.
+    """Leave a message for the ranks that would wait for this one. Report the error unless another rank failed earlier.
 
     Returns the exit code of the rank that failed first.
     """
-    speak = cache(partial(_speak, message, code, place.rank))  # once, whoever asks for it
+    speak = cache(partial(_speak, message, code, place.rank))  # prints only once, however often it is called
     try:
         from megalite.lifecycle.rendezvous import WORD_SECONDS, tell_failure
 
         is_first: Future[Any] = Future()
         telling: Future[Any] = aside(lambda: tell_failure(place, code, is_first.set_result))
         wait([is_first, telling], _LAUNCHER_SECONDS, return_when=FIRST_COMPLETED)
-        if not is_first.done() or is_first.result():  # where rank 0 has not come yet, too
+        if not is_first.done() or is_first.result():  # also if the store is not open yet, because rank 0 is late
             speak()
         said: int = telling.result(3 * WORD_SECONDS)
         return said
-    except Exception:  # whatever it is: that nobody can be told of the failure is no reason to say nothing of its cause
+    except Exception:  # the error must be reported even if the message cannot be left, for whatever reason
         speak()
         return code
 
 
 def _own_place() -> Place:
-    """Return this process's place by the launcher's variables; unusable values count as rank 0, local rank 0, world
-    size 1."""
+    """Return this process's place from the launcher's variables, without raising errors.
+
+    Values that are not numbers are replaced by rank 0, local rank 0 and world size 1.
+    """
     texts = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     rank, local_rank, world_size = (int(text) if text.isdecimal() else None for text in texts)
     return Place(rank or 0, local_rank or 0, world_size or 1)
@@ -161,14 +166,14 @@ def _own_place() -> Place:
 def _exit(code: int) -> NoReturn:
     if default_store() is None:
         sys.exit(code)
-    # A process group may hang in its destructors if its peers have gone.
+    # `os._exit`, because the destructors of a process group may hang if its peers have ended.
     write_out()
     _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
     os._exit(code)
 
 
 def _agree(store: Store, message: str, code: int, rank: int) -> int:
-    """Report, unless a lower rank does or another rank has done so. Returns the exit code of the one reported."""
+    """Report the error, unless a lower rank reports or another rank has reported. Returns the reported exit code."""
     lowest = int(store.compare_set(_LOWEST, "", str(rank)))
     while lowest > rank:
         lowest = int(store.compare_set(_LOWEST, str(lowest), str(rank)))
@@ -179,21 +184,25 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
     reported = store.compare_set(_REPORT, "", mine).decode(errors="replace")
     if reported == mine:
         _speak(message, code, rank)
-    if rank == 0:  # which may hold the store: others are still asking
+    if rank == 0:  # it may host the store, from which other ranks are still reading
         time.sleep(_GATHERING_SECONDS)
     return code_in(reported, EXIT_INTERNAL)
 
 
 def report(store: Store | None, message: str, code: int) -> int:
-    """Report what a rank cannot report itself, such as being killed, unless a rank has reported something.
+    """Report an error on behalf of a rank that cannot, for example because it was killed, unless a rank has reported.
 
-    Returns the exit code of the report. `store` is any that the ranks share: a connection of its own.
+    Args:
+        store: any store that the ranks share, on a connection that no other thread uses; None if there is none.
+
+    Returns:
+        The exit code that was reported, by this process or by another one.
     """
     store = None if store is None else _of_failures(store)
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     with _SPEAKING:
         if store is not None:
-            with suppress(RuntimeError, TimeoutError):  # as above
+            with suppress(RuntimeError, TimeoutError):  # the store is gone or hangs
                 first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode(errors="replace")
                 if first != mine:
                     return code_in(first, EXIT_INTERNAL)
@@ -202,7 +211,7 @@ def report(store: Store | None, message: str, code: int) -> int:
 
 
 def code_in(word: str, otherwise: int) -> int:
-    """Return the exit code in a rank's message, "RANK CODE"; `otherwise` if no rank can have written the message."""
+    """Return the exit code in a rank's message "RANK CODE", or `otherwise` if the message is not valid."""
     code = word.split(" ")[1:2]
     return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0], re.ASCII) else otherwise
 
@@ -210,12 +219,12 @@ def code_in(word: str, otherwise: int) -> int:
 def _wait_for_report(store: Store, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not store.check([_REPORT]):
-        time.sleep(0.05)  # the store's own wait prints warnings of torch's when its time is up
+        time.sleep(0.05)  # polls, because `store.wait` prints torch's warnings when it times out
 
 
 def _speak_unless_ended(message: str, code: int, place: Place) -> None:
     if place.rank > 0:
-        # One rank of each node at a time, so that its launcher ends the others before they speak.
+        # Staggered by local rank: after the first rank of a node has reported and ended, the launcher ends the others.
         time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * place.local_rank)
     _speak(message, code, place.rank)
 
@@ -230,9 +239,9 @@ def _speak(message: str, code: int, rank: int) -> None:
 
 
 def leave_code(code: int) -> None:
-    """Leave the exit code for the program that started the launcher.
+    """Write the exit code to the file MEGALITE_EXIT_FILE, for the program that started the launcher.
 
-    The first code stays: those of other ranks are consequences.
+    An existing file is kept: later errors are consequences of the first one.
     """
     path = os.environ.get("MEGALITE_EXIT_FILE")
     if path and not Path(path).exists():
@@ -241,7 +250,7 @@ def leave_code(code: int) -> None:
 
 
 def default_store() -> Store | None:
-    """Return the process group's store for failures, or None without a group; torch is not imported for this."""
+    """Return the store for failures of the process group, or None if there is no group. Does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -251,7 +260,7 @@ def default_store() -> Store | None:
 
 
 def _of_failures(store: Store) -> Store:
-    """Return the part of the ranks' store that is for failures, whichever part of the store is given."""
+    """Return the store with the prefix for failures, in place of the prefixes of the given store."""
     from megalite.torch_internals import PrefixStore
 
     while isinstance(store, PrefixStore):

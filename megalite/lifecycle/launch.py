@@ -1,4 +1,4 @@
-"""Connection of a process: from its place among processes to its place on the mesh, once all have started alike."""
+"""Connection of the processes of a run: their places on the mesh, their process group and the check of their flags."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 
 def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMesh:
-    """Take this process's place on the mesh, and come together with all others."""
+    """Return this process's place on the mesh, after connecting to all other processes."""
     mesh = take_place(parallel, place)
     come_together(parallel, place, mesh, description)
     return mesh
 
 
 def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
-    """Return this process's place on the mesh, before any communication. Raises ConfigurationError if it has none."""
+    """Return this process's place on the mesh, without communication.
+
+    Raises ConfigurationError if the flags do not fit the number of ranks or the device.
+    """
     where = device.local_device(place.local_rank)
     device.activate(where)
     mesh = ParallelMesh(
@@ -56,16 +59,16 @@ def come_together(
     description: str,
     watch: Callable[[Store | None], bool] = lambda store: False,
 ) -> None:
-    """Start the process group; one process alone has none.
+    """Wait for all ranks and start the process group. A run of one process has no group.
 
     Args:
-        description: lines that say how this rank was started, the same on all.
-        watch: called once there is a store, before this rank waits for others, with None if it is alone. Tells
-            whether it will notice that rank 0 dies.
+        description: the configuration of this rank as lines of text; must be equal on all ranks.
+        watch: called with the store before this rank waits for others, or with None in a run of one process. Returns
+            True if it will detect the death of rank 0.
 
     Raises:
-        ConfigurationError: some rank's description differs from rank 0's; on every rank.
-        CommunicationError: the others cannot be reached; a RendezvousError if some have not come.
+        ConfigurationError: the description of some rank differs from rank 0's. Raised on every rank.
+        CommunicationError: the other ranks cannot be reached; RendezvousError if some did not come.
     """
     timeout = _timeout(parallel)
     if place.world_size == 1:
@@ -94,8 +97,10 @@ def _backend(parallel: ParallelConfig, mesh: ParallelMesh) -> str:
 
 
 def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
-    """Compare descriptions through the store and the group of the whole world: ranks of different layouts share only
-    these."""
+    """Raise ConfigurationError on all ranks if their descriptions differ.
+
+    Uses only the store and the world group: ranks that were started with different layouts share no other group.
+    """
     if mesh.rank == 0:
         store.set("description/0", description)
     differs = store.get("description/0").decode() != description
@@ -113,7 +118,7 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
 
 
 def leave(mesh: ParallelMesh) -> None:
-    """Take the process group down at the end of a run."""
+    """Destroy the process groups at the end of a run."""
     mesh.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The watchdog of a run, from its configuration."""
+"""Construction of a run's watchdog from its configuration."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 def run_watchdog(
     config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None, store: Store | None
 ) -> Watchdog | None:
-    """Return a context in which a hanging run is ended and a dead rank is named; it does nothing under --no-watchdog.
+    """Return a context manager that ends a hanging run and names dead ranks; None with --no-watchdog.
 
-    `store`: that of the ranks' rendezvous, if there are several.
+    Args:
+        store: the store of the rendezvous; None in a run of one process.
     """
     if not config.watchdog.watchdog:
         if store is not None and place.rank == 0:
             nobody_watches(store)
         return None
     if store is not None:
-        store = cast(Any, store).clone()  # on a connection of its own: the main thread may be waiting over the other
+        store = cast(Any, store).clone()  # a separate connection: the main thread may block the other one by waiting
     return Watchdog(
         sections,
         Limits(config.watchdog.watchdog_min_seconds, 60.0 * config.parallel.distributed_timeout_minutes),

@@ -1,8 +1,8 @@
-"""`touch DIR/STOP` while a run starts: reading flags, building indices, meeting the other ranks, loading.
+"""`touch DIR/STOP` while a run starts: while it reads flags, builds indices, waits for other ranks and loads.
 
-There is nothing to save yet, so the process ends, as after SIGTERM. One process per node looks, from a thread, since
-ranks cannot communicate before all have met. It does not need torch. When the loop begins, control_files.py takes over,
-and the ranks agree.
+There is nothing to save yet, so the process ends as after SIGTERM. A thread in one process per node looks for the file,
+since ranks cannot communicate before the rendezvous. This needs no torch. From the first step on, control_files.py is
+used instead, and the ranks agree on stopping.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ if TYPE_CHECKING:
 
 STOP = "STOP"
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
+SECONDS_BETWEEN_REQUESTS = 20.0  # longer than for a file, because an object store bills each request
 
 
 class Startup:
-    """Start of a run, until its first step: watches for a stop request. Create it first thing in `main`."""
+    """State of a run's start, until its first step. Create it at the beginning of `main`."""
 
     def __init__(self, place: Place) -> None:
         self.began = time.monotonic()
-        """Time when the program began, by `time.monotonic`."""
+        """Start of the program, as `time.monotonic` in seconds."""
         self.job_end, note = job_end(os.environ, time.time())
-        """End of the job, in Unix seconds (deadline.py); None if that is not known."""
+        """End of the job in Unix seconds (deadline.py); None if it is not known."""
         self.notes = () if note is None else (note,)
         self.preexisting_stop: object = None
-        """The STOP that was there before this run (`identity`); None if there was none, or if this rank does not look.
-        """
+        """`identity` of a STOP from before this run; None if there was none, or if this rank does not look for it."""
         self._place = place
         self._over = threading.Event()
         self._store: object = None
 
     def announce(self, config: RunConfig) -> None:
-        """Say what starts, on rank 0: data and torch take a while. Raises BrokenPipeError if nobody reads it."""
+        """Print on rank 0 which run starts, before the slow import of torch and opening of the data.
+
+        Raises BrokenPipeError if nobody reads the output.
+        """
         if self._place.rank != 0:
             return
         model, where = config.model, config.parallel.layout(self._place.world_size)
@@ -56,10 +58,10 @@ class Startup:
         except BrokenPipeError:
             raise
         except OSError:
-            pass  # a full disk, which does not end a run later either
+            pass  # a full disk does not end the run, here or later
 
     def watch_stop_file(self, save: str | None) -> None:
-        """Watch, from now on, for a STOP that appears in --save or is touched; it ends the process with code 85."""
+        """Start watching for a STOP that appears in --save or is touched: it ends the process with exit code 85."""
         if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
             return
         path = _directory(save) / STOP
@@ -68,14 +70,14 @@ class Startup:
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
 
     def open_store(self) -> None:
-        """Open rank 0's store, so that a rank that fails while rank 0 reads data leaves its error there."""
+        """Open rank 0's store early: a rank that fails while rank 0 reads its data can then leave its error there."""
         if self._place.world_size > 1 and self._place.rank == 0:
             from megalite.lifecycle.rendezvous import open_early
 
             self._store = open_early(self._place)
 
     def over(self) -> None:
-        """Stop watching. The training loop handles STOP files from here on, also one created since the last look."""
+        """Stop watching. From now on the training loop handles STOP, including one created since the last look."""
         self._over.set()
 
     def _look(self, path: AnyPath, interval: float) -> None:
@@ -83,15 +85,14 @@ class Startup:
             if identity(path) not in (None, self.preexisting_stop) and not self._over.is_set():
                 if self._place.rank == 0:
                     leave_code(EXIT_RESUMABLE)
-                    with suppress(OSError):  # nobody reads the output any more
+                    with suppress(OSError):  # the output may be closed or its disk full
                         print(f"stopped while the run was starting, by {path}: nothing is lost", flush=True)
-                os.kill(os.getpid(), signal.SIGTERM)  # to the main thread, where what is half done is cleared away
+                os.kill(os.getpid(), signal.SIGTERM)  # raises in the main thread, which cleans up unfinished work
                 return
 
 
 def identity(path: AnyPath) -> object:
-    """Return a value that changes when the file is replaced or touched; None if there is no file, or it cannot be
-    read."""
+    """Return a value that changes when the file is replaced or touched; None if the file is missing or unreadable."""
     try:
         if isinstance(path, Path):
             status = path.stat()
@@ -104,6 +105,6 @@ def identity(path: AnyPath) -> object:
 def _directory(save: str) -> AnyPath:
     if not is_url(save):
         return Path(save)
-    from megalite.checkpoint import open_directory  # for an object store torch comes first
+    from megalite.checkpoint import open_directory  # imports torch, which only object stores need here
 
     return open_directory(save)

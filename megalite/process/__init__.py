@@ -1,3 +1,3 @@
-"""This process: signals that ask it to stop, calls that may not come back, where it runs and who it is among others."""
+"""The current process: stop signals, calls with time limits, host and sockets, rank and world size, output."""
 
 from __future__ import annotations

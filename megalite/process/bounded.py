@@ -1,4 +1,4 @@
-"""A call that may never come back, and how long it is waited for."""
+"""Time limits for calls that may hang."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return or raise as `call` does. Raises TimeoutError if it takes longer: it is left to its thread then.
+    """Make a call with a time limit; return its result or raise its error.
 
-    The client of a store waits without end for a process that stands still, whatever time-out it was given.
+    Raises TimeoutError if the call takes longer; it then keeps running in its thread. Calls of a store need this: they
+    wait for ever for a store whose process is stopped, whatever time-out they were given.
     """
     return aside(call).result(seconds)
 
 
 def aside(call: Callable[[], T]) -> Future[T]:
-    """Make the call in a thread of its own, which the process does not wait for when it ends."""
+    """Make the call in a separate daemon thread. The process does not wait for it at exit, unlike for an executor."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,6 +1,6 @@
-"""The machine on which this process runs: its name, its limits, sockets that listen, and processes of one launcher.
+"""The machine of this process: its name, its limits, listening sockets, and processes of the same launcher.
 
-Sockets take connections on the interface of the job, and on no other.
+Sockets listen on the interface that MASTER_ADDR belongs to, and on no other if possible.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 
 from megalite.errors import ConfigurationError
 
-_BACKLOG = 4096  # ranks come together
+_BACKLOG = 4096  # many ranks connect at the same time
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def host_name() -> str:
-    """Return the name of this machine, as the scheduler knows it."""
+    """Return the name of this machine, under SLURM the name of the node."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def process_space() -> str:
-    """Return a name for the process ID namespace: equal for processes that see each other by number."""
+    """Return a name of the process ID namespace. It is equal for processes that see each other's process IDs."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not on Linux
@@ -37,14 +37,14 @@ def process_space() -> str:
 
 
 def raise_open_file_limit() -> None:
-    """Allow this process as many open files as it may allow itself: the usual 1024 are few for data and a run."""
+    """Raise the soft limit of open files to the hard limit: the usual 1024 are too few for data and connections."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS calls its limit infinite and refuses that number
+    with suppress(OSError, ValueError):  # macOS reports an infinite hard limit, and refuses to set it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def require_open_files(count: int) -> None:
-    """Raise ConfigurationError if this process cannot open so many files more, however far it raises its limit."""
+    """Raise ConfigurationError if this process cannot open `count` more files, after raising its soft limit."""
     raise_open_file_limit()
     opened: list[int] = []
     try:
@@ -74,18 +74,22 @@ def too_many_open_files(why: str) -> ConfigurationError:
 
 
 def on_one_machine() -> bool:
-    """Tell if all ranks run on this machine, as far as their launcher says so."""
+    """Tell whether all ranks run on this machine, according to the launcher's variables."""
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
 def listen(what: str, port: int = 0) -> socket.socket:
-    """A socket that takes connections at the address that MASTER_ADDR has on this machine.
+    """Open a socket that listens at MASTER_ADDR, if that is an address of this machine.
 
-    Where it has none here (another machine passes connections on), or one that only this machine knows for a name that
-    others know, it is every address, and a warning says so of `what`. Port 0: the system chooses one.
+    Otherwise it listens at every address, with a warning. This happens if another machine forwards the connections, or
+    if MASTER_ADDR is a name that leads only to a loopback address here.
+
+    Args:
+        what: name of the socket's user, for the warning.
+        port: 0 lets the system choose a port.
 
     Raises:
-        OSError: the port is taken, or there is no socket.
+        OSError: the port is in use, or no socket can be opened.
     """
     host = os.environ.get("MASTER_ADDR", "localhost")
     for family, address in _addresses(host):
@@ -104,11 +108,14 @@ def listen(what: str, port: int = 0) -> socket.socket:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return a host's addresses as clients try them; without 127.0.1.1 and the like, by which some systems know their
-    own name, where that name stands for this machine among others."""
+    """Return a host's addresses, in the order in which clients try them.
+
+    Some systems map their own name to a loopback address such as 127.0.1.1. It is left out if there are other machines,
+    which cannot reach it.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:  # who connects says what is wrong with it
+    except OSError:  # the later attempt to connect reports this error
         return []
     alone = on_one_machine() or host == "localhost" or _is_loopback(host)
     return [(family, address) for family, _, _, _, address in found if alone or not _is_loopback(str(address[0]))]
@@ -117,7 +124,7 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name, not an address
         return False
 
 
@@ -134,8 +141,10 @@ class _Process:
 
 
 def start_of(process: int) -> int:
-    """Return the time at which a process began, in ticks of the system: with its number, unique to the
-    process. 0 if the system has no /proc."""
+    """Return the start time of a process in system clock ticks. Process ID and start time together are unique.
+
+    Returns 0 if the system has no /proc, or the process has ended.
+    """
     try:
         return _look(process).start
     except OSError:
@@ -143,15 +152,16 @@ def start_of(process: int) -> int:
 
 
 def kill_sibling(process: int, start: int) -> str | None:
-    """Kill a process of this one's user that this one's parent has started, too, and that began then (`start_of`).
+    """Kill a process with SIGKILL, if it has this process's user and parent, and this start time (`start_of`).
 
-    Returns why that was not done; None if it was, or the process has gone.
+    The checks prevent killing an unrelated process that has the same number now. Returns the reason if the process was
+    not killed; None if it was killed or has ended.
     """
     if not Path("/proc/self/stat").exists():
         return "this system does not tell who has started it"
     handle = None
-    with suppress(OSError, AttributeError):  # before Linux 5.3, or where a container forbids it
-        handle = os.pidfd_open(process)  # what is looked at now is what the signal goes to
+    with suppress(OSError, AttributeError):  # not available before Linux 5.3, and forbidden in some containers
+        handle = os.pidfd_open(process)  # opened before the checks: the signal reaches the process that was checked
     try:
         seen = _look(process)
         if process == os.getpid():
@@ -173,7 +183,7 @@ def kill_sibling(process: int, start: int) -> str | None:
 
 
 def _look(process: int) -> _Process:
-    """Raise OSError if there is none of this number, or no /proc."""
+    """Read the facts about a process. Raises OSError if it does not exist, or if there is no /proc."""
     folder = Path(f"/proc/{process}")
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()  # the name in front may hold anything
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()  # the name before ")" may contain spaces
     return _Process(folder.stat().st_uid, int(fields[1]), int(fields[19]))

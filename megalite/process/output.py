@@ -1,4 +1,4 @@
-"""Output of the program."""
+"""Standard output and standard error of the program."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from io import TextIOWrapper
 
 
 def require_streams() -> None:
-    """Let everything be written: half a character is escaped; where this process began without standard output or error
-    (`>&-`, some supervisors), what is written there goes nowhere."""
+    """Make writing to standard output and error always possible.
+
+    Characters that cannot be encoded are escaped. If this process was started without one of the streams (`>&-`, some
+    supervisors), its output is discarded.
+    """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # it stays open as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):  # Python escapes on standard error by itself
-        with suppress(OSError):  # what was printed before, on a full disk: `write_out` tells
+        with suppress(OSError):  # flushes earlier output, which fails on a full disk; `write_out` reports it
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def write_out() -> OSError | None:
-    """Flush standard output. If that fails (full disk, closed pipe), drop the output and return the error: otherwise
-    Python would fail at exit and change the exit code."""
+    """Flush standard output. If this fails (full disk, closed pipe), discard the output and return the error.
+
+    Otherwise Python would fail at exit and change the exit code.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:

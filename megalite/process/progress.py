@@ -1,4 +1,4 @@
-"""Long work of one process: run over threads, with its progress shown on standard error."""
+"""Long work of one process: thread pools, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 INTERVAL = 10.0
-"""Seconds between two lines of `show_progress` if standard error is not a terminal."""
+"""Seconds between lines of `show_progress` if standard error is not a terminal."""
 
 Advance = Callable[[int], None]
-"""Function that is told of each amount of bytes, or other units, that is done, from any thread."""
+"""Function to call with each number of bytes (or other units) done since the last call. Any thread may call it."""
 Show = Callable[[int, float, str], None]
-"""Function that is told how many documents are done, which fraction of the work that is (0 if unknown), and a
-description of both."""
+"""Function to call with the number of documents done, the fraction of the work done (0 if unknown), and a text that
+describes both."""
 
 
 def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results in the order of the items. After the first error, no further items are started."""
+    """Call the function for each item, in threads, and return the results in the order of the items.
+
+    After the first error, no further items are started.
+    """
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
@@ -39,7 +42,7 @@ def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable
 
 @contextmanager
 def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advance]:
-    """Yield a function that shows the units done, of `total`: as a bar on a terminal, else as lines."""
+    """Yield a function that shows progress towards `total` units: as a bar on a terminal, otherwise as lines."""
     if not sys.stderr.isatty():
         yield _line_per_interval(doing, total, unit)
         return
@@ -69,8 +72,10 @@ def _line_per_interval(doing: str, total: int, unit: str) -> Advance:
 
 @contextmanager
 def show_documents(log_interval: int) -> Iterator[Show]:
-    """Yield a function that shows the progress of preprocessing: as a bar on a terminal, else as a line per
-    `log_interval` documents."""
+    """Yield a function that shows the progress of preprocessing.
+
+    On a terminal it shows a bar, otherwise one line per `log_interval` documents.
+    """
     if not sys.stderr.isatty():
         yield _line_per_documents(log_interval)
         return

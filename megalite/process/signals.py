@@ -1,6 +1,6 @@
-"""Signals that ask a program to stop.
+"""Stop signals.
 
-Each rank sees its own; the loop makes the ranks agree, once a step, by the maximum.
+Each rank receives its own signals. The training loop combines them over all ranks by a maximum, once per step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _last_words: list[Callable[[], None]] = []
 
 
 class StopRequest:
-    """While entered, the stop signals only set a flag. Enter it on the main thread.
+    """Context manager in which stop signals only set a flag. Enter it on the main thread.
 
-    A launcher repeats signals (Ctrl-C reaches a rank from the terminal and again through torchrun, which kills it only
-    after 30 s), so the second one means no more than the first: it is ignored even after leaving, while the process
-    ends. If none came, leaving brings back the handlers from before.
+    Launchers repeat signals: Ctrl-C reaches a rank from the terminal and again through torchrun, which kills the rank
+    only after 30 s. So further signals are ignored, also after the block, while the process ends. If no signal came,
+    the previous handlers are restored after the block.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -36,7 +36,7 @@ class StopRequest:
         self._wakeup = -1
 
     def __enter__(self) -> StopRequest:
-        self._wakeup = signal.set_wakeup_fd(-1)  # first: from here on no thread ends the process for a signal
+        self._wakeup = signal.set_wakeup_fd(-1)  # first: the thread of `exit_on_stop_signals` must not end the process
         self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
@@ -49,23 +49,23 @@ class StopRequest:
         self._received = self._received or number
 
     def local_request(self) -> int:
-        """The number of the first stop signal that this rank received, 0 if none: a value to take the maximum of."""
+        """Return the number of the first stop signal that this rank received, or 0 if there was none."""
         return self._received
 
     def answered(self) -> None:
-        """The program ends now, on this rank's signal or another's: those that still come are ignored, as above."""
+        """Ignore all later stop signals, because the program ends now, on a signal of this rank or of another one."""
         self._received = self._received or signal.SIGTERM
 
 
 def exit_on_stop_signals() -> None:
-    """Until a `StopRequest` is entered there is nothing to save, and the run can be started again as it is.
+    """End the process on a stop signal, until a `StopRequest` is entered: before that there is nothing to save.
 
-    The first signal raises in the main thread, so that what is half done is cleared away; those after it are ignored.
-    Silently, since a launcher ends ranks like this where another one has said what is wrong, but for Ctrl-C.
+    The first signal raises in the main thread, so that unfinished work is cleaned up. Later signals are ignored. Except
+    for Ctrl-C nothing is printed: a launcher sends these signals to ranks after another rank has reported an error.
 
-    Python runs handlers on the main thread, between two bytecodes: if that thread is inside a library (rendezvous,
-    collective, compiler), a handler may run only minutes later. So another thread is woken by the signal, too, and ends
-    the process if the main thread does not.
+    Python runs handlers on the main thread, between two bytecodes. If that thread is inside a library (rendezvous,
+    collective, compiler), a handler may run only minutes later. So a signal also wakes another thread, which ends the
+    process if the main thread does not.
     """
 
     ending = False
@@ -80,17 +80,17 @@ def exit_on_stop_signals() -> None:
         sys.exit(EXIT_RESUMABLE)
 
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT is for what a shell runs in the background
+        if signal.getsignal(number) != signal.SIG_IGN:  # shells ignore SIGINT for background jobs: keep that
             signal.signal(number, end)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the pipe is not its own
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the pipe belongs to the parent process
     threading.Thread(target=_end_for_main_thread, args=(reading,), name="signals", daemon=True).start()
 
 
 def _end_for_main_thread(descriptor: int) -> NoReturn:
-    """Wait for the number of a stop signal, then for the main thread, then no longer."""
+    """Wait for a stop signal, give the main thread some seconds to end the process, then end it."""
     while not set(os.read(descriptor, 64)).intersection(STOP_SIGNALS):
         pass
     time.sleep(_SECONDS_FOR_MAIN_THREAD)
@@ -100,11 +100,11 @@ def _end_for_main_thread(descriptor: int) -> NoReturn:
 
 
 def last_words(call: Callable[[], None]) -> None:
-    """Have this called, from another thread, if a stop signal ends the process without its main thread."""
+    """Register a call for the thread that ends the process on a stop signal if the main thread does not."""
     _last_words.append(call)
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals, in a program that is ending anyway."""
+    """Ignore stop signals from now on, because the program is about to end."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

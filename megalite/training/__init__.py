@@ -1,3 +1,3 @@
-"""Training: the loop and what stands around it: metrics, the screen, failures."""
+"""Training: the training loop, the trainer, resuming, metrics, the display and profiling."""
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from megalite.parallel.randomness import RandomKey
 def to_micro_batches(
     arrays: Iterable[MicroBatchArrays], seed: int, dtype: torch.dtype, device: torch.device
 ) -> list[MicroBatch]:
-    """Return micro-batches on the device; the loss mask has `dtype`, but at least fp32, so that losses are never
+    """Return micro-batches on the device. The loss mask has `dtype` promoted to at least fp32, so that losses are not
     rounded."""
 
     def moved(array: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""Model, optimizer and loaders of a run, from its configuration and its place on the mesh."""
+"""Construction of a run's model, optimizer, schedules and loaders from its configuration and mesh."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def make_recompute(config: RunConfig) -> Recompute:
 
 
 def make_stages(config: RunConfig) -> Stages:
-    """Place the model's stages on the pipeline's ranks, with what they pass on."""
+    """Return the placement of the model's stages on pipeline ranks, with the tensors that stages send to each other."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     sequence = config.data.seq_length // parallel.sequence_parts
     ranks, batch = parallel.pipeline_model_parallel_size, config.training.micro_batch_size
@@ -74,7 +74,7 @@ def make_stages(config: RunConfig) -> Stages:
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-    """Return the rank's stages, with values not yet set. `model` has the tokenizer's vocabulary filled in."""
+    """Return this rank's stages, with uninitialized parameters. `model` must have its vocabulary size filled in."""
     parts, ranks, training = stage_layers(model, config.parallel), mesh.ranks("pp"), config.training
     fused_loss = config.kernels.fused_linear_cross_entropy
     return gpt.make_chunks(
@@ -97,9 +97,9 @@ def make_proved_schedules(
     optimizer: Optimizer,
     terms: Sequence[LossTerm],
 ) -> ProvedSchedules:
-    """The lists of actions, with what layers and the optimizer communicate inside them, and the optimizer after them.
+    """Return the action lists of a step, with the collectives of layers and the optimizer inside and after them.
 
-    All ranks of a pipeline make theirs together.
+    Called by all ranks of a pipeline together.
     """
     forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
     backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
@@ -128,14 +128,14 @@ def make_proved_schedules(
 
 
 def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
-    """Say in words, in order, what data-parallel copies of this rank must have alike: buckets, which follow one another
-    inside the lists, and collectives behind the lists."""
+    """Describe what the data-parallel replicas of this rank must have in common, in order: the buckets, whose
+    collectives run inside the lists, and the collectives after the lists."""
     has = [
         f"that a bucket of {bucket.length} elements is among {len(bucket.shard_group.ranks)} ranks of "
         f"{_data_axes(bucket)}"
         for bucket in optimizer.buckets
     ]
-    # Each copy orthogonalizes other matrices, which are split over these alone.
+    # Each replica orthogonalizes different matrices. Collectives within a matrix's tensor-parallel ranks may differ.
     split = [set(mesh.ranks("tp")), set(mesh.ranks("etp"))]
     does = [
         f"{name} among {len(ranks)} ranks behind its list"
@@ -146,19 +146,18 @@ def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
 
 
 def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
-    """List the collectives over these buckets that data-parallel replicas of a pipeline do inside actions, once per
-    group."""
+    """Return the collectives over these buckets that data-parallel ranks run inside actions, one per group."""
     sizes = {_data_axes(bucket): len(bucket.shard_group.ranks) for bucket in buckets}
     return tuple(Inside(name, f"{size} of {axes}") for axes, size in sizes.items())
 
 
 def _data_axes(bucket: Bucket) -> str:
-    """Name the axes over which a bucket's gradients are summed."""
+    """Return the axes over which a bucket's gradients are summed."""
     return "edp" if bucket.slots[0].parameter.sharding.expert else "dp x cp"
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
-    """List the collectives of this pipeline's ranks after they have run their lists."""
+    """Return, for each rank of this pipeline, the collectives that it runs after its action list."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
     behind = []
@@ -169,7 +168,7 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
 
 
 def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
-    """Plan the parts of the run's checkpoints that each rank holds and saves."""
+    """Return the plan of which parts of a checkpoint each rank owns and saves."""
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
@@ -181,7 +180,7 @@ def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages:
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
-    """Give the network its initial weights, in flat buffers, and make the optimizer of this rank's part of them."""
+    """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard."""
     return optim.make_optimizer(
         chunks,
         mesh,
@@ -193,9 +192,10 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 
 
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """Return how data-parallel ranks share the work, from the flags; `chunks` is the number of a rank's chunks."""
+    """Return the data-parallel settings from the flags. `chunks` is the number of chunks per rank."""
     parallel, dtype = config.parallel, model_dtype(config)
-    # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
+    # If aligned, the action list decides when a chunk's reductions begin. Reductions after each micro-batch (ZeRO 2 and
+    # 3), and those of V-shaped schedules, are not aligned.
     looped = chunks > 1 and not shape(parallel).v_shaped
     aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
     bucket_size = parallel.ddp_bucket_size
@@ -214,7 +214,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataPar
 
 
 def make_loss_scale(config: RunConfig) -> LossScale:
-    """Return the loss scale of the first step; 1 for every precision but fp16."""
+    """Return the loss scale of the first step; 1 for every precision except fp16."""
     training = config.training
     if not training.fp16:
         return LossScale()
@@ -226,20 +226,23 @@ def make_loss_scale(config: RunConfig) -> LossScale:
 
 
 def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
-    """Parameters of the whole model, unpadded, each logical tensor once. All ranks of a pipeline take part."""
+    """Count the unpadded parameters of the full model, each logical tensor once.
+
+    Called by all ranks of a pipeline together.
+    """
     return count_kinds(chunks, mesh, lambda parameter, tensor: "all").total()
 
 
 def count_kinds(
     chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
 ) -> Counter[str]:
-    """Return the number of parameters by what `kind` calls them, in about the order of the model."""
-    first = min(mesh.ranks("dp", "cp", "tp"))  # of those with this stage
+    """Return the number of parameters per kind, approximately in the order of the model."""
+    first = min(mesh.ranks("dp", "cp", "tp"))  # the first rank that has this stage
     tensors = {
         piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))
         for chunk in chunks
         for parameter, piece in named_pieces(chunk)
-        if min(parameter.sharding.replica_ranks) >= first  # else it is tied, and counted by an earlier stage
+        if min(parameter.sharding.replica_ranks) >= first  # otherwise it is tied, and counted by an earlier stage
     }
     counts = Counter[str]()
     for name, size in tensors.values():

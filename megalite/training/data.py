@@ -27,7 +27,7 @@ PROBES = 16
 
 @dataclass(frozen=True)
 class RunData:
-    """Data that a run reads, opened before any rank talks to another; notes are for the person who starts it."""
+    """Data of a run, opened before the ranks communicate. `notes` are messages for the person who starts the run."""
 
     tokenizer: Tokenizer
     train: Dataset[SampleFields]
@@ -35,38 +35,39 @@ class RunData:
     test: Dataset[SampleFields] | None
     notes: tuple[str, ...] = ()
     verification: Verification | None = None
-    """Check of the token files while the run starts and trains."""
+    """Check of the token files in the background, while the run starts and trains."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
-    """Return the number of tokens of the network: the tokenizer's, or more if the flags, or imported weights, require
-    it."""
+    """Return the vocabulary size of the network: the tokenizer's, or a larger one of the flags or imported weights."""
     return max(tokenizer.vocab_size, model.vocab_size or 0)
 
 
 def global_batch_size(config: RunConfig) -> GlobalBatchSize:
-    """Return the number of samples per step; `resolve` has filled it in."""
+    """Return the number of samples per step. The configuration must be resolved."""
     if config.training.global_batch_size is None:
         raise ValueError("the configuration has not been resolved")
     return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size)
 
 
 def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int = 0) -> int:
-    """The number of the last step of a run that stands after `iteration` steps and `consumed_samples`; a remainder of
-    --train-samples below one global batch is left out."""
+    """Return the number of the last step of a run that has done `iteration` steps with `consumed_samples` samples.
+
+    A remainder of --train-samples that is smaller than one global batch is not trained on.
+    """
     if config.training.train_iters is not None:
         return config.training.train_iters
     return iteration + global_batch_size(config).steps(consumed_samples, config.training.train_samples or 0)
 
 
 def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[tuple[int, int]]:
-    """Some of the samples consumed, evenly spread, each by its number and a CRC-32 of its tokens."""
+    """Return the numbers of some consumed samples, evenly spaced, each with a CRC-32 of its tokens."""
     numbers = sorted({consumed_samples * part // PROBES for part in range(PROBES)} if consumed_samples else ())
     return [(number, zlib.crc32(dataset[number]["tokens"].tobytes())) for number in numbers]
 
 
 def order_notes(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -> tuple[str, ...]:
-    """Return a note if a sample that a checkpoint has seen is another sample in this run."""
+    """Return a note if a sample from `seen_samples` of the checkpoint has a different content in this run."""
     for number, checksum in seen:
         if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
             return (
@@ -78,7 +79,7 @@ def order_notes(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -
 
 
 def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
-    """Open the tokenizer and the datasets, and begin to look through token files on the first rank of a node.
+    """Open the tokenizer and the datasets. Local rank 0 also starts to verify the token files in the background.
 
     Raises DataError or ConfigurationError, the same on every rank.
     """
@@ -100,7 +101,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer that the flags name. Raises DataError or ConfigurationError."""
+    """Return the tokenizer from the flags. Raises DataError or ConfigurationError."""
     data, vocab_size = config.data, config.model.vocab_size
     kind = data.tokenizer_type or "NullTokenizer"
     return build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
@@ -140,7 +141,10 @@ def _open_datasets(
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:
-    """The template that is given, or that of the tokenizer; others than Hugging Face's read no special tokens in it."""
+    """Return the chat template from the flags, or the tokenizer's own.
+
+    Only a Hugging Face tokenizer has its own template, and reads special tokens in one.
+    """
     model = data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None
     if data.chat_template is not None:
         return given_template(data.chat_template, model)

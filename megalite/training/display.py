@@ -1,7 +1,7 @@
-"""Screen of a run: its configuration, its progress and its end.
+"""Display of a run: its configuration, progress and results.
 
-On a terminal it shows a live bar with the loss's curve, and a line every `log_interval` steps above it; anywhere else
-(a log file, a pipe) the same lines without the bar. Only the rank that is `enabled` shows anything.
+On a terminal it shows a live bar with a curve of the loss, and above it a line every `log_interval` steps. To a log
+file or a pipe it writes only the lines. Only the rank with `enabled` writes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rich.text import Text
 from megalite.process.output import write_out
 from megalite.training.metrics import StepMetrics
 
-_WIDTH = 40  # of the bar, and of the curve below it
-_RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
+_WIDTH = 40  # columns of the bar, and of the curve below it
+_RECENT_STEPS = 20  # the remaining time is estimated from the mean duration of these last steps
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Pass the error on; Rich would end the process without a message. Called while the error is handled."""
+        """Raise the error again: Rich would end the process without a message. Called inside the `except` block."""
         raise
 
 
 class _Bearing:
-    """Stream that loses data which cannot be written, as on a full disk; it still fails if nobody reads it any more."""
+    """Stream that discards data which cannot be written (full disk). Raises BrokenPipeError if nobody reads it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.lost = stream, False
@@ -59,10 +59,11 @@ class _Bearing:
 
 
 class Display:
-    """Display of a run of `train_iterations` steps in total. A context manager: the bar is removed however the run
-    ends.
+    """Display of a run. A context manager: the bar is removed at the end of the block, also after an error.
 
-    `start_iteration` steps were done before, in a run that resumed.
+    Args:
+        train_iterations: total number of steps.
+        start_iteration: number of steps before this run resumed.
     """
 
     def __init__(
@@ -87,11 +88,11 @@ class Display:
 
     def __exit__(self, *exception: object) -> None:
         self._take_down()
-        if self._stream.lost:  # training does not depend on it: what is left of it is not to fail the end
+        if self._stream.lost:  # drop output that is still buffered: otherwise it would fail at exit
             write_out()
 
     def summary(self, title: str, lines: Mapping[str, object]) -> None:
-        """Print a titled block of names and values: at the start the run's configuration, at the end its results."""
+        """Print a titled block of names and values."""
         self._take_down()
         if self._enabled:
             width = max(map(len, lines), default=0)
@@ -99,7 +100,7 @@ class Display:
             self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
 
     def message(self, text: str) -> None:
-        """Print one line of its own, above the bar."""
+        """Print one line above the bar."""
         if self._enabled:
             self._console.print(escape(text))
 
@@ -157,7 +158,7 @@ class Display:
             f"[cyan]{metrics.tokens_per_second:,.0f}[/] tokens/s",
         )
         if self._live is None:
-            # Refreshed by the steps themselves: a thread for it would compete with them.
+            # Each step refreshes the bar: a refresh thread would take time from the steps.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(Group(Text(), figures), refresh=True)
@@ -169,11 +170,11 @@ class Display:
 
 
 def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # beyond it a float overflows
+    return math.exp(min(loss, 700.0))  # `exp` of about 710 overflows
 
 
 def curve(values: Sequence[float]) -> str:
-    """Return the values as a row of bars from the least to the greatest; a value that is not finite leaves a gap."""
+    """Return the values as a row of bar characters, scaled to their range; non-finite values become spaces."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)

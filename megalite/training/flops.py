@@ -1,9 +1,9 @@
-"""Model FLOPs by formula, and the peak of a device, for throughput and utilization.
+"""Model FLOPs by formula, and the peak FLOP/s of devices, for throughput and utilization.
 
-What is counted: matrix products of the forward pass, times 3 for forward and backward (recomputation is not counted:
-these are model FLOPs, not hardware FLOPs). Norms, activations, softmax and the embedding's look-up are left out. The
-figure a run reports counts causal attention, half of the score matrix, which is Megatron-LM's convention
-(megatron/training/training.py); PaLM's (arXiv:2204.02311, appendix B) and nanoGPT's count the full matrix.
+The formula counts the matrix products of forward, times 3 for forward and backward. Recomputation is not counted: these
+are model FLOPs, not hardware FLOPs. Norms, activations, softmax and the embedding lookup are not counted. Runs report
+the figure for causal attention, which counts half of the score matrix, as Megatron-LM does
+(megatron/training/training.py). PaLM (arXiv:2204.02311, appendix B) and nanoGPT count the full matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 
-# Dense bf16 peaks, in FLOP/s. A device matches where its name holds all the words; the longest match counts.
+# Dense bf16 peaks in FLOP/s. An entry matches a device if the device's name has all its words; the longest one counts.
 _PEAK_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 datasheet
     "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM5
@@ -36,10 +36,10 @@ _PEAK_FLOPS = {
 
 
 def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's share of a training step, over all ranks together.
+    """Return the model FLOPs of a training step per token, summed over all ranks.
 
-    causal: count the half of the attention scores that a causal mask leaves, and of a sliding window's what it leaves
-    of these, or all of them.
+    Args:
+        causal: count only the attention scores inside the causal mask and the sliding window; otherwise all scores.
     """
     query_size = model.num_attention_heads * model.head_dim
     key_value_size = 2 * model.kv_groups * model.head_dim
@@ -57,13 +57,13 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:
-    """Keys that a token sees on average; half of the sequence where no window is in the way."""
+    """Return the number of keys that a token attends to on average: half of the sequence without a window."""
     window = sequence_length if keys_before is None else min(keys_before + 1, sequence_length)
     return window - window * window / (2 * sequence_length) if sequence_length else 0.0
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if it is not known."""
+    """Return the peak dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if unknown."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
     matches = [name for name in _PEAK_FLOPS if words.issuperset(name.split())]
     return _PEAK_FLOPS[max(matches, key=len)] if matches else None

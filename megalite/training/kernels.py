@@ -1,10 +1,11 @@
-"""Choice of a run's kernels, made before its first operation, and layers under torch.compile.
+"""Choice of a run's kernels before its first operation, and compilation of layers with torch.compile.
 
-What is compiled is between the matrix products and attention.
+The code between matrix products and attention is compiled. All layers share the compiled code. Not traced are:
 
-The parallel products stay as they are: they communicate, and in backward they hand their weights' gradients over.
-Attention is a kernel of its own; and dropout would be compiled anew for the numbers of each micro-batch. What runs
-around the first use of a parameter, to make it whole, is not traced either. All layers share the compiled code.
+- parallel linear layers: they communicate, and pass weight gradients to the gradient buffers in backward;
+- attention, which is already one kernel;
+- dropout, which would be recompiled for the sample numbers of each micro-batch;
+- the wait for the gather of a parameter before its first use.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
 
 
 def choose_kernels(config: KernelsConfig) -> None:
-    """Decide how operations are computed, and import the kernels: a broken Triton ends the run here, not in a step.
+    """Choose the implementation of operations, and import the kernels: a broken Triton then fails here, not in a step.
 
-    Raises ConfigurationError if what is chosen needs what is not here.
+    Raises ConfigurationError if the choice needs a library or a device that this machine lacks.
     """
     if config.compile:
         require_compiler()
@@ -52,7 +53,7 @@ def choose_kernels(config: KernelsConfig) -> None:
         raise ConfigurationError("--kernels triton needs a GPU, and torch finds none here: leave it at auto")
     try:
         kernels.import_triton(on_gpu=torch.cuda.is_available())
-    except Exception as error:  # of whatever kind: it comes from a library that does not fit this machine
+    except Exception as error:  # any type: it comes from a library that does not fit this machine
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         raise ConfigurationError(
             f"--kernels {config.kernels}: Triton is installed but cannot be imported ({reason}): install it again, or "
@@ -62,7 +63,7 @@ def choose_kernels(config: KernelsConfig) -> None:
 
 
 def require_compiler() -> None:
-    """Raise ConfigurationError if torch.compile lacks the tools that it compiles with."""
+    """Raise ConfigurationError if the compiler that torch.compile needs is missing."""
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
             raise ConfigurationError("--compile needs Triton on a GPU, which is not installed: pip install triton")
@@ -71,7 +72,7 @@ def require_compiler() -> None:
 
 
 def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Have each layer compiled when it first runs. The kernels must have been chosen before (`choose_kernels`)."""
+    """Compile each layer when it first runs. Call `choose_kernels` before."""
     _leave_untraced()
     for chunk in chunks:
         for layer in chunk.layers:
@@ -79,13 +80,12 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell if a module is one of those layers."""
+    """Tell whether a module is a layer that `compile_layers` has compiled."""
     return "forward" in vars(module)
 
 
 @functools.cache
 def _leave_untraced() -> None:
-    """Exclude methods from tracing; done here and not at their definitions, since the mark imports the compiler (a
-    second)."""
+    """Exclude methods from tracing. A decorator at their definitions would always import the compiler (one second)."""
     for owner, name in _UNTRACED:
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))

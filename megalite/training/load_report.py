@@ -1,4 +1,4 @@
-"""Report on the checkpoint that a run has loaded: what was restored, and which of its flags are others now."""
+"""Report on the checkpoint that a run has loaded: restored parts, and flags that differ from the saved ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
 
-# What changes neither the samples, nor their order, nor a step; the precision is compared with the tensors.
+# Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
     "model": None,  # compared by `check_compatible`, but for these
     "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
@@ -28,9 +28,13 @@ _OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
 def load_notes(
     saved: Mapping[str, Any], config: RunConfig, state: TrainingState, *, position: bool, optimizer: bool
 ) -> tuple[str, ...]:
-    """Tell what became of each part of a checkpoint, in a line, and a line for each flag that was another.
+    """Return a line on which parts of the checkpoint were restored, and a line for each flag that differs.
 
-    `saved` and `state` are the checkpoint's; `position` and `optimizer` say whether they were taken from it.
+    Args:
+        saved: the checkpoint's configuration.
+        state: the checkpoint's training state.
+        position: True if step and consumed samples were restored.
+        optimizer: True if the optimizer state was restored.
     """
     without = None if optimizer else "a new one by --no-load-optim" if position else "a new one by --finetune"
     anew = None if position else "a new run by --finetune"
@@ -52,7 +56,7 @@ def load_notes(
 
 
 def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
-    """A line where weights lose digits in a run of this precision."""
+    """Return a note if the weights are rounded to the precision of this run."""
     wider = {kind.dtype for kind in opened.source.tensors.values() if torch.promote_types(kind.dtype, dtype) != dtype}
     if not wider:
         return ()
@@ -61,9 +65,9 @@ def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
-    """A line for each field that changes the data, their order or the training and is not what it was when `saved`.
+    """Return a line for each field that affects the data, their order or the training, and differs from `saved`.
 
-    Fields that one of the two programs lacks are left out.
+    A field that exists only in one of the two versions of the program is left out.
     """
     ours = json.loads(json.dumps(asdict(config)))
     return tuple(

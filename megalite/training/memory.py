@@ -1,9 +1,8 @@
-"""Memory of a rank by kind: as measured at the start of a run, and by formula.
+"""Memory of a rank by kind: measured at the start of a run, and by formula.
 
-Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
-activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon
-after it was made (buffers of a collective, temporaries of a kernel) is in neither figure; `peak_memory_bytes` of the
-metrics has it.
+The kinds are parameters, gradients, optimizer state (moments, and fp32 masters of narrower parameters), and the
+activations that all micro-batches in flight keep from forward to backward. Short-lived memory (buffers of collectives,
+temporaries of kernels) is not included; `peak_memory_bytes` of the metrics includes it.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def against(self, formula: Memory) -> dict[str, str]:
-        """A line for each kind, with what the formula gives."""
+        """Return a line for each kind, with the measured size and that of the formula."""
         wanted = asdict(formula)
         return {kind: f"{in_words(size)}, {in_words(wanted[kind])} by formula" for kind, size in asdict(self).items()}
 
 
 def in_words(number: float) -> str:
-    """Bytes in the unit that a person would choose."""
+    """Return a number of bytes as text, with a readable unit."""
     for unit in ("B", "KiB", "MiB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -83,7 +82,7 @@ def measured(
 
 
 def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
-    """Bytes that a forward keeps for backward, but for what stands in the storages of parameters."""
+    """Return the bytes that a forward keeps for backward, without the storages of parameters."""
     activations: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -92,13 +91,13 @@ def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        graph = forward()  # held until the hooks have seen all, so that no address is used twice
+        graph = forward()  # kept alive until all hooks have run, so that no address is used twice
     del graph
     return sum(activations.values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of each storage under the tensors, once."""
+    """Return the bytes of each storage of the tensors, each storage once."""
     return {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 

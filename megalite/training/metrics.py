@@ -1,8 +1,8 @@
-"""Record of a run: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
+"""Metrics of a run: one JSON object per line in metrics.jsonl, and the same numbers for TensorBoard.
 
-Floats are written at full precision. JSON has no word for a float that is not finite: such a value is the string
-"NaN", "Infinity" or "-Infinity", as in protobuf's JSON mapping, which `float()` reads back. `null` says that a figure
-does not exist, as the model FLOPs utilization on a CPU.
+Floats are written at full precision. JSON has no non-finite floats: they are written as the strings "NaN", "Infinity"
+and "-Infinity", as in protobuf's JSON mapping, and `float()` reads them back. `null` means that a figure does not
+exist, such as the model FLOPs utilization on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Metrics:
     consumed_samples: int
     consumed_tokens: int
     extra: Mapping[str, float] = field(default_factory=dict, kw_only=True)
-    """Further figures, written under their own names."""
+    """Additional figures, written under their own names."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,18 @@ def is_figure(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The records that a metrics file has of a run that goes on, unless somebody else has changed it."""
+    """Records that the metrics file of a resumed run must have, unless it was changed."""
 
     last: int
-    """The step that it goes on from."""
+    """Step that the run resumes from."""
     from_first: bool
-    """All steps up to it; else only those from the first on that is there, as the run began with others elsewhere."""
+    """True: all steps up to `last` are there. False: only from some step on, since the run began in another directory.
+    """
     evaluated: bool
-    """The validation loss after that step, too."""
+    """True: the validation loss after step `last` is there, too."""
 
     def lacks(self, steps: Set[int], evaluations: Set[int]) -> list[str]:
-        """Say in words which of them are not among the records."""
+        """Return, as text, which of these records are missing."""
         first = 1 if self.from_first else min(steps, default=self.last)
         missing = [step for step in range(first, self.last + 1) if step not in steps]
         return [
@@ -105,15 +106,22 @@ class Recorded:
 
 
 class MetricsWriter:
-    """Appends records to `path` and to TensorBoard, each at once; a destination that is None is left out.
+    """Writer that appends records to `path` and to TensorBoard, without a delay. One rank writes.
 
-    An object on an object store cannot be appended to: it is written anew, with all lines, by `publish` and at the end.
-    A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
-    that the file tells one trajectory; with `evaluation_left` the evaluation after it is beyond it, too. One rank
-    writes; the others have none of these, or one without destinations. TensorBoard gets one training step of
-    `event_interval`, and none of the figures `without_events`. `note` is a line to tell where the file is damaged or
-    lacks some of `recorded`.
-    Raises CheckpointError if the run directory cannot be written.
+    An object in an object store cannot be appended to: `publish` and `close` replace it with all lines. `note` is a
+    message if the file is damaged or lacks records.
+
+    Args:
+        path: metrics file; None: no file.
+        tensorboard_directory: None: no TensorBoard events.
+        resume_iteration: records after this step are removed first: an earlier attempt wrote them.
+        evaluation_left: the evaluation after `resume_iteration` is removed, too.
+        recorded: records that the file must have.
+        event_interval: number of training steps per step written to TensorBoard.
+        without_events: figures that are not written to TensorBoard.
+
+    Raises:
+        CheckpointError: the files cannot be written.
     """
 
     def __init__(
@@ -159,10 +167,10 @@ class MetricsWriter:
             ) from error
 
     def write(self, metrics: Metrics) -> str | None:
-        """Write a record, or the part of it that there is room for.
+        """Write a record. If the disk is full, keep the rest in memory and write it in the next call, or in `close`.
 
-        The rest waits in memory for the next call; `close` is the last chance. A full disk often has room again by
-        then, for example after a failed save is removed. Returns a note when this begins.
+        A full disk often has space again later, for example after a failed save is removed. Returns a warning at the
+        first failure in a row.
         """
         record = asdict(metrics)
         record |= record.pop("extra")
@@ -291,7 +299,7 @@ class Published:
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """All records of a metrics file, floats that are not finite as floats again; a torn last line is left out."""
+    """Return all records of a metrics file, with non-finite floats decoded, without damaged lines."""
     with _opened(path) as lines:
         return [record for _, record in _records(lines) if record is not None]
 
@@ -310,10 +318,9 @@ def has_test_loss(path: AnyPath, iteration: int) -> bool:
 def truncate_after(
     path: Path, iteration: int, *, evaluation_left: bool = False, recorded: Recorded | None = None
 ) -> list[str]:
-    """Drop the records of later iterations, with `evaluation_left` the evaluation after this one, and lines that are
-    damaged, as by a crash, if there are any. A crash in here leaves the file either as it was or as it should be.
+    """Remove damaged lines and the records of later iterations; with `evaluation_left` also this one's evaluation.
 
-    Returns what is wrong with the file, in words: damaged lines, and what of `recorded` is not in it.
+    The file is replaced atomically. Returns the problems of the file as text: damaged lines, missing `recorded` ones.
     """
     steps: set[int] = set()
     evaluations: set[int] = set()

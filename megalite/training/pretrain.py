@@ -1,4 +1,4 @@
-"""A pre-training run from configuration to exit code."""
+"""Pre-training run, from its configuration to its exit code."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A run that is ready for its first step, or finished already."""
+    """A run that is ready for its first step, or that had already finished."""
 
     trainer: Trainer | None
     """Trainer of the run; None if the run is finished."""
     last: int
     """The number of the last step."""
     how: str
-    """Beginning of the run, in words."""
+    """Text for the summary: how the run begins."""
     checkpoint: AnyPath | None
-    """Checkpoint that it comes from, if any."""
+    """Checkpoint that the run was loaded from, if any."""
     notes: tuple[str, ...] = ()
 
 
@@ -87,7 +87,7 @@ def _begin(
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
     def over(path: AnyPath, last: int) -> bool:
-        """Tell whether the run of this checkpoint has finished all after its last step, as rank 0 sees it."""
+        """Tell whether the run of this checkpoint has finished, including its last evaluations. Rank 0 decides."""
         metrics = metrics_path(config, directory)
         found = mesh.rank == 0 and (
             has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
@@ -95,7 +95,7 @@ def _begin(
         return collectives.all_gather_text(str(found), mesh.world(), mesh.device)[0] == str(True)
 
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
-        """Return the last step and the trainer that continues the run, or None if the run was finished by then."""
+        """Return the last step, and the trainer that continues the run, or None if the run has finished."""
         described = checkpoint.check_whole(path, mesh)
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
@@ -156,7 +156,7 @@ def _run(
 
 
 def _record_run(directory: AnyPath, config: RunConfig) -> None:
-    """Write what this run is into its directory; it is not done (again)."""
+    """Write the configuration into the run directory, and remove DONE: the run is not finished, or no longer."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "DONE").unlink(missing_ok=True)

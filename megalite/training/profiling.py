@@ -34,9 +34,9 @@ from megalite.torch_internals import dump_memory, record_memory
 from megalite.training.display import Display
 from megalite.watchdog.sections import PROFILE, Sections
 
-_MEMORY_EVENTS = 100_000  # the last so many are kept, in host memory
+_MEMORY_EVENTS = 100_000  # number of latest allocations that are kept, in host memory
 STEPS_OF_FILE = 3
-"""Steps that a PROFILE asks for, after one in which the profiler warms up."""
+"""Number of steps that a PROFILE file profiles, after one step in which the profiler warms up."""
 
 
 def require_device(config: ProfilingConfig, place: torch.device) -> None:
@@ -81,7 +81,7 @@ class Profiler:
             )
 
     def ask(self, iteration: int) -> None:
-        """Take a trace of the steps that come, `iteration` being the last one."""
+        """Request a trace of the next steps. `iteration` is the last completed step."""
         if self._steps:
             self._display.message(f"PROFILE: steps {self._between()} are about to be profiled, and no others meanwhile")
         else:
@@ -102,7 +102,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Mark the step of this number, the run's first being 1."""
+        """Mark a step. `number` counts from 1."""
         if self._recorder is not None and number == self._steps[0] - 1:
             self._recorder.warm_up()
         if self._recorder is not None and number == self._steps[0]:
@@ -246,7 +246,7 @@ def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
 
 
 def begin_recording(mesh: ParallelMesh) -> Recording:
-    """Return a recording whose time begins on all ranks together, as precisely as an all-reduce ends on all."""
+    """Return a recording whose time starts together on all ranks, as precisely as an all-reduce ends on all of them."""
     collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
     return Recording(mesh.device)
 
@@ -254,9 +254,9 @@ def begin_recording(mesh: ParallelMesh) -> Recording:
 def write_recording(
     recording: Recording, stages: Stages, mesh: ParallelMesh, directory: Path, iteration: int
 ) -> str | None:
-    """Draw the step of the pipeline that rank 0 is in, into the run directory. All ranks call it together.
+    """Draw the step of rank 0's pipeline into the run directory. Called by all ranks together.
 
-    Returns what to tell, on rank 0; training does not depend on it.
+    Returns a message on rank 0, a warning if writing fails; None on other ranks.
     """
     own = [
         [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]

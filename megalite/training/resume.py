@@ -1,4 +1,4 @@
-"""Start of a run: from nothing, or from a checkpoint and how much of it."""
+"""Choice of the checkpoint that a run starts from, and of the parts that it restores."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megalite.parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoints that a run may start from, and what it takes from the first of them that is whole."""
+    """The checkpoints that a run may start from, and the parts to restore from the newest intact one."""
 
     candidates: Candidates
     """Checkpoints to start from; if there are none, the run starts fresh."""
     position: bool = True
-    """Flag for continuing at the checkpoint's step and sample; else the run begins at step 0."""
+    """True: continue at the checkpoint's step and sample. False: begin at step 0."""
     optimizer: bool = True
-    """Flag for loading the optimizer's state."""
+    """True: load the optimizer's state."""
     model: Path | None = None
-    """Hugging Face folder whose weights the run begins with, if there are no candidates."""
+    """Hugging Face folder with the initial weights, used if there are no candidates."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
-    """Return the checkpoints of --save under `--resume auto`, if there are any; else those of --load.
+    """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load.
 
     Raises:
-        ConfigurationError: the run would write among the checkpoints of another, or lacks the one it must start from.
+        ConfigurationError: --save has checkpoints of another run, or a required checkpoint is missing.
         CheckpointError: a directory cannot be read, or ranks see different files in it.
     """
 
@@ -67,8 +67,10 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
 
 
 def _refuse_other_folders(load: str) -> None:
-    """Raise ConfigurationError if --load, which is no run directory, is a checkpoint, of ours or of others: training
-    would begin with random weights."""
+    """Raise ConfigurationError if --load is a single checkpoint, ours or another program's, and not a run directory.
+
+    Otherwise training would start with random weights.
+    """
     folder = open_directory(load)
     if has_file(folder / "manifest.json"):
         number = folder.name.removeprefix("iter_").lstrip("0")
@@ -83,10 +85,14 @@ def _refuse_other_folders(load: str) -> None:
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) -> Sections:
-    """The fields of the model and of the tokenizer in the checkpoint that a run with these settings starts from; with
-    `tokenizer_type` the run has another tokenizer, whatever goes with a model that another program has written.
+    """Return the model and tokenizer fields of the checkpoint that a run with these settings starts from.
 
-    Raises ConfigurationError if there is none, CheckpointError if none can be read.
+    Args:
+        tokenizer_type: tokenizer from the flags. If given, it replaces the tokenizer of a Hugging Face model.
+
+    Raises:
+        ConfigurationError: there is no checkpoint.
+        CheckpointError: no checkpoint can be read.
     """
     resume_point = find_resume_point(settings, ParallelMesh())
     paths = resume_point.candidates.paths
@@ -94,14 +100,14 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         opened = open_huggingface(resume_point.model)
         model = asdict(opened.config)
         if tokenizer_type == "NullTokenizer":
-            model["vocab_size"] -= 1  # it adds the end of document
+            model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
     _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
-        model["vocab_size"] -= 1  # the model's counts the end of document, which a NullTokenizer adds
+        model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
     return {"model": model, "data": {field.name: getattr(data, field.name) for field in fields(TokenizerFlags)}}
 
 

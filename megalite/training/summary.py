@@ -1,4 +1,4 @@
-"""Summary of a run and of its memory, told once before its first step."""
+"""Summary of a run and its memory, shown once before the first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MATRICES = "matrices of layers"
 
 
 def summary(trainer: Trainer) -> dict[str, object]:
-    """Return names and values for the screen. All ranks take part: activations are measured in a forward."""
+    """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
     stage = max((bucket.stage for bucket in trainer.optimizer.buckets), default=0)  # a stage may hold nothing

@@ -1,4 +1,4 @@
-"""Time that the ranks spend in the parts of a step, and which rank is the slowest."""
+"""Time that ranks spend in the sections of a step, and the slowest rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megalite.watchdog.sections import OF_A_STEP, WAITING
 
 @dataclass(frozen=True)
 class Timing:
-    """The host's seconds a step in each section, by rank; a rank that others wait for works longer than they do."""
+    """Host seconds per step in each section, by rank. A rank that others wait for spends more time on its own work."""
 
     seconds: Sequence[Sequence[float]]
     """[rank][section of OF_A_STEP]"""
     hosts: Sequence[str]
 
     def figures(self) -> dict[str, float]:
-        """Return metrics: the median over ranks of each section, and the slowest rank with the time of its work."""
+        """Return metrics: the median over ranks of each section, and the slowest rank with its time of work."""
         medians = {f"iteration_time_s/{name.replace(' ', '_')}": median for name, median in self._medians().items()}
         slowest = self._slowest()
         return medians | {
@@ -58,7 +58,7 @@ class Timing:
 
 
 def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) -> Timing:
-    """Gather what each rank has spent in `steps` steps; all ranks call it together."""
+    """Gather the seconds per step of each rank, over `steps` steps. Called by all ranks together."""
     own = torch.tensor([[seconds.get(name, 0.0) / steps for name in OF_A_STEP]], dtype=torch.float64)
     gathered = collectives.all_gather(own.to(mesh.device), mesh.world())
     return Timing(gathered.tolist(), collectives.all_gather_text(host_name(), mesh.world(), mesh.device))
