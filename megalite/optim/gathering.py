@@ -65,7 +65,7 @@ class BlockGathers:
         self._gather(index, following=None if self._in_backward else index + 1)
 
     def _after_forward(self, index: int, module: nn.Module, arguments: object, outputs: Outputs) -> None:
-        if self._in_backward:  # Recomputation: the block's backward follows, and its last gradient frees the parameters.
+        if self._in_backward:  # Recomputation: the block's backward follows. Its last gradient frees the parameters.
             return
         for bucket in self._buckets[index]:
             bucket.free_parameters()

@@ -1,9 +1,9 @@
 """Learning rates and weight decay as pure functions of the consumed samples. There is no state to save or restore.
 
 The schedules are those of Megatron-LM (optimizer_param_scheduler.py), including their boundary cases: the same flags
-give the same numbers. In particular, the learning rate of a step does not count the samples of this step. With a warm-up
-from 0, the first step of a run has the learning rate 0 and changes only the optimizer's moments. Megatron-LM has no noam
-schedule; here it counts steps from 1, as in its paper.
+give the same numbers. In particular, the learning rate of a step does not count the samples of this step. With a
+warm-up from 0, the first step of a run has the learning rate 0 and changes only the optimizer's moments. Megatron-LM
+has no noam schedule; here it counts steps from 1, as in its paper.
 """
 
 from __future__ import annotations
