@@ -1,7 +1,7 @@
 """Approximate orthogonalization by matrix products only: the Newton-Schulz iteration of Muon (Jordan et al. 2024).
 
 Each step maps every singular value s to a s + b s^3 + c s^5. A few steps bring all but the smallest singular values
-near 1. The result is a fixed polynomial of the normalized matrix. Its slope is at most the product of the coefficients a
+near 1. The result is a fixed polynomial of the normalized matrix. Its slope is at most the product of the a
 (about 500 for five steps), which bounds the growth of rounding errors, whatever the rank of the matrix.
 """
 
