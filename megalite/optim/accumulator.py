@@ -1,4 +1,4 @@
-"""Sums of a bucket's gradients: over micro-batches, then by a reduce-scatter over data-parallel ranks."""
+"""Accumulation of a bucket's gradients over micro-batches, then a reduce-scatter over the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
 
 REDUCTIONS_IN_FLIGHT = 2
-"""Number of buckets whose unsharded gradients are kept while they are reduced during backward, under ZeRO 2 and 3."""
+"""Maximum number of buckets that are reduced at the same time during backward, under ZeRO 2 and 3.
+
+The unsharded gradients of a bucket stay in memory until its reduction has finished.
+"""
 
 Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
 class Collective(Generic[Result]):
-    """Collective operation of some ranks after a step's list of actions."""
+    """Collective operation that runs after a step's list of actions, among some of the ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -34,22 +37,26 @@ class Collective(Generic[Result]):
 
 @dataclass(frozen=True)
 class ReductionGroups:
-    """Groups over which a bucket's gradients are summed."""
+    """Process groups over which a bucket's gradients are summed."""
 
     shards: Group
-    """Ranks among which the bucket is sharded: a reduce-scatter."""
+    """Ranks among which the bucket is sharded. The gradients are summed by a reduce-scatter."""
     instances: Group
-    """Ranks with the same slice in the other instances of hybrid sharding."""
+    """Ranks that own the same slice, one per instance of hybrid sharding."""
     replicas: Group
-    """Ranks with the same parameters that each see a part of the gradient, as those with a tied weight's copies."""
+    """Ranks that have the same parameters but compute only a part of the gradient each.
+
+    Example: the first and the last pipeline stage, if both have a replica of a tied embedding.
+    """
 
 
 class Accumulator:
-    """Sums the gradients of a bucket's parameters from their uses in one chunk, and counts those that have arrived.
+    """Sum of the gradients of a bucket's parameters from their uses in one chunk, with a count of arrived gradients.
 
-    A round is what one reduction sums: all micro-batches of a step, under ZeRO 2 and 3 one. Each use has a flat sum of
-    its own over the round. The later uses' sums are added to the first's before that is reduced: so the order in which
-    a tied weight's gradients are added is the same whether its uses share a rank or not.
+    A round is the set of micro-batches that one reduction covers: all micro-batches of a step under ZeRO 0 and 1, a
+    single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round. Before the reduction, the
+    sums of the later uses are added to the sum of the first one. The gradients of a tied weight are therefore added in
+    the same order, whether its uses are on the same rank or not.
     """
 
     def __init__(
@@ -64,18 +71,26 @@ class Accumulator:
         overlap: bool,
         dtype: torch.dtype,
     ) -> None:
-        """`uses`: those in the chunk by number, each with its gradients per micro-batch. `in_flight` lists, for all
-        buckets together, those of ZeRO 2 and 3 that are being reduced; `overlap`: reduce as soon as the last gradient
-        has arrived.
+        """Allocate the sums.
+
+        Args:
+            layout: the parameters of the bucket and their positions in it.
+            groups: the process groups of the reduction.
+            in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
+            chunk: the chunk whose gradients are summed.
+            uses: maps the number of each use in this chunk to its number of gradients per micro-batch.
+            stage: the ZeRO stage.
+            overlap: start the reduction as soon as the last gradient has arrived.
+            dtype: the dtype of the sums.
         """
         device = layout.slots[0].parameter.device
         self.chunk, self._gradients_of_use = chunk, dict(uses)
         self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in uses}
-        """The sum of each use."""
+        """Flat sum of each use, by the number of the use."""
         self.gradients = next(iter(self.flats.values()))
-        """The sum of the first use; of all once the reduction has begun."""
+        """Flat sum of the first use. Once the reduction has started, it is the sum of all uses."""
         self.gradient_shard = owned(self.gradients, groups.shards)
-        """This rank's slice."""
+        """Slice of the gradients that this rank owns."""
         if stage >= 2:
             self.gradient_shard = self.gradient_shard.clone()
             for flat in self.flats.values():
@@ -85,23 +100,24 @@ class Accumulator:
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-        self._rounds = self._rounds_due = self._micro_batches_per_round = 0  # the step's reductions: begun, due
-        self._arrived: dict[tuple[int, int], int] = {}  # by parameter and use
+        # Number of reductions in this step: those that have started, and those that are expected in total.
+        self._rounds = self._rounds_due = self._micro_batches_per_round = 0
+        self._arrived: dict[tuple[int, int], int] = {}  # number of gradients by (id of the parameter, use)
         self._outstanding = 0
         self._pending: collectives.Pending | None = None
 
     @property
     def gradients_per_micro_batch(self) -> int:
-        """Number of gradients of all parameters and uses."""
+        """Number of gradients per micro-batch, over all parameters and uses."""
         return len(self._slot_of) * sum(self._gradients_of_use.values())
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
-        """The sum of one use's gradients of one of the bucket's parameters, in its shape."""
+        """Return the summed gradient of one parameter from one of its uses, in the parameter's shape."""
         slot = self._slot_of[id(parameter)]
         return self.flats[use][slot.start : slot.stop].view(parameter.shape)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect the gradients of each use of each parameter in each of `micro_batches`."""
+        """Reset the counts and expect the gradients of this number of micro-batches."""
         self._rounds, self._rounds_due = 0, micro_batches if self._stage >= 2 else 1
         self._micro_batches_per_round = micro_batches // self._rounds_due
         self._begin_round()
@@ -111,17 +127,18 @@ class Accumulator:
         self._outstanding = self.gradients_per_micro_batch * self._micro_batches_per_round
 
     def add(self, parameter: Parameter, gradient: Gradient, use: int) -> None:
-        """Add a gradient. After the last of a round the reduction starts if it overlaps backward, or if the next round
-        needs the buffer.
+        """Add a gradient.
+
+        The last gradient of a round starts the reduction, if the reduction overlaps backward or if the next round needs
+        the buffer (ZeRO 2 and 3).
         """
         key, due = (id(parameter), use), self._due(use)
         if self._arrived[key] == due:
             name = parameter.sharding.name
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
         if self._stage >= 2 and self._outstanding == self.gradients_per_micro_batch * self._micro_batches_per_round:
-            self._allocate()  # the first gradient of a round
-        # The first gradient of each use overwrites what the buffer holds from the last round, or new memory: so it need
-        # not be set to zero.
+            self._allocate()  # this is the first gradient of a round
+        # The first gradient of each use overwrites the buffer: its old or uninitialized values need not be set to zero.
         gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
@@ -129,19 +146,20 @@ class Accumulator:
             self._launch_reduction()
 
     def _due(self, use: int) -> int:
-        """Return the number of gradients of a parameter in a round."""
+        """Return the expected number of gradients of one parameter per round, from this use."""
         return self._gradients_of_use[use] * self._micro_batches_per_round
 
     def _allocate(self) -> None:
         self._finish_round()
         for flat in self.flats.values():
             allocate_storage(flat)
-            for start, stop in self._gaps:  # padding is reduced too, and must not be NaN
+            for start, stop in self._gaps:  # The padding is reduced too, so it must not contain NaN.
                 flat[start:stop].zero_()
 
     def _launch_reduction(self) -> None:
-        """Check that all gradients have arrived, add up the uses and start the reduction; ZeRO 2 and 3 then wait until
-        at most REDUCTIONS_IN_FLIGHT are running, without overlap until none is.
+        """Check that all gradients have arrived, add up the uses and start the reduction.
+
+        Under ZeRO 2 and 3, then wait until at most REDUCTIONS_IN_FLIGHT reductions are running (none without overlap).
         """
         for (parameter, use), arrived in self._arrived.items():
             if arrived != (due := self._due(use)):
@@ -162,15 +180,18 @@ class Accumulator:
                 self._in_flight[0]._finish_round()
 
     def _begin_reduce_scatter(self) -> collectives.Pending:
-        """Start to sum over the shard group; the result is this rank's slice: in place, or a tensor that
-        `_finish_round` adds to it.
+        """Start the reduce-scatter over the shard group.
+
+        Under ZeRO 0 and 1 the result is written into this rank's slice in place. Under ZeRO 2 and 3 it is a new tensor,
+        which `_finish_round` adds to the slice.
         """
         out = None if self._stage >= 2 else self.gradient_shard
         return collectives.reduce_scatter_async(self.gradients, self._groups.shards, out=out)
 
     def _finish_round(self) -> None:
-        """Wait for the running reduction, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
-        buffer.
+        """Wait for the running reduction, if there is one.
+
+        Under ZeRO 2 and 3, then add its result to this rank's slice and free the buffer.
         """
         if self._pending is None:
             return
@@ -182,15 +203,16 @@ class Accumulator:
             free_storage(self.gradients)
 
     def begin_reduction(self, micro_batches: int) -> None:
-        """Start the reduction that is due after this number of micro-batches, unless it has begun.
+        """Start the reduction that is due after this number of micro-batches, unless it has already started.
 
-        Raises MegaliteError, naming a parameter, if gradients have not arrived.
+        Raises:
+            MegaliteError: a gradient has not arrived; the message names the parameter.
         """
         if self._rounds < micro_batches // self._micro_batches_per_round:
             self._launch_reduction()
 
     def completion(self) -> Iterator[Collective[object]]:
-        """Yield the operations that complete this rank's slice, once a step, after the last of its reductions."""
+        """Yield the operations that complete this rank's slice, once per step, after its last reduction."""
         yield Collective("wait for the gradients' reduction", self._groups.shards.ranks, self._finish)
         for kind, group in (("instances", self._groups.instances), ("replicas", self._groups.replicas)):
             summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)

@@ -1,6 +1,7 @@
-"""Parts of each bucket that a rank holds, owns and saves: a pure function of the mesh and the parameters' records.
+"""Parts of each bucket that a rank stores, owns and saves.
 
-So any rank can tell it of any other without asking.
+They are a pure function of the mesh and of the parameters' `Sharding` records. Any rank can therefore compute the parts
+of any other rank without communication.
 """
 
 from __future__ import annotations
@@ -14,28 +15,37 @@ from megalite.parallel.sharding import Sharding, partition_range
 
 @dataclass(frozen=True)
 class BucketShardSpec:
-    """A bucket, and the slices of it that belong to a rank. Ranges are of its elements: the first, one past the last.
+    """Slices of a bucket that belong to one rank.
 
-    Its data-parallel peers, in their order, are dealt into instances (one, but for hybrid sharding) of as many ranks as
-    there are shards.
+    A range is (first element, one past the last element), counted from the start of the bucket. The data-parallel peers
+    are divided, in order, into instances of `shards` ranks each. Without hybrid sharding there is one instance.
     """
 
     layout: BucketLayout
     stage: int
-    """ZeRO 0 to 3; 0 where there is one shard."""
+    """ZeRO stage 0 to 3. It is 0 if there is only one shard."""
     shards: int
     shard: int
-    """Number of this rank's slice among the equal ones."""
+    """Index of this rank's slice among the equal slices."""
     replicas: int
-    """Number of ranks that have the same slice: copies of the parameters, times instances."""
+    """Number of ranks that have the same slice: the replicas of the parameters, times the number of instances."""
     replica: int
-    """Number of this rank among them."""
+    """Index of this rank among them."""
 
     @staticmethod
     def of(
         layout: BucketLayout, rank: int, *, peers: int, position: int, stage: int = 0, instances: int = 1
     ) -> BucketShardSpec:
-        """Return the slices of `rank`, which holds the parameters, at `position` of so many data-parallel peers."""
+        """Return the slices of a rank.
+
+        Args:
+            layout: the layout of the bucket.
+            rank: a rank that stores the parameters of the bucket.
+            peers: the number of data-parallel peers of that rank, itself included.
+            position: the index of that rank among them.
+            stage: the ZeRO stage.
+            instances: the number of instances of hybrid sharding.
+        """
         copies = layout.slots[0].parameter.sharding.replica_ranks
         shards = peers // instances
         instance, shard = divmod(position, shards)
@@ -44,32 +54,35 @@ class BucketShardSpec:
 
     @property
     def counted_here(self) -> bool:
-        """True if this rank is the one of the replicas that counts where each element counts once."""
+        """True on exactly one of the replicas, for sums that must count each element once."""
         return self.replica == 0
 
     @property
     def owned(self) -> tuple[int, int]:
-        """This rank's slice: the elements that only this shard owns."""
+        """Range of this rank's slice. The slices of different shards do not overlap."""
         length = self.layout.length // self.shards
         return self.shard * length, (self.shard + 1) * length
 
     @property
     def updated(self) -> tuple[int, int]:
-        """Range that this rank updates: under ZeRO 0 everything."""
+        """Range that this rank updates: its slice, or the full bucket under ZeRO 0."""
         return self.owned if self.stage else (0, self.layout.length)
 
     @property
     def saved(self) -> tuple[int, int]:
-        """Range that this rank saves: its part of the slice, of which each of the replicas saves as much."""
+        """Range that this rank saves: its part of the slice, which is divided evenly among the replicas."""
         begin, end = self.owned
         start, length = partition_range(end - begin, self.replicas, self.replica)
         return begin + start, begin + start + length
 
 
 def is_main_replica(record: Sharding, rank: int, coordinates: Mapping[str, int]) -> bool:
-    """Tell whether the rank at these coordinates is the first of those that hold a `State`.
+    """Return True if the rank at these coordinates is the first of the ranks that have the same `State`.
 
-    `record`: that of `rank`, which may differ from it in the data-parallel position.
+    Args:
+        record: the `Sharding` of the state on `rank`.
+        rank: a rank that may differ from the coordinates in its data-parallel position.
+        coordinates: the coordinates of the rank, by the name of the axis.
     """
     data_parallel = ("edp",) if record.expert else ("dp", "cp")
     return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)

@@ -1,7 +1,11 @@
 """Flat buckets of parameters and their gradients, for every ZeRO stage (arXiv:1910.02054).
 
-The stage says what is sharded. 0: nothing. 1: the optimizer's state. 2: gradients too: they are reduced after every
-micro-batch and accumulated in this rank's slice. 3: parameters too: gathered before a use, freed after it.
+The ZeRO stage determines what is sharded:
+
+- 0: nothing.
+- 1: the optimizer state.
+- 2: the gradients too. They are reduced after every micro-batch and accumulated in this rank's slice.
+- 3: the parameters too. They are gathered before each use and freed after it.
 """
 
 from __future__ import annotations
@@ -25,16 +29,16 @@ from megalite.parallel.sharding import Sharding
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Options: how a run spreads its state over data-parallel ranks, and which communication overlaps computation."""
+    """Options of data parallelism: what is sharded, and which communication overlaps computation."""
 
     gradient_dtype: torch.dtype
     """Dtype of the buffers in which gradients are summed."""
     stage: int = 0
-    """ZeRO 0 to 3."""
+    """ZeRO stage, 0 to 3."""
     instances: int = 1
-    """Number of groups of ranks that each hold all shards (hybrid sharding)."""
+    """Number of instances of hybrid sharding. The ranks of one instance have all shards together."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: one bucket, under ZeRO 2 and 3 one per block."""
+    """Number of elements at which a bucket is closed. None: one bucket, or one per block under ZeRO 2 and 3."""
     overlap_reduce: bool = False
     """Reduce a bucket as soon as its last gradient has arrived."""
     overlap_gather: bool = False
@@ -42,9 +46,9 @@ class DataParallel:
 
 
 class Bucket:
-    """One unit of communication: flat parameters, and an accumulator of flat gradients for each chunk that uses them.
+    """Unit of communication: flat parameters, and one accumulator of flat gradients per chunk that uses them.
 
-    Gradients enter through `accumulate` alone.
+    Gradients are added only through `accumulate`.
     """
 
     def __init__(
@@ -57,16 +61,22 @@ class Bucket:
         in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
-        """`uses`: by chunk, the numbers of the parameters' uses there, each with its gradients per micro-batch.
+        """Allocate the bucket and move its parameters into it.
 
-        `set_values` sets a parameter's values in its place here; None: its own are copied. `in_flight` lists, for all
-        buckets together, those of ZeRO 2 and 3 that are being reduced.
+        Args:
+            shard_spec: the layout of the bucket and this rank's slices of it.
+            options: the options of data parallelism.
+            groups: the process groups of the gradient reduction.
+            uses: maps a chunk to the uses of the parameters in it: the number of each use, with its number of gradients
+                per micro-batch.
+            in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
+            set_values: sets the values of a parameter after it has been moved. None: its current values are copied.
         """
         layout = shard_spec.layout
         self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
         self.shard_group, self.stage = groups.shards, shard_spec.stage
         self.prefetch = options.overlap_gather
-        """True if ZeRO 3 gathers it before its block's turn."""
+        """True if ZeRO 3 gathers this bucket while the previous block computes."""
         self.accumulators = tuple(
             Accumulator(
                 layout,
@@ -80,19 +90,19 @@ class Bucket:
             )
             for chunk, there in uses.items()
         )
-        """One per chunk, the lowest first. `completion` adds the sums of the others to that of the first."""
+        """One per chunk, in the order of chunks. `completion` adds the sums of the others to the sum of the first."""
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
-        self._handed_over = dict.fromkeys(uses, 0)  # by chunk, gradients of the step
+        self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
         self.deferred: DeferredGradients | None = None
         first = self.slots[0].parameter
         self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
         self.owned_runs = list(layout.runs(*self.owned_range))
-        """This rank's slice, by parameter group."""
+        """This rank's slice, divided into runs of elements of one parameter group."""
         for slot in self.slots:
             self._adopt(slot, set_values)
         self.parameter_shard = owned(self.parameters, self.shard_group)
-        """This rank's slice."""
+        """Slice of the parameters that this rank owns."""
         if self.stage == 3:
             self.parameter_shard = self.parameter_shard.clone()
             free_storage(self.parameters)
@@ -111,7 +121,7 @@ class Bucket:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """This rank's slice, [start, stop)."""
+        """Range of this rank's slice, [start, stop)."""
         return self.shard_spec.owned
 
     # ------------------------------------------------------------------------------------------------ gradients
@@ -123,8 +133,9 @@ class Bucket:
             accumulator.begin_step(micro_batches)
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Add the gradient of a use, or keep it for later if gradients are deferred. After a chunk's last gradient of a
-        micro-batch, added or kept, ZeRO 3 frees the parameters.
+        """Add the gradient of one use, or keep it for later if gradients are deferred.
+
+        Under ZeRO 3, the last gradient of a micro-batch in a chunk also frees the parameters.
         """
         accumulator = self._accumulator_of[use]
         if self.deferred is not None:
@@ -140,27 +151,27 @@ class Bucket:
         return self.stage == 3
 
     def begin_reduction(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reduction that is due after this number of a chunk's micro-batches, unless it has begun."""
+        """Start the reduction that is due after this number of micro-batches of a chunk, unless it has started."""
         for accumulator in self.accumulators:
             if accumulator.chunk == chunk:
                 accumulator.begin_reduction(micro_batches)
 
     def completion(self) -> Iterator[Collective[object]]:
-        """Yield the operations that complete this rank's slice of the gradients, with those of uses in other chunks."""
+        """Yield the operations that complete this rank's slice of the gradients, summed over the uses in all chunks."""
         for accumulator in self.accumulators:
             yield from accumulator.completion()
         for other in self.accumulators[1:]:
             yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
 
     def gradient_gather(self) -> Collective[collectives.Pending]:
-        """Return the collective that begins to gather the gradients from the ranks' slices."""
+        """Return the collective that starts to gather the gradients from the ranks' slices."""
         gather = partial(collectives.all_gather_async, self.gradient_shard, self.shard_group, out=self.gradients)
         return Collective("gather of gradients", self.shard_group.ranks, gather)
 
     # ------------------------------------------------------------------------------------------------ parameters
 
     def parameter_gather(self) -> Collective[None]:
-        """Return the collective that begins to gather the parameters."""
+        """Return the collective that starts to gather the parameters."""
         return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
 
     def begin_parameter_gather(self) -> None:
@@ -177,14 +188,15 @@ class Bucket:
             self._pending_gather = None
 
     def free_parameters(self) -> None:
-        """Free all but this rank's slice, under ZeRO 3."""
+        """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
         if self.stage == 3:
             self.finish_parameter_gather()
             free_storage(self.parameters)
 
 
 def _take_ordinary_gradient(parameter: Tensor) -> None:
-    # A function, no method of the bucket: torch would never release the bucket, its network and its process groups.
+    # This is a function and not a method: a hook that refers to the bucket would create a reference cycle through
+    # torch, and the bucket, its network and its process groups would never be released.
     if isinstance(parameter, Parameter) and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
         accumulate_grad(parameter, DenseGradient(gradient))
@@ -198,9 +210,14 @@ def make_buckets(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `networks`, one per chunk, into the flat buckets of `plan_buckets`.
+    """Move the parameters of `networks` into the flat buckets that `plan_buckets` returns.
 
-    `set_values` sets a parameter's values in its place there; None: its own are copied.
+    Args:
+        networks: one per chunk of this rank.
+        mesh: the mesh of ranks.
+        options: the options of data parallelism.
+        blocks: the blocks of each network, in order of execution.
+        set_values: sets the values of a parameter after it has been moved. None: its current values are copied.
     """
     chunks_of = _chunks_by_parameter(networks)
     in_flight: list[Accumulator] = []
@@ -225,10 +242,11 @@ def plan_buckets(
     *,
     blocks: Sequence[Sequence[nn.Module]] = (),
 ) -> list[BucketLayout]:
-    """The buckets that `make_buckets` makes, in about backward's order, without memory or communication.
+    """Return the layouts of the buckets that `make_buckets` makes, without allocation or communication.
 
-    No bucket holds parameters of two chunks, nor under ZeRO 2 and 3 of two of the `blocks` of a chunk. A parameter of
-    several chunks stands with the lowest.
+    The buckets are approximately in the order in which backward completes them. A bucket contains parameters of one
+    chunk only, and under ZeRO 2 and 3 of one of the `blocks` only. A parameter that several chunks share is in a bucket
+    of the lowest of these chunks.
     """
     layouts: list[BucketLayout] = []
     chunks_of = _chunks_by_parameter(networks)
@@ -244,7 +262,7 @@ def plan_buckets(
 
 
 def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
-    """The chunks that hold each parameter, by its id."""
+    """Return the chunks that contain each parameter, by the id of the parameter."""
     chunks: dict[int, list[int]] = {}
     for chunk, network in enumerate(networks):
         for parameter in unique_parameters(network):
@@ -253,9 +271,10 @@ def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
 
 
 def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return, by chunk, the numbers of the uses there, each with its gradients per micro-batch.
+    """Return the uses of a parameter by chunk: the number of each use, with its number of gradients per micro-batch.
 
-    Raises ValueError if a chunk holds the parameter and has no use of it, or the other way round.
+    Raises:
+        ValueError: a chunk contains the parameter but does not use it, or uses it but does not contain it.
     """
     if {use.chunk for use in record.uses} != set(range(len(chunks))):
         raise ValueError(f"{record.name} is held by {len(chunks)} chunks; its uses are {record.uses}")
@@ -268,9 +287,10 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
 def _reduction_groups(
     mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, replicas: tuple[int, ...]
 ) -> ReductionGroups:
-    """Cut the data-parallel `ranks` into instances of hybrid sharding.
+    """Divide the data-parallel `ranks` into instances of hybrid sharding, and return this rank's groups.
 
-    Raises ValueError if the instances would have different numbers of ranks.
+    Raises:
+        ValueError: the number of ranks is not divisible by the number of instances.
     """
     if len(ranks) % instances:
         raise ValueError(f"{instances} instances (hybrid sharding) do not divide {len(ranks)} data-parallel ranks")

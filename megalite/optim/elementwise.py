@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) and SGD with momentum: element-wise update rules, on three back ends."""
+"""AdamW (arXiv:1711.05101) and SGD with momentum: element-wise update rules with three back ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
 WIDENED_ELEMENTS = 1 << 22
-"""Number of gradients in a narrower dtype than the masters that are widened at a time for a fused kernel."""
+"""Number of gradients that are converted at a time to the dtype of the masters, for a fused kernel.
+
+It bounds the memory of the converted copy.
+"""
 
 
 def require_backend(config: OptimizerConfig) -> None:
-    """Raise ConfigurationError if --optimizer-backend asks for what is not installed."""
+    """Raise ConfigurationError if the back end that --optimizer-backend names is not installed."""
     if config.optimizer_backend != "apex":
         return
     advice = (
@@ -44,7 +47,11 @@ def require_backend(config: OptimizerConfig) -> None:
 
 
 def elementwise_rule(segments: Sequence[Segment], config: OptimizerConfig) -> FusedRule | FlatRule:
-    """The rule of --optimizer-backend; auto: Triton's kernels if they run, else torch's if they support the state."""
+    """Return the update rule that --optimizer-backend selects.
+
+    With `auto` it is Triton's kernels if they run here, otherwise torch's kernels if they support the dtypes of the
+    state, otherwise megalite's plain operations.
+    """
     backend = config.optimizer_backend
     if backend == "auto":
         triton = bool(segments) and current().runs_triton("optimizer", *(segment.master for segment in segments))
@@ -53,13 +60,16 @@ def elementwise_rule(segments: Sequence[Segment], config: OptimizerConfig) -> Fu
 
 
 def _is_wide(segment: Segment) -> bool:
-    """Tell if all of the state is in the dtype of the arithmetic."""
+    """Return True if all of the state has the dtype in which updates are computed."""
     wide = torch.promote_types(segment.parameters.dtype, torch.float32)
     return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in segment.kept().values())
 
 
 class FusedRule(UpdateRule):
-    """Update by the fused kernels of torch or apex, one segment at a time, for state of the master weights' dtype."""
+    """Update rule that runs the fused kernels of torch or apex, one segment at a time.
+
+    The state must have the dtype of the master weights.
+    """
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         update = _apex_update if config.optimizer_backend == "apex" else _torch_update
@@ -72,7 +82,10 @@ class FusedRule(UpdateRule):
 
 
 def _pieces(segment: Segment) -> Iterator[Segment]:
-    """The segment, cut into pieces if its gradients must be widened, so that the wide copy takes little memory."""
+    """Yield the segment in pieces if its gradients must be converted, to limit the memory of the converted copy.
+
+    If the gradients already have the dtype of the masters, yield the full segment.
+    """
     if segment.gradients.dtype == segment.master.dtype:
         yield segment
         return
@@ -84,15 +97,17 @@ def _pieces(segment: Segment) -> Iterator[Segment]:
 
 
 class _Update(Protocol):
-    """Changes a segment's masters and state in place."""
+    """Function that updates a segment's masters and state in place."""
 
     def __call__(self, gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        """`step` counts updates from 1."""
+        """Apply one update; `step` is its number, counted from 1."""
 
 
 def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
-    """Call the functions under torch.optim's classes: the classes import torch's compiler, which takes as long as
-    torch.
+    """Return the update that calls the functional API of torch.optim.
+
+    The optimizer classes of torch.optim are avoided: they import torch's compiler, which takes as long as importing
+    torch itself.
     """
     masters, state = [segment.master], segment.tensors
     options: dict[str, Any] = {"maximize": False, "fused": True}
@@ -109,7 +124,7 @@ def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
     options |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps, "amsgrad": False}
 
     def update_adamw(gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        # torch counts the update itself, from the number of those before it.
+        # torch expects the number of updates before this one, and adds 1 itself.
         before = [steps.fill_(step - 1)]
         adamw(masters, [gradients], averages, squares, [], before, lr=rate, weight_decay=decay, **options)
 
@@ -118,7 +133,7 @@ def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
 
 def _apex_update(segment: Segment, config: OptimizerConfig) -> _Update:
     apex = importlib.import_module("apex.optimizers")
-    master = segment.master.detach().requires_grad_()  # a view that torch may call a parameter
+    master = segment.master.detach().requires_grad_()  # a view of the masters that torch accepts as a parameter
     if config.optimizer == "sgd":
         fused = apex.FusedSGD([master], lr=0.0, momentum=config.sgd_momentum)
     else:
@@ -137,10 +152,10 @@ def _apex_update(segment: Segment, config: OptimizerConfig) -> _Update:
 
 
 class FlatRule(UpdateRule):
-    """Update by megalite's own kernels, one segment at a time: Triton's, or plain operations
-    (`megalite_kernels.optimizer`).
+    """Update rule that runs megalite's own kernels, one segment at a time.
 
-    State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and the results are rounded.
+    The kernels are Triton kernels or plain torch operations (`megalite_kernels.optimizer`). State and master weights
+    may have any dtype: updates are computed in fp32 (or float64), and the results are rounded.
     """
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
@@ -161,9 +176,10 @@ class FlatRule(UpdateRule):
 
 
 def _seed(segment: Segment, step: int) -> int:
-    """Return the seed for rounding moments: the same on all ranks with these parameters, and after a run was resumed.
+    """Return the seed for the stochastic rounding of moments.
 
-    It is also the same for a tied weight's copy in another stage's buckets.
+    It is the same on all ranks that have these parameters, and for the replicas of a tied weight on different stages.
+    It does not change if the run is resumed.
     """
     name = segment.slots[0].parameter.sharding.pieces[0].tensor.name
     return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

@@ -1,4 +1,4 @@
-"""Flat tensors: a rank's slice of one, and memory that comes and goes while its views keep their shapes."""
+"""Flat tensors: slices owned by ranks, and storage that is freed and allocated again while its views stay valid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megalite.parallel.mesh import Group
 
 
 def owned(flat: Tensor, group: Group) -> Tensor:
-    """This rank's of the equal slices into which the group cuts a tensor."""
+    """Return this rank's slice of a tensor that is divided into equal slices over the group."""
     return flat.view(group.size, -1)[group.rank]
 
 
@@ -17,13 +17,15 @@ def is_storage_free(tensor: Tensor) -> bool:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Give back the memory under a tensor and all its views; they keep their shapes."""
+    """Free the storage of a tensor and of all its views; their shapes do not change."""
     tensor.untyped_storage().resize_(0)
 
 
 def allocate_storage(tensor: Tensor) -> None:
-    """Give a freed tensor memory again, not yet set. (Views of it that autograd has saved stay valid: parameters have
-    version counters of their own, which refilling does not change.)
+    """Allocate the storage of a freed tensor again, uninitialized.
+
+    Views that autograd has saved stay valid: each parameter has its own version counter, and writing new values into
+    the storage does not change it.
     """
     if is_storage_free(tensor):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

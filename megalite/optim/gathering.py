@@ -1,6 +1,6 @@
-"""Gathers of parameters: between the optimizer's step and the next forward, or around every use.
+"""Gathers of parameters: between the optimizer step and the next forward (ZeRO 1 and 2), or around each use (ZeRO 3).
 
-With overlap a gather runs while what comes before it computes, and is waited for by the module that needs it.
+With overlap, a gather runs while the modules before it compute. The module that needs the parameters waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from megalite.optim.layout import unique_parameters
 
 
 def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-    """Make the modules of a chunk's network wait for the gathers of their parameters; under ZeRO 3, begin them."""
+    """Register hooks that wait for the gathers of parameters before their use. Under ZeRO 3 they also start them.
+
+    Args:
+        network: the network of one chunk.
+        blocks: the blocks of the network, in order of execution.
+        buckets: the buckets of this rank.
+    """
     if any(bucket.stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
     elif any(bucket.prefetch for bucket in buckets):
@@ -23,16 +29,18 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
 
 
 Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
-"""The results of a block: one tensor, or some and its terms of the loss."""
+"""Results of a block: one tensor, or several tensors and mappings of its terms of the loss."""
 
 
 class BlockGathers:
-    """ZeRO 3: gathers a block's parameters before its forward and frees them after it; gathers them again in backward
-    and frees them after its last weight gradient (W may add that later). The order is fixed by the blocks, so it is the
-    same on all ranks.
+    """Hooks of ZeRO 3 that gather the parameters of a block before each use and free them after it.
 
-    A recomputed block is gathered once for its second forward and its backward together. With overlap the next block is
-    gathered while one computes.
+    In forward, parameters are gathered before the block and freed after it. In backward, they are gathered again at the
+    first gradient that reaches the block and freed after its last weight gradient (which W may add later). The order of
+    gathers follows from the order of the blocks, so it is the same on all ranks.
+
+    A recomputed block is gathered once for both its second forward and its backward. With overlap, the next block is
+    gathered while the current one computes.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
@@ -50,14 +58,14 @@ class BlockGathers:
             block.register_forward_hook(partial(self._after_forward, index))
 
     def _enter(self, *, backward: bool) -> None:
-        # A block's forward that runs outside the network's forward is one of recomputation, in backward.
+        # A forward of a block outside the forward of the network is a recomputation during backward.
         self._in_backward = backward
 
     def _before_forward(self, index: int, module: nn.Module, arguments: object) -> None:
         self._gather(index, following=None if self._in_backward else index + 1)
 
     def _after_forward(self, index: int, module: nn.Module, arguments: object, outputs: Outputs) -> None:
-        if self._in_backward:  # recomputation: the block's backward follows, and its last gradient frees it
+        if self._in_backward:  # Recomputation: the block's backward follows. Its last gradient frees the parameters.
             return
         for bucket in self._buckets[index]:
             bucket.free_parameters()
@@ -67,10 +75,10 @@ class BlockGathers:
                 tensor.register_hook(in_backward)
 
     def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
-        """Make the hook that gathers a block at the first gradient that reaches it, for one micro-batch.
+        """Return a hook that gathers a block at the first gradient that reaches it, for one micro-batch.
 
-        A later gradient must not gather again: the block may have been freed by then (the gradient of a term of its
-        input comes last), and nothing would free it a second time.
+        Later gradients must not gather again: the block may already have been freed, and nothing would free it a second
+        time. (The gradient of a term of the loss that is computed from the block's input comes last.)
         """
         begun = False
 
@@ -94,8 +102,10 @@ class BlockGathers:
 
 
 def _ends(outputs: Outputs) -> list[Tensor]:
-    """Collect the outputs whose gradient reaches a block before that of any parameter: its last tensor, and its terms
-    of the loss, which may use parameters after the last tensor was computed.
+    """Return the outputs through which the first gradient can enter a block in backward.
+
+    They are its last tensor and its terms of the loss. A term may use parameters after the last tensor was computed, so
+    its gradient may come first.
     """
     if isinstance(outputs, Tensor):
         return [outputs]

@@ -1,8 +1,8 @@
-"""Layout of parameters in flat buckets: a pure function of their sizes and records.
+"""Layout of parameters in flat buckets: a pure function of their sizes and `Sharding` records.
 
-Parameters of one kind (dtype, data-parallel peers, copies, uses, chunks) are laid out consecutively in reverse order of
-registration, about the order in which backward reaches them. All members of a shard group or a replica group get the
-same layout.
+Parameters of one kind (dtype, data-parallel peers, replicas, uses, chunks) are placed consecutively, in reverse order
+of registration. This is approximately the order in which backward reaches them. All ranks of a shard group or of a
+replica group get the same layout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Sharding
 
 ALIGNMENT = 64
-"""Elements to whose multiple a parameter's start is aligned: 256 bytes of fp32, a vector load of any device."""
+"""Alignment of the start of each parameter, in elements: 256 bytes of fp32, enough for vector loads on any device."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket."""
+    """Position of a parameter in its bucket: elements [start, stop)."""
 
     parameter: Parameter
     start: int
@@ -34,12 +34,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that the optimizer treats alike."""
+    """Group of parameters that the optimizer updates in the same way."""
 
     weight_decay: bool
     is_embedding_or_output: bool
     matrices: bool
-    """True if a matrix-wise optimizer sees them as matrices."""
+    """True if a matrix-wise optimizer (Muon) updates them as matrices."""
 
     NAMES: ClassVar = ("weights", "vectors", "token_tables")
 
@@ -50,20 +50,23 @@ class ParameterGroup:
 
     @property
     def name(self) -> str:
-        """One of NAMES: what its figures are called."""
+        """One of NAMES, under which the statistics of the group are reported."""
         return "token_tables" if self.is_embedding_or_output else "weights" if self.weight_decay else "vectors"
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The parameters that travel in one message."""
+    """Layout of one bucket: the parameters that are communicated in one message."""
 
     slots: tuple[Slot, ...]
     length: int
-    """Elements, with padding: an equal, aligned slice for each shard."""
+    """Number of elements, with padding. All shards have equal, aligned slices."""
 
     def stretches(self) -> Iterator[tuple[ParameterGroup, tuple[Slot, ...], int, int]]:
-        """Yield neighbours of one group, with their first element and one past their last and its padding."""
+        """Yield runs of consecutive slots of one group: the group, the slots, the first element, and the end.
+
+        The end is one past the last element, including the padding after it.
+        """
         by_group = itertools.groupby(self.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
         groups = [(group, tuple(slots)) for group, slots in by_group]
         stops = [*(slots[0].start for _, slots in groups[1:]), self.length]
@@ -71,14 +74,17 @@ class BucketLayout:
             yield group, slots, slots[0].start, stop
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[ParameterGroup, slice]]:
-        """Runs of elements of one group, padding included, among [start, stop) and counted from `start`."""
+        """Yield runs of elements of one group within [start, stop), with padding. The slices count from `start`."""
         for group, _, begin, end in self.stretches():
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 yield group, slice(low - start, high - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield what stands in [start, stop) and is no padding: parts of logical tensors, their names and places."""
+        """Yield the parts of logical tensors within [start, stop): the name, the first element, one past the last.
+
+        Padding is left out.
+        """
         for slot in self.slots:
             record = slot.parameter.sharding
             columns = math.prod(record.local_shape[1:])
@@ -90,9 +96,14 @@ class BucketLayout:
 
 
 def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:
-    """Deal parameters into buckets: for each bucket, (index, start, stop) inside it, in order.
+    """Assign parameters to buckets, in order. Starts are aligned.
 
-    A bucket is closed once it holds `bucket_size` elements (None: one bucket). Starts are aligned.
+    Args:
+        sizes: the number of elements of each parameter.
+        bucket_size: the number of elements at which a bucket is closed; None: one bucket.
+
+    Returns:
+        For each bucket, (index of the parameter, start, stop) of each parameter in it.
     """
     buckets: list[list[tuple[int, int, int]]] = []
     end = 0
@@ -107,7 +118,7 @@ def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[in
 
 
 def bucket_length(places: Sequence[tuple[int, int, int]], shards: int) -> int:
-    """Elements of a bucket with its padding: equal, aligned slices for all shards."""
+    """Return the number of elements of a bucket with padding, so that all shards have equal, aligned slices."""
     return _round_up(places[-1][2], shards * ALIGNMENT)
 
 
@@ -117,9 +128,13 @@ def bucket_layouts(
     bucket_size: int | None,
     chunks_of: Mapping[int, Sequence[int]],
 ) -> list[BucketLayout]:
-    """The buckets of parameters given in order of registration, in about backward's order.
+    """Return the layouts of the buckets, approximately in the order in which backward completes them.
 
-    `chunks_of`: by a parameter's id, the chunks that hold it.
+    Args:
+        parameters: in order of registration.
+        mesh: the mesh of ranks.
+        bucket_size: the number of elements at which a bucket is closed; None: one bucket per kind of parameter.
+        chunks_of: maps the id of a parameter to the chunks that contain it.
     """
     kinds: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in reversed(parameters):
@@ -137,12 +152,12 @@ def bucket_layouts(
 
 
 def data_parallel_ranks(mesh: ParallelMesh, record: Sharding) -> tuple[int, ...]:
-    """The ranks over which a parameter's gradient is summed because they see other samples."""
+    """Return the ranks that process different samples (or tokens) and therefore sum the gradient of a parameter."""
     return mesh.ranks("edp") if record.expert else mesh.ranks("dp", "cp")
 
 
 def unique_parameters(module: nn.Module) -> list[Parameter]:
-    """Each parameter once, in registration order."""
+    """Return each parameter of a module once, in order of registration."""
     return list({id(parameter): parameter for parameter, _ in named_pieces(module)}.values())
 
 

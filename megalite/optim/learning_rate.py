@@ -1,9 +1,9 @@
-"""Learning rates and weight decay as pure functions of the samples consumed: nothing to save, nothing to restore.
+"""Learning rates and weight decay as pure functions of the consumed samples. There is no state to save or restore.
 
-The shapes and their edges are Megatron-LM's (optimizer_param_scheduler.py), so a schedule carried over gives the
-same numbers. In particular the rate of a step is read before its samples are counted: with a warm-up from 0, the
-first step of a run has the learning rate 0 and moves nothing but the optimizer's moments. Noam, which Megatron-LM
-lacks, counts steps from 1 as its paper does.
+The schedules are those of Megatron-LM (optimizer_param_scheduler.py), including their boundary cases: the same flags
+give the same numbers. In particular, the learning rate of a step does not count the samples of this step. With a
+warm-up from 0, the first step of a run has the learning rate 0 and changes only the optimizer's moments. Megatron-LM
+has no noam schedule; here it counts steps from 1, as in its paper.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalite.config.optimizer import OptimizerConfig, noam_maximum
 from megalite.config.training import TrainingConfig
 from megalite.optim.layout import ParameterGroup
 
-# What is left of a way, from 1 to 0, when a fraction 0 to 1 of its time has passed.
+# Each function maps the fraction of the decay that has passed (0 to 1) to the remaining height (1 to 0).
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda passed: 1.0 - passed,
     "cosine": lambda passed: 0.5 * (math.cos(math.pi * passed) + 1.0),
@@ -27,31 +27,35 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Factors of one step of the optimizer."""
+    """Learning rates and weight decay of one optimizer step."""
 
     learning_rate: float
     token_table_learning_rate: float
-    """Rate of the word embedding and the output layer (Megatron-LM's decoupled rate)."""
+    """Learning rate of the word embedding and the output layer (Megatron-LM's decoupled learning rate)."""
     weight_decay: float
-    """Weight decay of the parameters that have any."""
+    """Weight decay of the parameters that are decayed."""
 
     def of(self, group: ParameterGroup) -> tuple[float, float]:
-        """The learning rate and the weight decay of a group."""
+        """Return the learning rate and the weight decay of a parameter group."""
         rate = self.token_table_learning_rate if group.is_embedding_or_output else self.learning_rate
         return rate, self.weight_decay if group.weight_decay else 0.0
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """A linear warm-up, then a decay. All lengths are in samples, counted from the start of the run.
+    """Linear warm-up, then a decay. All lengths are in samples, counted from the start of the run.
 
-    style: constant, linear, cosine, inverse-square-root, or WSD (warm-up, stable, decay), which holds the maximum
-    until `wsd_decay_samples` before the end and then falls by `wsd_style` (linear, cosine, exponential, minus_sqrt).
-    Beyond `decay_samples` the rate is the minimum, whatever the style (but constant).
+    `style` is one of:
 
-    noam (Vaswani et al. 2017, equation 3) has no end: it goes with min(step / warmup, sqrt(warmup / step)), where a
-    step is `step_samples` and the first is step 1, so that the maximum comes with the step that ends the warm-up; the
-    minimum holds after it. While the batch grows to `step_samples`, steps count as the samples of full ones.
+    - constant, linear, cosine, inverse-square-root.
+    - WSD (warm-up, stable, decay): the rate stays at the maximum until `wsd_decay_samples` before the end, then decays
+      by `wsd_style` (linear, cosine, exponential, minus_sqrt).
+    - noam (Vaswani et al. 2017, equation 3): the rate is proportional to min(step / warmup, sqrt(warmup / step)). Steps
+      are counted from 1, so the maximum is reached at the last step of the warm-up. After the warm-up the rate is never
+      below the minimum. One step is `step_samples` samples; during a ramp-up of the batch size, a smaller batch counts
+      as the corresponding fraction of a step.
+
+    After `decay_samples` the rate is the minimum, except with constant and noam, which have no end.
     """
 
     maximum: float
@@ -63,10 +67,10 @@ class LearningRateSchedule:
     wsd_style: str = "exponential"
     wsd_decay_samples: float = 0.0
     step_samples: int = 0
-    """Offset in samples for noam."""
+    """Number of samples per step, for noam."""
 
     def at(self, consumed_samples: int) -> float:
-        """The learning rate of the step that starts when `consumed_samples` have been consumed."""
+        """Return the learning rate of the step that starts after `consumed_samples` samples."""
         if self.style == "noam":
             return self._noam(consumed_samples + self.step_samples)
         if consumed_samples <= self.warmup_samples and self.warmup_samples > 0:
@@ -81,13 +85,13 @@ class LearningRateSchedule:
         return self.minimum + (self.maximum - self.minimum) * self._height(consumed_samples)
 
     def _noam(self, samples: int) -> float:
-        """`samples` are counted with this step's."""
+        """Return the rate of noam; `samples` includes the samples of this step."""
         if samples < self.warmup_samples:
             return self.maximum * samples / self.warmup_samples
         return max(self.minimum, self.maximum * math.sqrt(self.warmup_samples / samples))
 
     def _height(self, consumed_samples: int) -> float:
-        """Return the rate's place between the minimum, 0, and the maximum, 1."""
+        """Return the position of the rate between the minimum (0) and the maximum (1)."""
         if self.style == "WSD":
             start, shape = self.decay_samples - self.wsd_decay_samples, _SHAPES[self.wsd_style]
         else:
@@ -99,7 +103,7 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """A rise from `start` to `end` over `samples`, linear or by half a cosine; or constant, at `end`."""
+    """Increase from `start` to `end` over `samples` (linear, or half a cosine period), or constant at `end`."""
 
     start: float
     end: float
@@ -107,7 +111,7 @@ class WeightDecaySchedule:
     style: str = "constant"
 
     def at(self, consumed_samples: int) -> float:
-        """The weight decay of the step that starts when `consumed_samples` have been consumed."""
+        """Return the weight decay of the step that starts after `consumed_samples` samples."""
         if self.style == "constant" or consumed_samples >= self.samples:
             return self.end
         return self.start + (self.end - self.start) * (1.0 - _SHAPES[self.style](consumed_samples / self.samples))
@@ -115,15 +119,15 @@ class WeightDecaySchedule:
 
 @dataclass(frozen=True)
 class RateSchedules:
-    """Hyperparameters that change from step to step."""
+    """Schedules of the hyperparameters that change during a run."""
 
     learning_rate: LearningRateSchedule
     token_tables: LearningRateSchedule
-    """Rate of the word embedding and the output layer."""
+    """Learning rate of the word embedding and the output layer."""
     weight_decay: WeightDecaySchedule
 
     def at(self, consumed_samples: int) -> Rates:
-        """The rates of the step that starts when `consumed_samples` have been consumed."""
+        """Return the rates of the step that starts after `consumed_samples` samples."""
         return Rates(
             self.learning_rate.at(consumed_samples),
             self.token_tables.at(consumed_samples),
@@ -134,8 +138,11 @@ class RateSchedules:
 def rate_schedules(
     optimizer: OptimizerConfig, training: TrainingConfig, *, hidden_size: int, global_batch_size: int
 ) -> RateSchedules:
-    """The schedules of a run. Lengths given in iterations count `global_batch_size` samples each; where no length of
-    the decay is given it is the whole run's, and a warm-up fraction is a fraction of the decay."""
+    """Return the schedules of a run.
+
+    An iteration counts as `global_batch_size` samples. If no length of the decay is given, the decay lasts for the full
+    run. A warm-up fraction is a fraction of the decay.
+    """
     run = _samples(training.train_iters, training.train_samples, global_batch_size)
     decay = _samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, global_batch_size) or run
     if optimizer.lr_warmup_fraction is not None:
@@ -168,7 +175,7 @@ def rate_schedules(
 
 
 def rate_notes(optimizer: OptimizerConfig, schedules: RateSchedules, global_batch_size: int) -> tuple[str, ...]:
-    """A line for each flag that makes learning rates others than those given."""
+    """Return one line per flag that makes the learning rates differ from the values given in flags."""
     notes = []
     if optimizer.lr_scaling_rule is not None:
         ratio = f"{global_batch_size} / {optimizer.lr_scaling_base_batch_size}"
@@ -188,5 +195,5 @@ def rate_notes(optimizer: OptimizerConfig, schedules: RateSchedules, global_batc
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch_size: int) -> float:
-    """A length that a user gives either in iterations or in samples; 0 where neither is given."""
+    """Return a length in samples, from a length given in iterations or in samples; 0 if neither is given."""
     return float(iterations * global_batch_size if iterations else samples or 0)

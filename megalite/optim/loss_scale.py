@@ -1,6 +1,6 @@
-"""The factor that keeps fp16 gradients from vanishing (arXiv:1710.03740), in Megatron-LM's form.
+"""Loss scale: a factor that prevents underflow of fp16 gradients (arXiv:1710.03740), with Megatron-LM's update rule.
 
-The loss is multiplied by it before backward, and the gradients are divided by it in fp32.
+The loss is multiplied by it before backward. The gradients are divided by it in fp32.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of a step, and what decides the next one's. A constant scale has no `window`."""
+    """Scale of a step, with the state that determines the scale of the next step. A constant scale has no `window`."""
 
     value: float = 1.0
     minimum: float = 1.0
     window: int | None = None
-    """Steps without an overflow after which the scale grows."""
+    """Number of consecutive steps without an overflow after which the scale grows."""
     hysteresis: int = 1
-    """Overflows since the last growth after which each further one, and this, lowers the scale."""
+    """Number of overflows since the last growth from which on each overflow lowers the scale (this one included)."""
     good_steps: int = 0
+    """Number of consecutive steps without an overflow so far."""
     overflows_left: int = 1
+    """Number of overflows until the scale is lowered, counting the one that lowers it."""
 
     @staticmethod
     def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> LossScale:
         return LossScale(initial, minimum, window, hysteresis, overflows_left=hysteresis)
 
     def state(self) -> dict[str, float]:
-        """State that a checkpoint keeps; the rule itself is the flags'."""
+        """Return the state to save in a checkpoint. The other fields come from flags."""
         return {"value": self.value, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
 
     def restored(self, state: Mapping[str, float]) -> LossScale:
-        """The same rule, gone on from a state."""
+        """Return this loss scale with the state from a checkpoint."""
         return replace(
             self,
             value=float(state["value"]),
@@ -43,11 +45,11 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """True if a skipped step is a search for the right scale rather than a sign of divergence."""
+        """True if the scale can be lowered. A skipped step is then not yet a sign of divergence."""
         return self.window is not None and self.value > self.minimum
 
     def after(self, *, overflow: bool) -> LossScale:
-        """The scale of the step that follows one with or without an overflow."""
+        """Return the loss scale of the next step, given whether this step had an overflow."""
         if self.window is None:
             return self
         if overflow:

@@ -1,10 +1,15 @@
-"""Muon (Jordan et al. 2024): the momentum of each matrix, made orthogonal, is its update.
+"""Muon (Jordan et al. 2024): the update of each matrix is its momentum, orthogonalized.
 
-The momentum is kept like any other state, flat on the shards. A matrix is orthogonalized whole: the ranks of a shard
-group send their parts of its update to one of them, its tensor-parallel peers add theirs, and what comes out goes back
-the same ways. The matrices are dealt over the shard group, so that each is computed once in it. What a matrix is, the
-record says (`LogicalTensor.matrices`): of a fused parameter each of the query, key, value, gate and up by itself, of a
-layer's experts each one's; ranks that are dealt whole experts have nothing to tell each other.
+The momentum is stored like any other state, flat on the shards. To orthogonalize a matrix, one rank of the shard group
+needs all of it:
+
+1. The ranks of the shard group send their parts of the momentum to that rank.
+2. The rank sums the matrix with its tensor-parallel peers, which have the other parts.
+3. After orthogonalization, the parts of the update are sent back to the ranks that own them.
+
+Different ranks of a shard group orthogonalize different matrices, so each matrix is computed once per shard group.
+`LogicalTensor.matrices` defines the matrices of a parameter: the query, key, value, gate and up of a fused parameter
+are separate matrices, and so is each expert's. Ranks that have complete experts need no communication for step 2.
 """
 
 from __future__ import annotations
@@ -27,12 +32,12 @@ from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
 
 PRODUCTS: Mapping[str, torch.dtype] = {"medium": torch.bfloat16, "high": torch.float32}
-"""The precision of --muon-fp32-matmul-prec; what float64 weights need is always computed in float64."""
+"""Dtype of matrix products by --muon-fp32-matmul-prec. For float64 weights it is always float64."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Part of a matrix in one parameter that this rank updates, perhaps nothing: views of any shape."""
+    """Elements of a matrix in one parameter that this rank updates: views of any shape, possibly empty."""
 
     group: ParameterGroup
     master: Tensor
@@ -40,16 +45,16 @@ class Elements:
     momentum: Tensor
 
     def next_update(self, factor: float, momentum: float, *, nesterov: bool) -> Tensor:
-        """Take the gradients times a factor into the momentum; what is to be made orthogonal of it, flat."""
+        """Update the momentum with the gradients times a factor; return the flat values to orthogonalize."""
         wide = torch.promote_types(self.master.dtype, torch.float32)
         gradients, average = self.gradients.to(wide), self.momentum.to(wide)
         if factor != 1.0:
             gradients.mul_(factor)
-        self.momentum.copy_(average.lerp_(gradients, 1 - momentum))  # nothing to copy where it is wide itself
+        self.momentum.copy_(average.lerp_(gradients, 1 - momentum))  # no copy if the momentum itself is wide
         return (gradients.lerp(average, momentum) if nesterov else average).flatten()
 
     def apply(self, update: Tensor, rates: Rates) -> None:
-        """`update` is flat, and in the precision to compute in."""
+        """Apply a flat update to the masters, computed in the dtype of the update."""
         rate, decay = rates.of(self.group)
         update = update.view(self.master.shape)
         weights = self.master.to(update.dtype).mul_(1 - rate * decay).add_(update, alpha=-rate)
@@ -58,19 +63,22 @@ class Elements:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Part of one matrix that a piece of the tensor has, and how much of it each rank of the shard group updates."""
+    """Part of one matrix in a piece of the tensor, and the number of its elements that each rank updates."""
 
     box: Box
     counted: bool
-    """True if the part enters the matrix from this rank: from the first that holds it."""
+    """True if this rank contributes the part to the sum that forms the matrix.
+
+    Of the ranks that have the same part, only the first one contributes it.
+    """
     sizes: tuple[int, ...]
-    """Number of elements by rank of the shard group, in order. Under ZeRO 0 every rank has all of them."""
+    """Number of elements that each rank of the shard group updates. Under ZeRO 0 each rank updates all of them."""
     own: tuple[Elements, ...]
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a logical tensor, as it lies on the ranks of a shard group."""
+    """Matrix of a logical tensor, with its distribution over the ranks of a shard group."""
 
     tensor: LogicalTensor
     box: Box
@@ -79,19 +87,19 @@ class Matrix:
     shard_group: Group
     sharded: bool
     split_group: Group
-    """The ranks that hold the other parts."""
+    """Ranks that have the other parts of the matrix, for example the tensor-parallel peers."""
 
     @property
     def own(self) -> list[Elements]:
         return [elements for part in self.parts for elements in part.own]
 
     def sizes(self, rank: int) -> list[int]:
-        """Elements of each part that a rank of the shard group updates."""
+        """Return the number of elements of each part that a rank of the shard group updates."""
         return [part.sizes[rank] for part in self.parts]
 
 
 class Muon(UpdateRule):
-    """The rule of all matrices on a rank's shards."""
+    """Update rule of all matrices on this rank's shards."""
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config = config
@@ -105,7 +113,11 @@ class Muon(UpdateRule):
             segment.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield each round's collectives: parts to ranks that orthogonalize, over their matrices' split, and back."""
+        """Yield the collectives of each round.
+
+        They gather the parts on the ranks that orthogonalize, sum over the tensor-parallel split of each matrix, and
+        send the updates back.
+        """
         for matrices in self._rounds:
             group = matrices[0].shard_group
             if matrices[0].sharded:
@@ -115,7 +127,10 @@ class Muon(UpdateRule):
             yield "exchange of matrices' updates", group.ranks
 
     def _update(self, matrices: Sequence[Matrix], rates: Rates, factor: float) -> None:
-        """Rank i of the shard group orthogonalizes matrix i. What a rank sends or gets is flat, part by part."""
+        """Update the matrices of one round; rank i of the shard group orthogonalizes matrix i.
+
+        Messages are flat, with the parts of a matrix one after the other.
+        """
         group, rank, count = matrices[0].shard_group, matrices[0].shard_group.rank, len(matrices)
         own = matrices[rank] if rank < count else None
         momentum, nesterov = self._config.muon_momentum, self._config.muon_nesterov
@@ -137,15 +152,22 @@ class Muon(UpdateRule):
                 elements.apply(values, rates)
 
     def _orthogonalize(self, own: Matrix, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalize a matrix, given the updates that the ranks of the shard group own; return the update for each
-        rank."""
+        """Orthogonalize a matrix.
+
+        Args:
+            own: the matrix that this rank orthogonalizes.
+            updates: the flat values from each rank of the shard group; under ZeRO 0 only those of this rank.
+
+        Returns:
+            The flat update for each rank of the shard group.
+        """
         config, tensor, parts = self._config, own.tensor, own.parts
         whole = updates[0].new_zeros(own.box.size)
         chunks = [update.split(own.sizes(peer)) for peer, update in enumerate(updates)]
         for part, values in zip(parts, zip(*chunks, strict=True), strict=True):
             if part.counted:
                 whole[part.box.relative_to(own.box).slices()] = torch.cat(values).view(part.box.size)
-        collectives.all_reduce_(whole, own.split_group)  # exact: of each element all but one are zero
+        collectives.all_reduce_(whole, own.split_group)  # exact: each element is nonzero on at most one rank
         matrices = tensor.as_matrices(whole)
         dtype = torch.float64 if whole.dtype == torch.float64 else PRODUCTS[config.muon_fp32_matmul_prec]
         scale = config.muon_extra_scale_factor * update_scale(config.muon_scale_mode, *matrices.shape[1:])
@@ -160,7 +182,10 @@ class Muon(UpdateRule):
 
 
 def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
-    """All of which a part is here, largest first: an order that is the same on all ranks that share some of them."""
+    """Return all matrices that have a part on this rank, largest first.
+
+    The order is the same on all ranks that share some of the matrices.
+    """
     places: dict[str, list[tuple[Shard, Slot, Piece]]] = {}
     for shard in shards:
         for slot in shard.bucket.slots:
@@ -185,7 +210,7 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
 
 
 def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | None, split_group: Group) -> MatrixPart:
-    """`segment` is the one of this rank with the parameter in it, if there is one."""
+    """Return the part `box` of a matrix; `segment` is this rank's segment with the parameter, or None."""
     record, ranks = slot.parameter.sharding, shard.bucket.shard_group
     start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.master.numel()
     runs = [(start + first, start + last) for first, last in piece.box.runs_of(box)]
@@ -202,8 +227,9 @@ def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | N
 
 
 def _elements(runs: Iterable[tuple[int, int]], segment: Segment, group: ParameterGroup) -> Iterator[Elements]:
-    """Views of some runs of the bucket's elements in a segment of the shard; neighbours as far apart and as long as
-    each other are one view.
+    """Yield views of runs of the bucket's elements that are in a segment of the shard.
+
+    Consecutive runs of equal length and equal distance are combined into one strided view.
     """
     alike: list[list[tuple[int, int]]] = []
     for first, last in runs:
@@ -224,9 +250,10 @@ def _elements(runs: Iterable[tuple[int, int]], segment: Segment, group: Paramete
 
 
 def _rounds(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
-    """At most one matrix for each rank of the shard group, of about the same size.
+    """Yield rounds of matrices of similar size, with at most one matrix per rank of the shard group.
 
-    All in a round have the same peers: those of another view of the mesh may have another number of matrices.
+    All matrices of a round have the same shard group and the same split group: ranks of other groups may have a
+    different number of matrices.
     """
     by_peers: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Matrix]] = {}
     for matrix in matrices:

@@ -1,8 +1,8 @@
-"""The orthogonal factor of a matrix, about, by matrix products alone: the iteration of Muon (Jordan et al. 2024).
+"""Approximate orthogonalization by matrix products only: the Newton-Schulz iteration of Muon (Jordan et al. 2024).
 
-Each step maps every singular value s to a s + b s^3 + c s^5; a few steps bring all but the smallest near 1. The result
-is a fixed polynomial of the matrix over its norm, no steeper than the product of the a (500 for five steps): rounding
-errors grow by no more than that, whatever the matrix's rank.
+Each step maps every singular value s to a s + b s^3 + c s^5. A few steps bring all but the smallest singular values
+near 1. The result is a fixed polynomial of the normalized matrix. Its slope is at most the product of the a
+(about 500 for five steps), which bounds the growth of rounding errors, whatever the rank of the matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-7
-"""Norms below this count as this: a matrix of zeros stays one."""
+"""Lower bound of the norm by which a matrix is divided, so that a zero matrix remains zero."""
 
 _COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
@@ -37,19 +37,22 @@ _COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
         (1.8750, -1.2500, 0.3750),
     ),
 }
-"""(a, b, c) of each step, as Megatron-LM names them. simple: Jordan et al. 2024, the same in all steps; quintic:
-leloykun.github.io/ponder/muon-opt-coeffs, over and over; polar_express: arXiv:2505.16932, then the last on and on."""
+"""Coefficients (a, b, c) of each step, under the names that Megatron-LM uses.
+
+simple: Jordan et al. 2024, the same in all steps. quintic: leloykun.github.io/ponder/muon-opt-coeffs, repeated from the
+beginning after the last. polar_express: arXiv:2505.16932; further steps repeat the last entry.
+"""
 
 
 def coefficients(kind: str, steps: int) -> Iterator[tuple[float, float, float]]:
-    """Return the coefficients of each of `steps` steps."""
+    """Return the coefficients of `steps` steps, in order."""
     table = _COEFFICIENTS[kind]
     rest = table[-1:] if kind == "polar_express" else table
     return itertools.islice(itertools.chain(table, itertools.cycle(rest)), steps)
 
 
 def orthogonalized(matrix: Tensor, kind: str, steps: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] to the same in `dtype`, in which all of it is computed."""
+    """Return the orthogonalized matrix, computed in `dtype`: [rows, columns] -> [rows, columns]."""
     tall = matrix.shape[0] > matrix.shape[1]
     values = matrix.to(dtype)
     values = values.T if tall else values
@@ -61,10 +64,12 @@ def orthogonalized(matrix: Tensor, kind: str, steps: int, dtype: torch.dtype) ->
 
 
 def update_scale(mode: str, rows: int, columns: int) -> float:
-    """Return the factor of an orthogonal [rows, columns] update, as in Megatron-LM.
+    """Return the factor by which an orthogonal [rows, columns] update is multiplied, as in Megatron-LM.
 
-    spectral: the same root mean square for all shapes (arXiv:2502.16982; times 0.2 that of an AdamW update, torch's
-    `match_rms_adamw`). shape_scaling: torch's `original`. unit_rms_norm: arXiv:2410.21265.
+    - spectral: gives all shapes the same root mean square (arXiv:2502.16982). Times 0.2, it is the root mean square of
+      an AdamW update (torch's `match_rms_adamw`).
+    - shape_scaling: torch's `original`.
+    - unit_rms_norm: arXiv:2410.21265.
     """
     if mode == "spectral":
         return math.sqrt(max(rows, columns))

@@ -1,7 +1,10 @@
-"""The step of the optimizer on the slices that this rank owns: norm, clip, update in fp32, and back to the parameters.
+"""Optimizer step on the slices that this rank owns: gradient norm, clipping, update in fp32, cast to the parameters.
 
-All ZeRO stages compute the same sums over the same slices. Stage 0 then gathers the gradients and updates everything;
-1 and 2 update their slices and gather the parameters; 3 leaves the gather to the next use.
+All ZeRO stages compute the same sums over the same slices. Then they differ:
+
+- Stage 0 gathers the gradients and updates all parameters on each rank.
+- Stages 1 and 2 update the slices and gather the parameters.
+- Stage 3 updates the slices; the next use gathers the parameters.
 """
 
 from __future__ import annotations
@@ -36,21 +39,24 @@ from megalite.parallel.tally import Tally, end_step, tallies_of
 @dataclass(frozen=True)
 class StepResult:
     gradient_norms: Mapping[str, float]
-    """Norms before clipping by parameter group, over the whole model, with each element counted once."""
+    """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
 
     @property
     def gradient_norm(self) -> float:
-        """The global norm before clipping."""
+        """Global gradient norm before clipping."""
         return math.hypot(*self.gradient_norms.values())
 
     @property
     def skipped(self) -> bool:
-        """True if a gradient that is not finite, anywhere, made every rank skip the update."""
+        """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)
 
 
 class Optimizer:
-    """An update rule over flat shards, with clipping by the global norm and a common decision to skip."""
+    """Distributed optimizer: update rules on flat shards, with clipping by the global norm.
+
+    All ranks decide together to skip a step with gradients that are not finite.
+    """
 
     def __init__(
         self,
@@ -63,49 +69,59 @@ class Optimizer:
         module_states: Sequence[State] = (),
         tallies: Sequence[Tally] = (),
     ) -> None:
-        """`overlap_gather`: leave the gather of the parameters running into the next forward.
-        `reduces_each_micro_batch`: gradients are reduced after each (ZeRO 2 and 3), else once a step. It is the same on
-        all ranks, also on one whose stages are empty.
+        """Allocate the optimizer state.
+
+        Args:
+            buckets: the buckets of this rank.
+            mesh: the mesh of ranks.
+            config: the hyperparameters.
+            overlap_gather: let the gather of the parameters continue during the next forward.
+            reduces_each_micro_batch: gradients are reduced after each micro-batch (ZeRO 2 and 3) instead of once per
+                step. The value is the same on all ranks, including ranks whose stages have no parameters.
+            module_states: state of the network's modules.
+            tallies: tallies of the network's modules.
         """
         self.buckets, self.mesh, self.config = buckets, mesh, config
         self.module_states = module_states
-        """State of the network's modules; no update changes it."""
+        """State of the network's modules. Updates do not change it."""
         self._tallies: dict[tuple[int, ...], list[Tally]] = {}
-        """Modules' tallies by the ranks over which they are added up."""
+        """Tallies of modules, by the ranks over which they are summed."""
         for tally in tallies:
             self._tallies.setdefault(tally.group.ranks, []).append(tally)
         self._overlap_gather = overlap_gather
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
-        """Number of updates applied; skipped steps do not count. A checkpoint sets it with the state."""
+        """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
 
     @property
     def state_kinds(self) -> set[str]:
-        """The names of all state, on any rank."""
+        """Names of all kinds of state, on any rank."""
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     @property
     def own_states(self) -> list[tuple[str, State]]:
-        """State of other shapes than the parameters', with its names."""
+        """State whose shape differs from that of its parameter, with its name."""
         return [named for shard in self.shards for states in shard.own_states for named in states.items()]
 
     def slices(self) -> Iterator[StateSlice]:
-        """Yield all that this rank updates, by parameter."""
+        """Yield the values and state that this rank updates, by parameter."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.updated)
 
     def saved_slices(self) -> Iterator[StateSlice]:
-        """Yield what this rank saves: over all ranks, each element of each global tensor once."""
+        """Yield the values and state that this rank saves. Over all ranks, each element is saved once."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
 
     @contextmanager
     def settable_for_load(self) -> Iterator[None]:
-        """Let all state be set, as a load does: within the block packed state is replaced by tensors of zeros on the
-        host (the device may have no memory for them), which are packed at its end unless there is an exception. The old
-        values cannot be read in the block.
+        """Make all state writable, for the load of a checkpoint.
+
+        Within the block, packed state is replaced by fp32 tensors of zeros, so its old values cannot be read. At the
+        end of the block these tensors are packed, unless an exception is raised. They are in host memory, because the
+        device may have no memory for them.
         """
         segments = [segment for shard in self.shards for segment in shard.segments]
         try:
@@ -127,13 +143,16 @@ class Optimizer:
             tally.begin_step()
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reductions that are due after this number of a chunk's micro-batches."""
+        """Start the reductions that are due after this number of micro-batches of a chunk."""
         for bucket in self.buckets:
             bucket.begin_reduction(chunk, micro_batches)
 
     @contextmanager
     def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
-        """Keep all gradients of a chunk's parameters, to be added when the caller says."""
+        """Keep the gradients of a chunk's parameters within the block, instead of adding them.
+
+        The caller adds them later by the yielded object.
+        """
         deferred = DeferredGradients()
         buckets = [bucket for bucket in self.buckets if any(a.chunk == chunk for a in bucket.accumulators)]
         for bucket in buckets:
@@ -145,15 +164,19 @@ class Optimizer:
                 bucket.deferred = None
 
     def complete(self, loss_scale: float = 1.0) -> StepResult:
-        """Finish the gradients' reduction without an update."""
+        """Finish the gradient reduction and compute the norms, without an update.
+
+        `loss_scale` is the factor by which the loss was multiplied; the norms are divided by it.
+        """
         for part in self._completion():
             part.run()
         return StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
-        """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.
+        """Finish the gradient reduction, clip and update.
 
-        `loss_scale` is what the loss was multiplied by: the gradients are divided by it.
+        The decision to skip the step and the resulting bits are the same on every rank. `loss_scale` is the factor by
+        which the loss was multiplied; the gradients are divided by it.
         """
         result = self.complete(loss_scale)
         if result.skipped:
@@ -166,10 +189,10 @@ class Optimizer:
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Collectives of `step` with other ranks, in order, if it does not skip: names and ranks.
+        """Return the names and ranks of the collectives of a `step` that is not skipped, in order.
 
-        Gathers of one kind are all begun before the first is waited for. What is waited for may have ended: under ZeRO
-        2 and 3 most reductions end inside the list.
+        All gathers of one kind start before the first of them is waited for. A wait may find that its collective has
+        already ended: under ZeRO 2 and 3 most reductions end within the list of actions.
         """
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self._rules for part in rule.collectives()]
@@ -207,13 +230,13 @@ class Optimizer:
             self.finish_parameter_gather()
 
     def begin_parameter_gather(self) -> None:
-        """Start, under ZeRO 1 and 2, to gather the parameters from their updated slices."""
+        """Start to gather the parameters from their updated slices, under ZeRO 1 and 2."""
         for gather in self._parameter_gathers():
             gather.run()
 
     @contextmanager
     def unsharded_parameters(self) -> Iterator[None]:
-        """Gather every parameter for the block, for code that reads weights outside a forward pass."""
+        """Gather all parameters within the block, for code that reads weights outside a forward pass."""
         self.finish_parameter_gather()
         for bucket in self.buckets:
             if bucket.stage == 3:
@@ -226,17 +249,17 @@ class Optimizer:
                 bucket.free_parameters()
 
     def parameter_norms(self) -> dict[str, float]:
-        """Norms of the parameters, at the precision in which they are updated, by parameter group."""
+        """Return the norms of the master weights, by parameter group."""
         return statistics.norms([(shard.bucket, shard.owned_masters) for shard in self.shards], self.mesh)
 
     def finish_parameter_gather(self) -> None:
-        """Wait for the gathers that were left running after the step."""
+        """Wait for the gathers that are still running after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
 
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
-    """The rules that together update all of the shards once."""
+    """Return the update rules that together update each element of the shards once."""
     segments = [segment for shard in shards for segment in shard.segments]
     if config.optimizer == "muon":
         vectors = [segment for segment in segments if not segment.group.matrices]
@@ -253,10 +276,15 @@ def make_optimizer(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> Optimizer:
-    """Move the parameters of `networks`, one per chunk, into flat buckets; return the optimizer of this rank's part.
+    """Move the parameters of `networks` into flat buckets and return this rank's part of the optimizer.
 
-    `blocks`: the parts of each network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
-    its initial values; None if they have them.
+    Args:
+        networks: one per chunk of this rank.
+        mesh: the mesh of ranks.
+        config: the hyperparameters.
+        options: the options of data parallelism.
+        blocks: the blocks of each network, in order of execution. ZeRO 3 needs them.
+        set_values: sets the initial values of a parameter. None: the parameters already have them.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):

@@ -1,6 +1,6 @@
-"""State in fewer bits than its values have: what a checkpoint reads of it, and how it is set.
+"""Packed state: state that is stored in fewer bits than fp32, with conversion from and to fp32 for checkpoints.
 
-An update rule reads and writes such state itself; for everyone else its values are fp32.
+Update rules read and write the packed form directly. All other code reads and writes fp32 values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megalite_kernels.master_weights import joined, split_
 
 
 class Packed(Protocol):
-    """The values of a run's elements, packed."""
+    """Values of consecutive elements, in packed form."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory that is for them alone."""
+        """Return the tensors that store only these values (not, for example, the parameters)."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), in fp32."""
+        """Return elements [start, stop) in fp32."""
 
     def write(self, values: Tensor) -> None:
         """Set all elements; `values` may be on another device."""
@@ -31,7 +31,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class Remainders:
-    """Masters of bf16 parameters, by what rounding takes off them (`megalite_kernels.master_weights`)."""
+    """Masters of bf16 parameters, stored as differences from the parameters (`megalite_kernels.master_weights`)."""
 
     parameters: Tensor
     remainders: Tensor
@@ -44,14 +44,14 @@ class Remainders:
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Write the values, and the parameters as well: masters are parameter + remainder."""
+        """Write the values. This sets the parameters too, because a master is parameter + remainder."""
         for part in chunks(len(values), self.parameters.device):
             split_(values[part].to(self.parameters.device), self.parameters[part], self.remainders[part])
 
 
 @dataclass(frozen=True)
 class View:
-    """Elements [start, stop) of what is packed; a slice of it is one, too."""
+    """View of elements [start, stop) of packed values. A slice of a view is a view."""
 
     packed: Packed
     start: int
@@ -70,7 +70,7 @@ class View:
 
 
 def chunks(elements: int, device: torch.device) -> Iterator[slice]:
-    """So few at a time that temporaries take little memory."""
+    """Yield slices that are small enough to limit the memory of temporary tensors."""
     size = chunk_elements(device)
     for start in range(0, elements, size):
         yield slice(start, start + size)

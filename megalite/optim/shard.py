@@ -1,4 +1,4 @@
-"""Part of a bucket that a rank updates, cut into segments by parameter group, with the optimizer's state."""
+"""Part of a bucket that a rank updates, divided into segments by parameter group, with the optimizer state."""
 
 from __future__ import annotations
 
@@ -24,51 +24,58 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A range of a parameter's elements, and its values and state on this rank: flat views."""
+    """Range of a parameter's elements on this rank, with their values and state as flat views."""
 
     parameter: Parameter
     start: int
     stop: int
-    """Elements [start, stop) of the local parameter, flattened."""
+    """Elements [start, stop) of the flattened local parameter."""
     values: Tensor
-    """The parameter's own."""
+    """Values of the parameter."""
     state: dict[str, Tensor | View]
-    """State by name: the optimizer's, and `master` if the parameter is of lower precision. Packed state is given as
-    views, except within `Optimizer.settable_for_load`."""
+    """Optimizer state by name, and `master` if the parameter has a lower precision than its master.
+
+    Packed state is given as a `View`, except within `Optimizer.settable_for_load`.
+    """
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state that can be set, all of it within `Optimizer.settable_for_load`."""
+        """State that can be written. Within `Optimizer.settable_for_load` this is all of the state."""
         return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
 
 
 def state_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
-    """Return the dtype that a state, or `master`, is kept in, given the parameters' dtype; of packed state that of its
-    values."""
+    """Return the dtype of a state or of `master`, given the dtype of the parameters.
+
+    For packed state, it is the dtype of the unpacked values.
+    """
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
 def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
-    """Return the dtype of a state's 8-bit codes, None if it is not in 8 bits; all but `exp_avg_sq` follow `exp_avg`."""
+    """Return the dtype of a state's 8-bit codes, or None if the state is not in 8 bits.
+
+    `exp_avg_sq` has a flag of its own. All other state follows the flag of `exp_avg`.
+    """
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each state's values, without a master, for parameters of a group and dtype."""
+    """Return the dtype of each state, without masters, for parameters of this group and dtype."""
     return {name: state_dtype(config, name, parameters) for name in state_names(config, group)}
 
 
 def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
-    """Return the bytes per element of the state, without a master."""
+    """Return the number of bytes of state per element, without masters."""
     dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
     return sum(eight if quantized_dtype(config, name) else dtype.itemsize for name, dtype in dtypes.items())
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
-    """Zeros, for flat parameters."""
+    """Return state of zeros for flat parameters."""
     format = quantized_dtype(config, name)
     if format is not None:
         return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
@@ -76,7 +83,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """Return the dtypes of a parameter's flat state, in the order of `StateSlice.state`."""
+    """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`."""
     dtype = parameter.dtype
     master = state_dtype(config, "master", dtype)
     return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
@@ -84,21 +91,21 @@ def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str,
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of a shard of one parameter group: flat views, and the state that an update rule keeps."""
+    """Consecutive elements of a shard that belong to one parameter group: flat views, and the update rule's state."""
 
     group: ParameterGroup
     slots: tuple[Slot, ...]
-    """Slots of all the parameters in the segment; the first and the last may reach into other ranks' shards."""
+    """Slots of all parameters in the segment. The first and the last may extend into the shards of other ranks."""
     start: int
     stop: int
     """Elements [start, stop) of the bucket."""
     parameters: Tensor
     master: Tensor
-    """Master weights: the parameters themselves if they have the same dtype; int16: remainders."""
+    """Master weights. They are the parameters themselves if the dtypes are equal, remainders if the dtype is int16."""
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
     settable: dict[str, Tensor] = field(default_factory=dict)
-    """Packed state as fp32 tensors, while a checkpoint is loaded: see `Optimizer.settable_for_load`."""
+    """Packed state as fp32 tensors, only while a checkpoint is loaded (see `Optimizer.settable_for_load`)."""
 
     @property
     def has_master(self) -> bool:
@@ -106,11 +113,11 @@ class Segment:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state that is not packed."""
+        """State that is not packed."""
         return {name: state for name, state in self.state.items() if isinstance(state, Tensor)}
 
     def kept(self) -> dict[str, Tensor | Packed]:
-        """The state, and `master` if it is not the parameters themselves."""
+        """Return the state by name, and `master` if the masters are not the parameters themselves."""
         packed = self.master.dtype == torch.int16
         kept: dict[str, Tensor | Packed] = dict(self.state)
         if self.has_master:
@@ -118,27 +125,30 @@ class Segment:
         return kept
 
     def packed(self) -> dict[str, Packed]:
-        """The state that is packed."""
+        """Return the state that is packed."""
         return {name: kept for name, kept in self.kept().items() if not isinstance(kept, Tensor)}
 
     def wide_gradients(self, factor: float) -> Tensor:
-        """The gradients times a factor, in the masters' dtype; changed in place if they have it already."""
+        """Return the gradients times a factor, in the dtype of the masters.
+
+        If the gradients already have this dtype, they are changed in place.
+        """
         wide = self.gradients.to(self.master.dtype)
         return wide if factor == 1.0 else wide.mul_(factor)
 
     def round_parameters(self) -> None:
-        """Set the parameters from their masters, for a rule that changes these alone."""
+        """Set the parameters from their masters, for an update rule that changes only the masters."""
         if self.has_master:
             self.parameters.copy_(self.master)
 
 
 class Shard:
-    """Part of one bucket that this rank updates: its slice, or under ZeRO 0 everything."""
+    """Part of one bucket that this rank updates: its slice, or the full bucket under ZeRO 0."""
 
     def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
-        """State of other shapes than the parameters', by slot and name; it is not sharded."""
+        """State whose shape differs from that of its parameter, by slot and name. It is not sharded."""
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
@@ -147,7 +157,7 @@ class Shard:
         if config.store_param_remainders and dtype == torch.bfloat16:
             self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
         else:
-            self.master = self.parameters.to(state_dtype(config, "master", dtype))  # itself if of that dtype
+            self.master = self.parameters.to(state_dtype(config, "master", dtype))  # no copy if the dtypes are equal
         self.segments = list(self._segments(config))
 
     @property
@@ -156,7 +166,7 @@ class Shard:
 
     @property
     def owned_masters(self) -> Tensor | View:
-        """Master weights of the slice that this rank owns; no other rank of the shard group owns it."""
+        """Master weights of the slice that this rank owns. No other rank of the shard group owns this slice."""
         if self.master.dtype == torch.int16:
             return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
         return self.master[self.owned_part]
@@ -170,7 +180,7 @@ class Shard:
 
     @property
     def owned_part(self) -> slice:
-        """Part of this shard that this rank owns; under ZeRO 0 a shard is more than that."""
+        """Part of this shard that this rank owns. Under ZeRO 0 the shard is the full bucket, so it is larger."""
         start, stop = self.bucket.owned_range
         return slice(start - self.start, stop - self.start)
 
@@ -186,7 +196,7 @@ class Shard:
                 )
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
-        """Yield elements [begin, end) of the bucket that are in this shard, by parameter."""
+        """Yield the elements [begin, end) of the bucket that are in this shard, by parameter."""
         for segment in self.segments:
             state = segment.kept() | segment.settable
             for slot in segment.slots:

@@ -1,4 +1,4 @@
-"""Statistics of the whole model, computed from owned shards: norms by group of parameters, zeros of the gradients."""
+"""Statistics of the full model, computed from owned shards: norms by parameter group, number of zero gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from megalite_kernels.l2_norm import sums_of_squares
 
 
 def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> dict[str, float]:
-    """L2 norms by parameter group, each unique element of the model once.
+    """Return the L2 norm of each parameter group. Each element of the model is counted once.
 
-    `owned`: buckets, each with a tensor of which this rank owns a slice: that slice. Parameters and slices begin at
-    whole blocks of those whose squares are summed, and blocks are added exactly: how parameters are dealt into buckets,
-    and buckets and stages onto ranks, changes no bit.
+    Squares are summed per block, and the sums of blocks are added exactly. All parameters and slices start at the start
+    of a block. The assignment of parameters to buckets, and of buckets and stages to ranks, therefore changes no bit.
+
+    Args:
+        owned: pairs of a bucket and the slice that this rank owns, of its gradients or of its masters.
+        mesh: the mesh of ranks.
     """
     blocks: dict[str, list[Tensor]] = {name: [] for name in ParameterGroup.NAMES}
     for bucket, values in owned:
@@ -35,7 +38,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
 
 
 def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
-    """Elements of the step's gradient that are zero, over the whole model, each once and no padding."""
+    """Return the number of zeros in the gradients of the full model. Each element is counted once, padding is not."""
     count = 0
     for bucket in buckets:
         if bucket.shard_spec.counted_here:

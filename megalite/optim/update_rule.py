@@ -1,4 +1,4 @@
-"""Base class of update rules, and the state that each --optimizer keeps: checkpoints follow, by name and value."""
+"""Base class of update rules, and the state of each --optimizer. Checkpoints save this state by name and value."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from megalite.parallel.state import State
 
 
 class UpdateRule(ABC):
-    """Updates parameters, master weights and state from the gradients of the shards it was made for."""
+    """Arithmetic of an optimizer: updates the parameters, master weights and state of shards from their gradients."""
 
     @abstractmethod
     def update(self, rates: Rates, step: int, factor: float) -> None:
-        """`step` counts updates from 1; the gradients are to be multiplied by `factor`, in place or not.
+        """Apply one update. Every rank calls this method, because a rule may communicate with other ranks.
 
-        Every rank calls it: a rule may communicate with other ranks.
+        Args:
+            rates: the learning rates and the weight decay.
+            step: the number of the update, counted from 1.
+            factor: a factor of the gradients. The rule may multiply them in place.
         """
 
     def collectives(self) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """List an update's collectives with other ranks, in order: names and ranks."""
+        """Return the names and ranks of the collectives of one update, in order."""
         return ()
 
 
 OwnState = Callable[[OptimizerConfig, Parameter, ParallelMesh], State | None]
-"""Makes the state that a rule keeps for a parameter in a shape of its own, on the mesh's device; None if there is none.
+"""Function that makes a parameter's state of another shape, on the mesh's device, or returns None if there is none.
 
-A pure function, so that any rank knows the state of another. Its logical tensors have the names of the weight's, under
-which they are saved. All ranks of a shard group keep the full state: the rule sums what each rank's slice adds to a
-row or a column over the group, and over the ranks that share that row or column.
+It must be pure, so that any rank can compute which state another rank has. The logical tensors of the state have the
+names of the logical tensors of the weight, and are saved under them. The state is replicated on all ranks of a shard
+group: the rule sums the contributions of the ranks' slices to a row or a column over the group, and over the ranks that
+share this row or column.
 """
 
 
 @dataclass(frozen=True)
 class RuleState:
-    """State that a rule keeps."""
+    """State of an update rule."""
 
     flat: Callable[[OptimizerConfig, ParameterGroup], tuple[str, ...]]
-    """Names of the state with one number per element of a group's parameters, sharded as these are."""
+    """Names of the state with one number per element of a group's parameters. It is sharded as the parameters are."""
     own: Mapping[str, OwnState] = field(default_factory=dict)
-    """State of other shapes, by name. (The rule that tests/distributed/test_checkpoint_state.py makes has some.)"""
+    """Functions that make state of other shapes, by name (example: tests/distributed/test_checkpoint_state.py)."""
 
 
 def _moments(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
@@ -69,18 +73,18 @@ RULE_STATE: dict[str, RuleState] = {
 
 
 def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    """The names of the flat state of a group's parameters."""
+    """Return the names of the flat state of a group's parameters."""
     return RULE_STATE[config.optimizer].flat(config, group)
 
 
 def own_states(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> dict[str, State]:
-    """Make a parameter's state of other shapes, by name."""
+    """Return a parameter's state of other shapes, by name."""
     made = {name: make(config, parameter, mesh) for name, make in RULE_STATE[config.optimizer].own.items()}
     return {name: state for name, state in made.items() if state is not None}
 
 
 def all_state_names(config: OptimizerConfig) -> set[str]:
-    """Return the names of all groups' states, of all shapes."""
+    """Return the names of the state of all parameter groups, in all shapes."""
     names = set(RULE_STATE[config.optimizer].own)
     for matrices in (False, True):
         names.update(state_names(config, ParameterGroup(False, False, matrices)))
