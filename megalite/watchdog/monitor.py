@@ -249,7 +249,7 @@ class Monitor(threading.Thread):
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
         if not alarm.asked:
-            if now - alarm.since > _TOGETHER_SECONDS:  # until then a rank may turn out to have died, which explains all
+            if now - alarm.since > _TOGETHER_SECONDS:  # a rank may still turn out to have died, which explains all
                 alarm.asked = True
                 for rank in self._ranks.values():
                     rank.dump = None  # it may be the answer to an earlier alarm that was cancelled
