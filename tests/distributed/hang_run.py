@@ -49,7 +49,7 @@ class Place:
         return ParallelMesh(rank=self.rank, world_size=self.world_size, pipeline_parallel_size=pipeline)
 
     def wait_in(self, wait: Callable[[], object], begins: int = 1) -> None:
-        """Call `wait`, which never ends, after `begins` operations have begun."""
+        """Call `wait`, which begins `begins` operations and never ends; the dump is written after they have begun."""
         threading.Thread(target=self._leave_waiting, args=(operations(snapshot()) + begins,)).start()
         wait()
         raise AssertionError("it came to its end")
@@ -104,7 +104,8 @@ def sizes(place: Place) -> None:
 
 
 def stopped(place: Place) -> None:
-    """Rank 1 is stopped; rank 3 waits for rank 2, which waits for rank 1 (two pairs, in two data-parallel groups)."""
+    """Rank 1 is stopped; rank 0 and rank 2 wait in their data-parallel groups' reductions, rank 3 for its stages'
+    group."""
     mesh, tensor = place.mesh(pipeline=2), torch.ones(WIDTH)
     data, stages = mesh.group("dp"), mesh.group("pp")
     collectives.all_reduce_(tensor, mesh.world())
