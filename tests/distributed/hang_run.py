@@ -104,8 +104,7 @@ def sizes(place: Place) -> None:
 
 
 def stopped(place: Place) -> None:
-    """Rank 1 is stopped; rank 0 and rank 2 wait in their data-parallel groups' reductions, rank 3 for its stages'
-    group."""
+    """Rank 1 is stopped; ranks 0 and 2 wait in their data-parallel groups, and rank 3 in its pipeline's group."""
     mesh, tensor = place.mesh(pipeline=2), torch.ones(WIDTH)
     data, stages = mesh.group("dp"), mesh.group("pp")
     collectives.all_reduce_(tensor, mesh.world())
