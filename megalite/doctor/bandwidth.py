@@ -1,8 +1,8 @@
 """Timing of collectives and messages between two ranks, by size, within nodes and across them.
 
 The collectives are those that training uses (megalite/parallel/collectives.py). Sizes in bytes are counted as in
-nccl-tests: the whole tensor that is reduced, gathered or scattered, or that each rank sends away. From the timings
-follow latency, bandwidth, and the nodes that are slower than the others.
+nccl-tests: the whole tensor that is reduced, gathered or scattered, or that each rank sends away. Latency, bandwidth
+and slow nodes are computed from the timings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WITHIN, ACROSS = "within a node", "across nodes"
 POINT_TO_POINT = "point to point"
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", POINT_TO_POINT)
 _CLEARLY_SLOWER = 0.6
-_NODES_TO_COMPARE = 3  # of two, either may be the odd one
+_NODES_TO_COMPARE = 3  # with two nodes, either may be the slow one
 _ROUNDS = 5
 _DTYPE = torch.float32
 
@@ -50,7 +50,7 @@ class Measurement:
     nodes: Sequence[Sequence[int]]
     max_bytes: int
     seconds: float
-    """Time for everything; sizes too large for it are left out."""
+    """Time limit for all measurements; sizes too large for it are skipped."""
     timings: list[Timing] = field(default_factory=list)
     now: str = "making the process group"
 
@@ -58,7 +58,7 @@ class Measurement:
         """Time everything; all ranks call this together and go from size to size at the same time."""
         own = next(ranks for ranks in self.nodes if mesh.rank in ranks)
         place = own.index(mesh.rank)
-        alike = [ranks[place] for ranks in self.nodes if len(ranks) > place]  # the same place on their nodes
+        alike = [ranks[place] for ranks in self.nodes if len(ranks) > place]  # ranks with the same index on each node
         groups = {WITHIN: mesh.group_of(own), ACROSS: mesh.group_of(alike)}
         scopes = [scope for scope, group in groups.items() if _greatest(group.size, mesh) > 1]
         for scope in scopes:
@@ -120,7 +120,8 @@ def _exchange(buffer: torch.Tensor, group: Group, first: int, second: int) -> No
 
 
 def ring_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return the neighbours in a ring, in rounds of pairs that talk at the same time, each member in one pair."""
+    """Return the neighbours in a ring, in rounds of pairs that communicate at the same time; each member is in one
+    pair."""
     pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
     odd_one = [pairs.pop()] if len(pairs) % 2 and size > 2 else []
     return [each for each in (pairs[::2], pairs[1::2], odd_one) if each]
@@ -217,7 +218,7 @@ def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) ->
     node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
     for (scope, operation), by_size in _slowest_views(timings).items():
         if scope == ACROSS and operation != POINT_TO_POINT:
-            continue  # all nodes take part: their time tells nothing of one of them
+            continue  # all nodes take part: the time says nothing about one node
         size = max(by_size)
         by_node = _by_node(by_size[size], node_of)
         if len(by_node) < _NODES_TO_COMPARE:

@@ -39,14 +39,14 @@ from megalite.process.signals import StopRequest
 from megalite.torch_internals import PrefixStore
 
 _GRACE = 5.0
-"""Seconds for a rank to report that its own time was up."""
+"""Seconds for a rank to report that its own time limit is exceeded."""
 
 
 def examine(options: Options, config: RunConfig | None, problem: str, place: Place) -> int:
     """Examine all ranks together, and show the findings on rank 0. Returns the exit code, the same on all ranks.
 
     `config`: the run's configuration, if there is one; `problem`: why there is none, if the flags are wrong. Raises
-    CommunicationError on a rank that rank 0 does not talk to.
+    CommunicationError on a rank that gets no answer from rank 0.
     """
     with StopRequest() as stop, ExitStack() as stack:
         call = RollCall(place, options.patience, stop.local_request)
@@ -58,7 +58,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             show(found, verdict)
             call.tell("exit code", verdict.exit_code)
         try:
-            # It comes later than a question's answer: after all the timing.
+            # This answer comes later than the others: after all the timing.
             code: int = call.hear("exit code", options.seconds + _GRACE)
         except CommunicationError as error:
             if examination.whole:
@@ -66,7 +66,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             # Reporting the error needs the process group's store, which a thread may be using.
             sys.stderr.write(f"error on rank {call.rank}: {error}\n")
             _end(error.exit_code)
-        # Rank 0 may have the store: it waits for all that answered last.
+        # Rank 0 may host the store, so it waits for all ranks that answered in the last round.
         call.gather("heard", "", found.reports if found.measured is None else found.measured)
     if place.rank == 0 and options.json is not None:
         write_json(options.json, found, verdict)
@@ -78,7 +78,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
 
 
 def _end(code: int) -> NoReturn:
-    """End at once: a thread, or a group whose peers have gone, may hang when the interpreter shuts down."""
+    """End at once: a thread, or a group whose peers have ended, may hang when the interpreter shuts down."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)

@@ -9,7 +9,7 @@ from typing import Literal
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED
 
 Severity = Literal["sick", "wrong", "warning"]
-"""Kind of a fault. sick: in nodes or the network; wrong: in the run's flags or files; warning: the run may begin."""
+"""Kind of a fault. sick: in nodes or the network; wrong: in the run's flags or files; warning: a run may start."""
 
 SMALLEST = 1024
 """Smallest message that is timed, in bytes; each size is four times the one before."""
@@ -64,7 +64,7 @@ class Verdict:
         return EXIT_CONFIGURATION if self._of("wrong") else EXIT_FINISHED
 
     def lines(self) -> list[str]:
-        """Return the reasons, the worst last, and then the verdict, which alone says what to do."""
+        """Return the reasons, the worst last, and then the verdict, which says what to do."""
         ordered = (finding for kind in ("warning", "wrong", "sick") for finding in self._of(kind))
         reasons = (f"{each.severity}: {f'node {each.node}: ' if each.node else ''}{each.text}" for each in ordered)
         return [*reasons, f"verdict: {self._summary()}"]

@@ -1,4 +1,4 @@
-"""Verdict from everything that rank 0 has learnt, and its presentation, for a person and for a program."""
+"""Verdict from all facts that rank 0 has collected, and its output as text and as JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def _absent(found: Found) -> Iterator[Finding]:
-    """Yield ranks that never came, by launcher; its node is known if another of its ranks has come."""
+    """Yield ranks that never connected, by launcher; the node is known if another of its ranks has connected."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     came = set(found.roll.ranks)
     by_launcher: dict[int, list[int]] = {}
@@ -76,7 +76,7 @@ def _absent(found: Found) -> Iterator[Finding]:
 
 
 def _silent(found: Found) -> Iterator[Finding]:
-    """Yield ranks that came and then did not answer."""
+    """Yield ranks that connected and then did not answer."""
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.reports]
         if gone:
@@ -168,7 +168,7 @@ def _microseconds(seconds: float | None) -> str:
 
 
 def _bandwidth(figure: Figure, *, bus: bool) -> str:
-    # Where the largest message takes little more than an empty one, what is left for its bytes is noise.
+    # If the largest message takes little longer than an empty one, the difference, the time for its bytes, is noise.
     if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
         return ""
     factor = bus_factor(figure.operation, figure.ranks) if bus else 1

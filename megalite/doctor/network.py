@@ -20,7 +20,8 @@ from megalite.doctor.findings import Finding
 Addresses = Mapping[str, tuple[str, int]]
 """Address and port of each node."""
 CLOCK_SECONDS = 1.0
-"""Smallest difference of clocks that is reported: files of one node then seem to come from the future on another."""
+"""Smallest reported difference of clocks. With a larger one, files of one node seem to come from the future on
+another."""
 _CONNECT_SECONDS = 5.0
 _QUESTIONS = 5
 _AT_ONCE = 32
@@ -32,8 +33,8 @@ def own_address(backend: str) -> str:
     """Return the address at which other ranks look for this one, as the backend finds it. Raises OSError if there is
     none.
 
-    Gloo takes the interface in GLOO_SOCKET_IFNAME, else the address of the host's name. NCCL takes an interface that
-    begins with one of NCCL_SOCKET_IFNAME's names; without that variable, this check takes the one that leads to
+    Gloo takes the interface in GLOO_SOCKET_IFNAME, otherwise the address of the host's name. NCCL takes an interface
+    that begins with one of NCCL_SOCKET_IFNAME's names; without that variable, this check takes the one that leads to
     MASTER_ADDR.
     """
     if backend == "gloo":
@@ -42,7 +43,7 @@ def own_address(backend: str) -> str:
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
     chosen = [name for _, name in socket.if_nameindex() if wanted and chooses(wanted, name)]
     for name in chosen:
-        with suppress(OSError):  # it has none
+        with suppress(OSError):  # the interface has no address
             return _address_of(name)
     if chosen or (wanted and not wanted.startswith("^")):
         raise OSError(f"NCCL_SOCKET_IFNAME {wanted} names no interface that has an address")
@@ -71,7 +72,7 @@ def _address_of(interface: str) -> str:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Listener that tells the time to clients that know the token, at a port chosen by the system. A context
+    """Listener that sends the time to clients with the right token, at a port chosen by the system. A context
     manager."""
 
     daemon_threads = True
@@ -112,7 +113,7 @@ ReachedFrom = Mapping[str, Mapping[str, Reached]]
 
 
 def reach(address: str, port: int, token: str) -> Reached:
-    """Connect and compare clocks: of several questions, the one with the fastest answer counts (Cristian, 1989)."""
+    """Connect and compare clocks: of several requests, the one with the fastest answer counts (Cristian, 1989)."""
     best, clock = float("inf"), 0.0
     try:
         with (
@@ -135,7 +136,7 @@ def reach(address: str, port: int, token: str) -> Reached:
 
 
 def reach_all(addresses: Addresses, own: str, token: str) -> dict[str, Reached]:
-    """Reach all other nodes, beginning with those after this one, so that not all nodes ask the same one at a time."""
+    """Connect to all other nodes. Each node begins with those after itself, to spread the connections."""
     names = list(addresses)
     at = names.index(own)
     others = names[at + 1 :] + names[:at]
@@ -145,7 +146,7 @@ def reach_all(addresses: Addresses, own: str, token: str) -> dict[str, Reached]:
 
 
 def examine_network(reached: ReachedFrom, addresses: Addresses, first: str) -> Iterator[Finding]:
-    """Yield what is wrong between nodes, from each node's results. `first`: rank 0's node; clocks are compared with
+    """Yield the faults between nodes, from each node's results. `first`: rank 0's node; clocks are compared with
     its."""
     yield from _unreachable(reached, addresses)
     for node, others in reached.items():
@@ -165,7 +166,7 @@ def _unreachable(reached: ReachedFrom, addresses: Addresses) -> Iterator[Finding
         where = addresses[b][0]
         yield Finding("sick", f"most nodes do not reach most others, as {a} {b} at {where} ({problem}): {_why(where)}")
         return
-    for node in alone:  # the others would each be told of with it
+    for node in alone:  # the other nodes would each be reported together with it
         problem = next(failed[pair] for pair in failed if node in pair)
         where, these = addresses[node][0], f"{len(parted[node])} of {count} nodes"
         yield Finding("sick", f"{these} do not reach it at {where}, or it them ({problem}): {_why(where)}", node)

@@ -21,11 +21,11 @@ from pathlib import Path
 from megalite.doctor.findings import Finding, Severity
 
 SECONDS = 10.0
-"""Limit for a query: without persistence mode each query loads the driver, for some seconds; after this it hangs."""
+"""Limit for a query, in seconds. Without persistence mode each query loads the driver, which takes some seconds."""
 SHARED_MEMORY = Path("/dev/shm")
 _ENOUGH_SHARED_MEMORY = 2**30
 _BASE_FILES = 512
-_FILES_PER_RANK = 4  # a connection in each of the groups that two ranks may share
+_FILES_PER_RANK = 4  # one connection per group that two ranks may share
 _FILES_PER_DATA_FILE = 2
 
 _NAMES = "index,uuid,name,driver_version,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
@@ -55,7 +55,7 @@ class NodeState:
 
 
 def examine_node(expected_gpus: int | None, *, ranks: int = 1, data_files: int = 0) -> tuple[NodeState, list[Finding]]:
-    """Return this node's state and what is wrong with it, for a run on `ranks` ranks that reads this many files."""
+    """Return this node's state and its faults, for a run of `ranks` ranks that reads `data_files` files."""
     gpus, findings = examine_gpus(expected_gpus)
     shared_memory = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     if len(gpus) > 1 and (shared_memory or 0) < _ENOUGH_SHARED_MEMORY:
@@ -99,7 +99,7 @@ class _Answer:
 
 
 def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
-    """Return the GPUs of this node, and what is wrong with them. `expected`: the number that there must be."""
+    """Return the GPUs of this node and their faults. `expected`: the required number of GPUs."""
     if shutil.which("nvidia-smi") is None:
         return [], [Finding("sick", f"{expected} GPUs are expected, and there is no nvidia-smi")] if expected else []
     slowed = "--query-gpu=index," + ",".join(f"clocks_event_reasons.{name}" for name in _SLOWED) + _AS_CSV
@@ -129,7 +129,7 @@ def _ask(question: str) -> _Answer:
     try:
         text, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        # Not waited for: in a driver that hangs not even SIGKILL ends it.
+        # No wait for the process: if the driver hangs, not even SIGKILL ends it.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         return _Answer(None, "")
@@ -169,7 +169,8 @@ def _throttling(rows: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def _nvlinks(text: str) -> Iterator[Finding]:
-    """Yield broken NVLinks: a bridge connects all links of a GPU, so that only some inactive links are a fault."""
+    """Yield broken NVLinks: a bridge connects all links of a GPU, so it is a fault if only some of them are
+    inactive."""
     active = {
         index: len(re.findall(r"Link \d+: [\d.]+ GB/s", block))
         for index, block in re.findall(r"^GPU (\d+):.*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""Reports of the ranks: traits of each, the state of the node from its first rank, and what rank 0 makes of them."""
+"""Reports of the ranks: traits of each, the state of the node from its first rank, and what rank 0 concludes from
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from megalite.errors import MegaliteError
 
 @dataclass(frozen=True)
 class Roll:
-    """Ranks that have come, and what rank 0 tells all of them."""
+    """Ranks that have connected, and the values that rank 0 sends to all of them."""
 
     nodes: Mapping[str, Sequence[int]]
     """The ranks of each node, rank 0's node first."""
@@ -31,7 +32,7 @@ class Roll:
 
     @property
     def ranks(self) -> list[int]:
-        """Return all ranks that have come, in order."""
+        """Return all ranks that have connected, in order."""
         return sorted(rank for ranks in self.nodes.values() for rank in ranks)
 
     def node_of(self, rank: int) -> str:
@@ -98,17 +99,17 @@ class Found:
     """Run directory, if there is a run that has one."""
     roll: Roll
     findings: list[Finding]
-    """Findings from before the ranks were asked."""
+    """Findings from before the reports were requested."""
     reports: Mapping[int, Report] = field(default_factory=dict)
     checkpoint_size: int | None = None
     reached: ReachedFrom = field(default_factory=dict)
     measured: Sequence[int] | None = None
-    """Ranks that finished timing messages; None: no rank was asked to."""
+    """Ranks that finished timing messages; None: timing was not requested."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Failures of timing, by rank."""
     timings: Sequence[Timing] = ()
     stopped: bool = False
-    """True if rank 0 was asked to end meanwhile."""
+    """True if rank 0 was requested to end meanwhile."""
 
     @property
     def firsts(self) -> dict[int, str]:
@@ -127,7 +128,7 @@ class Found:
 
     @property
     def can_measure(self) -> bool:
-        """Tell whether all ranks are there, have valid flags of a run, and can reach one another."""
+        """Tell whether all ranks are connected, have valid flags of a run, and can reach one another."""
         complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
         apart = any(each.problem for others in self.reached.values() for each in others.values())
         unready = any(report.doing or report.problem for report in self.reports.values())

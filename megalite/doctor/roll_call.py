@@ -1,7 +1,7 @@
-"""Communication before there is a process group: only through its store, and always with a time limit.
+"""Communication before a process group exists: only through its store, and always with a time limit.
 
-Rank 0 asks, receives all answers and decides how to continue. A rank that has gone, or is stopped, appears as one that
-does not answer in time.
+Rank 0 sends a question, receives all answers and decides how to continue. A rank that has ended or is suspended does
+not answer in time.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megalite.small_files import parse_json
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05
 _HASTE = 3.0
-"""Seconds that rank 0 still waits once a launcher asks all ranks to end; the others wait longer, for rank 0's
+"""Seconds that rank 0 still waits after a launcher has requested all ranks to end; the others wait longer, for rank 0's
 answer."""
 
 
 class RollCall:
     """Connection of this rank to the others.
 
-    `stopping` tells whether this process was asked to end: a launcher asks all ranks to end when one has died. Waiting
-    is then cut short, so that there is time to say which one. `patience`: seconds that a rank may take to answer.
+    `stopping` tells whether this process was requested to end: a launcher ends all ranks when one has died. Waiting is
+    then cut short, to leave time to report which one. `patience`: seconds that a rank may take to answer.
     """
 
     def __init__(self, place: Place, patience: float, stopping: Callable[[], object]) -> None:
@@ -40,7 +40,7 @@ class RollCall:
         self._store = connect(place, patience, "doctor")
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
-        """Return, on rank 0, the answers of those of `ranks` that answer in time; on the others nothing.
+        """Return, on rank 0, the answers of the `ranks` that answer in time; on other ranks nothing.
 
         `answer`, this rank's own, is any value that JSON can hold.
         """
@@ -109,7 +109,7 @@ class RollCall:
         return work.done()
 
     def _with_store(self, seconds: float, call: Callable[[], Result]) -> Result:
-        """Return the result of a call that asks the store, with a limit of `seconds`.
+        """Return the result of a call that uses the store, with a limit of `seconds`.
 
         Raises CommunicationError if the store itself does not answer, for which torch has no time limit.
         """

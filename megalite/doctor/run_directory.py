@@ -40,7 +40,7 @@ class Probe:
 
     def remove(self) -> None:
         """Remove the file, and the directory if it was made for the file."""
-        with suppress(OSError, TimeoutError):  # a file system that does not answer has been reported
+        with suppress(OSError, TimeoutError):  # a file system that does not answer has already been reported
             within(_REMOVING_SECONDS, self._remove)
 
     def _remove(self) -> None:
@@ -51,7 +51,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Seen:
-    """Run directory, as one node sees it."""
+    """Run directory, as seen by one node."""
 
     same: bool
     """True if the node sees the probe."""
@@ -75,7 +75,7 @@ def look(directory: AnyPath, name: str, text: str) -> Seen:
     try:
         write_atomically(own, text.encode())
         own.unlink()
-    except Exception as error:  # of a file system or an object store
+    except Exception as error:  # any kind of error, from a file system or an object store
         return Seen(True, problem=str(error))
     return Seen(True, shutil.disk_usage(directory).free if isinstance(directory, Path) else None)
 
@@ -102,7 +102,8 @@ def examine_run_directory(
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of one checkpoint of the run, whatever its layout: the network is built on the meta device.
+    """Return the size of one checkpoint of the run, which does not depend on the layout: the network is built on the
+    meta device.
 
     Raises DataError or ConfigurationError, as the run would, if its tokenizer cannot be opened.
     """

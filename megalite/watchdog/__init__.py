@@ -1,3 +1,3 @@
-"""Detection of runs that hang or die, and of the cause: sections, time limits, and ranks that have gone."""
+"""Detection of runs that hang or die, and of the cause: sections, time limits, and ranks that are lost."""
 
 from __future__ import annotations

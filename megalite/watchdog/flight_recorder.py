@@ -1,9 +1,9 @@
-"""Reader of torch's flight recorder: a ring of the last collectives of this process, which is always being filled.
+"""Reader of torch's flight recorder: a ring buffer of this process's last collectives, always on.
 
-torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each. It costs 1 to 1.5 µs of a collective's
-8 on gloo; the stacks cannot be left out; nothing is recorded if TORCH_FR_BUFFER_SIZE is 0. The recorder is read here,
-at any time and from any thread: reading needs no lock that a blocked collective holds. On gloo, a collective that has
-ended is not marked completed but `retired`, and messages are not recorded, only counted.
+torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each. On gloo, recording takes 1 to 1.5 µs
+of the 8 µs of a collective. The stacks cannot be turned off. Nothing is recorded if TORCH_FR_BUFFER_SIZE is 0. The
+recorder can be read at any time and from any thread, because reading needs no lock that a blocked collective holds. On
+gloo, a collective that has ended is not marked completed but `retired`, and messages are not recorded, only counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Analysis of a hang: the snapshots of the ranks' flight recorders are compared to find where it is, and who causes it.
+"""Analysis of a hang: comparison of the ranks' flight recorders, to find where the run hangs and which ranks cause it.
 
 A rank waits in a collective that some rank of its group has not entered, or for a message that the other end has not
-begun. A collective that all have entered has ended or will end. The analysis follows the waiting over all groups to the
-ranks that wait for no other: those are the cause, and the other findings are its consequences. A circle of waiting
-ranks, with no way to such a rank, is a deadlock.
+begun. A collective that all ranks have entered has ended or will end. From each waiting rank, the analysis follows the
+waits over all groups to the ranks that wait for no other. These ranks are the cause; the other findings are
+consequences. A cycle of waiting ranks without a path to such a rank is a deadlock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""File that each rank writes into a folder when the run hangs, and the reader of all these files.
+"""Dump files: each rank writes one into a folder when the run hangs. Writer and reader.
 
 A rank writes `rank_00003.json`, complete or not at all: an object with the fields of `RankDump`, the flight recorder as
 a `Snapshot`, and the format's version. NCCL's own watchdog may write files into the same folder: pickles of the flight

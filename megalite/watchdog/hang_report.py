@@ -1,4 +1,4 @@
-"""Reports on ranks that died, and on a hang: in a line or two, or all of its dumps, for a person or for a machine."""
+"""Reports on ranks that died, and on hangs: a short text, or all details of the dumps as text or JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MOST = 6  # lines of each other kind in it
 _NAMED = 16  # ranks that died, with process and machine
 _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)', re.MULTILINE)
-# A match can begin at only one place of a line, or of several empty lines: else a text of a megabyte takes hours.
+# A match can begin at only one place of a line, or of several empty lines. Otherwise a text of 1 MB takes hours.
 _NEXT_THREAD = re.compile(r"(?<!\n)\n+(?=thread )")
 _FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
 _OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
-_WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, in which threads idle
+_WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, where idle threads wait
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def hang_report(dumps: Dumps) -> HangReport:
 
 
 def _telling(stacks: str) -> str:
-    """Return the main thread's stack, and those of other threads that are doing something."""
+    """Return the stack of the main thread, and the stacks of other threads that are not idle."""
     main, *others = _NEXT_THREAD.split(stacks.strip())
     busy = [other for other in others if not other.startswith(_OWN_THREADS) and not _idles(other)]
     return "\n\n".join([main, *busy])
@@ -110,7 +110,7 @@ def _where(place: Sequence[RankDump]) -> str:
 def death(lost: Sequence[tuple[Peer, float]]) -> str:
     """Describe ranks whose processes have ended without a message.
 
-    Each comes with the seconds before its end in which its place was not known: it may have got further.
+    Each comes with the age, in seconds, of its last known section when it ended: it may have got further since.
     """
     who = ", ".join(str(peer) for peer, _ in lost[:_NAMED])
     if len(lost) > _NAMED:
@@ -138,7 +138,7 @@ def hang(
     folder: Path | None,
     never_came: Sequence[int] = (),
 ) -> str:
-    """Describe a run in which `rank` waits too long, or has lost another rank.
+    """Describe a run in which `rank` waits too long or has lost the connection to another rank.
 
     `silence` has the ranks that do not answer, with the seconds since they last did; `folder` has the dumps as files;
     `never_came` are the ranks that have never connected to the monitor.
@@ -158,7 +158,7 @@ def hang(
     lines += _few(
         f"{peers[dump.rank]} holds it up, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
     )
-    if not report.culprits and report.places:  # no rank waits for another: name the one that is elsewhere
+    if not report.culprits and report.places:  # no rank waits for another: name the one in a different place
         first = report.places[0][0]
         lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
     lines += _few(finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence))

@@ -1,6 +1,6 @@
-"""Connection between a rank's watchdog and the monitor, and checks of what comes over it.
+"""Connection between a rank's watchdog and the monitor, and validation of the messages on it.
 
-Messages are JSON objects, one per line, that no third party can write.
+Messages are JSON objects, one per line, that no third party can forge.
 
 Each end begins with a line of random digits. Each later line begins with a code: the HMAC-SHA256 of the line and its
 number, with a key made of the run's secret (secret.py), the sender's role, and both ends' digits. So the first such
@@ -28,10 +28,10 @@ Message = dict[str, Any]
 
 MONITOR, RANK = b"monitor", b"rank"
 UNREACHABLE_SECONDS = 60.0
-"""Seconds without acknowledgement from the other machine, which has no power or network, until a connection is lost;
-the system's own limit is a quarter of an hour."""
+"""Seconds without acknowledgement from the other machine (without power or network) after which a connection is lost.
+The system's own limit is 15 minutes."""
 _SEND_SECONDS = 5.0
-_LARGEST = 2**24  # bytes of a line; JSON of brackets alone takes thirty times as many in memory
+_LARGEST = 2**24  # bytes of a line; JSON that consists of brackets takes thirty times as much memory
 _LARGEST_FIRST = 2**10  # bytes of a line before the other end has proved that it knows the secret
 _DIGITS = re.compile(rb"[0-9a-f]{64}")
 _LARGEST_NUMBER = 2**53
@@ -49,7 +49,7 @@ class Link:
     """End of a connection. Reading never blocks: read when the socket has data."""
 
     def __init__(self, connection: socket.socket, secret: bytes, role: bytes) -> None:
-        """Set up; `role` is this end's: MONITOR proves itself first, and RANK sends after the other end has."""
+        """Set up. `role` is this end's role: MONITOR proves its identity first, RANK sends after that."""
         self._connection, self._buffer = connection, bytearray()
         self._secret, self._role = secret, role
         self._digits = secrets.token_hex(32).encode()
@@ -68,7 +68,7 @@ class Link:
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send an object, from any thread. If the other end has gone, nothing happens here: reading tells."""
+        """Send an object, from any thread. A lost connection is ignored here; the next `receive` raises."""
         data = json.dumps(message).encode()
         with self._sending:
             assert self._sealing is not None
@@ -128,7 +128,7 @@ class Link:
 
 
 class _Seal:
-    """Codes of the lines in one direction; they must be asked for in order."""
+    """Codes of the lines in one direction; they must be requested in order."""
 
     def __init__(self, secret: bytes, sender: bytes, its_digits: bytes, other_digits: bytes) -> None:
         self._key = hmac.digest(secret, b" ".join((sender, its_digits, other_digits)), "sha256")
@@ -162,7 +162,7 @@ def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
 
 @dataclass
 class Peer:
-    """Rank as the monitor knows it, from the rank's own message."""
+    """Identity and place of a rank, as the rank itself has sent it to the monitor."""
 
     rank: int
     host: str
@@ -209,8 +209,8 @@ def words(value: Any) -> str:
 
 
 def exit_code(value: Any) -> int:
-    """Return an exit code of a message. Raises ValueError if it is not one: the system would take 256 for 0, a good
-    end."""
+    """Return an exit code of a message. Raises ValueError if it is not one: the system would turn 256 into 0, which
+    means success."""
     return whole(value, 255)
 
 
@@ -222,7 +222,7 @@ def place_text(step: int, section: str) -> str:
 def alarm_of(message: Message) -> Message:
     """Return the part of a message on an overdue section or a failed communication; empty for any other message.
 
-    Raises ValueError, TypeError or OverflowError if it makes no sense.
+    Raises ValueError, TypeError or OverflowError if the values are not valid.
     """
     if "lost" in message:
         return {"lost": printable_line(str(message["lost"]))}
@@ -238,7 +238,7 @@ def folder_name() -> str:
 
 
 def folder_named(value: Any) -> str:
-    """Return a `folder_name` of a message. Raises ValueError if it is not valid: it could lead anywhere."""
+    """Return a `folder_name` of a message. Raises ValueError if it is not valid: it could be a path to any folder."""
     if not isinstance(value, str) or not _FOLDER.fullmatch(value):
         raise ValueError("no name of a folder")
     return value

@@ -1,9 +1,9 @@
-"""Monitor, a thread of rank 0: its connection to each rank shows whether that rank is alive, and it reports which died.
+"""Monitor: a thread of rank 0 with a connection to each rank. It detects ranks that die and reports them.
 
-When a process is killed, the system closes its connections at once. So the monitor hears within milliseconds of a rank
-that dies, even if the others wait for it on a GPU and notice nothing. When a rank is late with a section, or has lost
-another rank, the monitor asks all ranks which section they are in. From the answers, and from the ranks that do not
-answer, it concludes which rank is missing and where. Then it reports this, once, and has all ranks end.
+When a process is killed, the system closes its connections at once. So the monitor learns within milliseconds that a
+rank has died, even if the other ranks wait on a GPU and cannot notice it. If a rank exceeds the time limit of a
+section, or a communication of a rank fails, the monitor requests the section of every rank. From the answers, and from
+the ranks that do not answer, it concludes which rank is missing and where. It reports this once and ends all ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Say = Callable[[str, int], int]
 code."""
 
 ANSWER_SECONDS = 5.0  # for a rank to send its dump, and to write it to a shared file system
-_TOGETHER_SECONDS = 0.3  # ranks that die of one cause go within this time
+_TOGETHER_SECONDS = 0.3  # ranks that die of one cause die within this time
 _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warning names those that have not
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
-_MOST_STRANGERS = 64  # connected at a time, not counting the ranks that have not come yet
+_MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
 _PING_SECONDS = 1.0
 
@@ -57,7 +57,7 @@ class _Rank:
 
 @dataclass
 class _Alarm:
-    """Reason that the monitor asks all ranks which section they are in."""
+    """Reason why the monitor requests the section of all ranks."""
 
     since: float
     rank: int
@@ -92,7 +92,7 @@ class Monitor(threading.Thread):
         self._alarm: _Alarm | None = None
         self._first_failed = self._closing = False
         self._verdict: Message | None = None
-        """Message to all ranks, once the reason that the run ends is known."""
+        """Message to all ranks, set once the reason for the end of the run is known."""
         self._began = self._pinged = self._looked = time.monotonic()
         self._told_of_missing = False
 
@@ -102,10 +102,10 @@ class Monitor(threading.Thread):
             looks = time.monotonic()
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()
-            self._looked = looks  # what the next round reads came after this time
+            self._looked = looks  # messages read in the next round arrived after this time
             try:
                 self._tick(time.monotonic())
-            except Exception:  # a defect in the conclusions: something has happened, so end the run
+            except Exception:  # a defect in the analysis: an alarm was raised, so end the run
                 traceback.print_exc()
                 self._end(EXIT_RESUMABLE, at_once=True)
         self._tell_all(bye=True)
@@ -116,12 +116,12 @@ class Monitor(threading.Thread):
         self.secret.remove()
 
     def close(self) -> None:
-        """Say goodbye to all ranks: the run ends well."""
+        """Tell all ranks that the run ends without an error."""
         self._closing = True
         self.join()
 
     def settle(self) -> None:
-        """Wait, on rank 0 when it ends by an error, until all ranks know of that and the cause is reported."""
+        """Wait, when rank 0 ends with an error, until all ranks know of it and the cause is reported."""
         self.secret.remove()
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline and not (self._first_failed and (self._verdict or not self._lost)):
@@ -130,7 +130,7 @@ class Monitor(threading.Thread):
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # the other end has gone, or too many files are open: a warning names missing ranks
+        except OSError:  # the other end is closed, or too many files are open: a warning names missing ranks
             time.sleep(_TICK_SECONDS)
             return
         link = Link(connection, self.secret.value, MONITOR)
@@ -142,7 +142,7 @@ class Monitor(threading.Thread):
     def _read(self, link: Link, rank: _Rank | None = None) -> None:
         """Read the messages of a rank, or of a stranger, which becomes a rank by its first message."""
         if rank is None and link not in self._strangers:
-            return  # forgotten after the selector had reported it
+            return  # dropped after the selector had reported it
         try:
             for message in link.receive():
                 if rank is None:
@@ -150,7 +150,7 @@ class Monitor(threading.Thread):
                 elif "bye" in message:
                     self._forget(link)
                     del self._ranks[rank.peer.rank]
-                    if self._alarm is not None and self._alarm.rank == rank.peer.rank:  # it went on after all
+                    if self._alarm is not None and self._alarm.rank == rank.peer.rank:  # it has continued
                         self._alarm = None
                     break
                 else:
@@ -166,14 +166,14 @@ class Monitor(threading.Thread):
         self._strangers.pop(link, None)
 
     def _take(self, rank: _Rank, message: Message) -> None:
-        """Take a message. Raises an Exception of any kind if the message makes no sense."""
+        """Take a message. Raises an Exception of any kind if the message is not valid."""
         number, rank.heard = rank.peer.rank, time.monotonic()
         if "section" in message:
             rank.peer.move(message)
             rank.placed = self._looked
         if "fails" in message:
             rank.fails = exit_code(message["fails"])
-            if number == 0:  # its end may end this monitor too, before any rank can ask
+            if number == 0:  # rank 0's end may end this monitor, before any rank can request it
                 self._tell_all(first_fails=rank.fails)
                 self._first_failed = True
         elif "dump" in message:
@@ -228,7 +228,7 @@ class Monitor(threading.Thread):
                 self._choose_speaker(rank.peer)
             self._tell_of_first(self._ranks.values())
         if 0 in self._ranks and self._ranks[0].peer.section == MEETING:
-            self._began = now  # those that are yet to come are not missed
+            self._began = now  # ranks that are still connecting do not count as missing
         if not self._told_of_missing and now - self._began > _COMING_SECONDS:
             self._told_of_missing = True
             if self._missing:
@@ -249,7 +249,7 @@ class Monitor(threading.Thread):
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
         if not alarm.asked:
-            if now - alarm.since > _TOGETHER_SECONDS:  # until then a rank may turn out to have died, which explains all
+            if now - alarm.since > _TOGETHER_SECONDS:  # a rank may still turn out to have died, which explains all
                 alarm.asked = True
                 for rank in self._ranks.values():
                     rank.dump = None  # it may be the answer to an earlier alarm that was cancelled
@@ -265,7 +265,7 @@ class Monitor(threading.Thread):
         silent = [(rank.peer, self._lost[rank.peer.rank] - rank.placed) for rank in lost if rank.fails is None]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
             code = self._say(death(silent), EXIT_RESUMABLE)
-        else:  # the rank reports the reason itself, or another rank with the same error does
+        else:  # otherwise this rank, or another with the same error, reports the reason itself
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
 
@@ -276,7 +276,7 @@ class Monitor(threading.Thread):
         folder = None if self._folder is None else self._folder / alarm.name
         message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
         code = self._say(message, EXIT_RESUMABLE)
-        # A stopped process would stay and keep its launcher waiting: another rank of its node kills it.
+        # A stopped process would keep its launcher waiting for ever, so another rank of its node kills it.
         kill: dict[int, list[Peer]] = {}
         for number in silent:
             near = [other for other, peer in peers.items() if other not in silent and peer.space == peers[number].space]

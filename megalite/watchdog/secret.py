@@ -1,8 +1,8 @@
-"""Secret of a run, which only its ranks know: a rank and the monitor recognize each other by it.
+"""Secret of a run, shared by its ranks only: a rank and the monitor authenticate each other with it.
 
-It never crosses the network. The launcher gives it in the environment, as MEGALITE_SECRET. Otherwise rank 0 makes one
-and writes it into a file that only its user can read, in a folder that all ranks see. The file's name need not be
-secret.
+It never crosses the network. The launcher may set it in the environment variable MEGALITE_SECRET. Otherwise rank 0
+makes one and writes it into a file that only its user can read, in a folder that all ranks see. The file's name need
+not be secret.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_secret(folder: Path | None) -> Secret:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(value)
-            find_secret(path.name, parent)  # some file systems do not keep a file private
+            find_secret(path.name, parent)  # raises on file systems that do not keep a file private
             return Secret(value, path)
         with suppress(OSError):
             path.unlink()

@@ -1,4 +1,4 @@
-"""Named sections of a run, one inside another: what a rank is doing, for how long, and how long it may."""
+"""Named, nested sections of a run: what a rank is doing, for how long, and the time limit."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class OpenSection(NamedTuple):
 class Sections:
     """Sections of one rank, which its main thread enters and its watchdog's thread reads.
 
-    `step`: the step that the rank is in, or was in last. `waited` returns the seconds for which the main thread has so
-    far waited for other ranks; `profile_range` returns a context that names an open section
-    in a profile.
+    `step`: the step that the rank is in, or was in last. `waited` returns the total seconds that the main thread has
+    waited for other ranks; `profile_range` returns a context that names an open section in a profile.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Sections:
             if name == STEP:
                 self._own[WAITING] += waited
         except BaseException as error:
-            if error is not self._failure:  # else the error comes from an inner section
+            if error is not self._failure:  # otherwise the error comes from an inner section
                 self.failed = name
             self._failure = error if len(self._open) > 1 else None
             raise
@@ -91,7 +90,7 @@ class Sections:
         return [OpenSection(name, now - began) for name, began in tuple(self._open)]
 
     def was_stopped(self, seconds: float) -> None:
-        """Subtract from the open sections a time in which the whole process stood still, such as under Ctrl-Z."""
+        """Subtract from the open sections a time in which the whole process was suspended, for example by Ctrl-Z."""
         self._stopped += seconds
 
     def take(self) -> dict[str, float]:
@@ -108,9 +107,9 @@ class Limits:
     """Limit of a section as a multiple of the longest time that it has taken, but never less than `least`.
 
     `unlearnt`, in seconds, is the limit for the first section of each kind, which may compile kernels or connect ranks.
-    It is also the least limit for a save or a profile: a shared file system may become far slower than before. Sections
-    of a run's start are seen only once and may be long, like the building of an index. The time that ranks wait to meet
-    is limited elsewhere, where they meet.
+    It is also the least limit for a save or a profile: a shared file system may become much slower than before.
+    Sections of a run's start occur only once and may be long (for example building an index). The time for ranks to
+    connect is limited by the rendezvous itself.
     """
 
     least: float = 120.0

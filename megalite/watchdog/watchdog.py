@@ -1,7 +1,7 @@
 """Watchdog of a rank: a thread that watches the main thread's sections, tells the monitor, and ends a stuck rank.
 
-The main thread of a rank that hangs is in a collective, where no signal handler of Python's runs and no exception
-comes. So another thread watches the clock, writes the dump and ends the process.
+The main thread of a rank that hangs is blocked in a collective, where no Python signal handler runs and no exception is
+raised. So another thread watches the clock, writes the dump and ends the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STOPPED_SECONDS = 2.0  # a tick that is this late shows that the whole process 
 _WRITING_SECONDS = 3.0
 _LEAVING_SECONDS = 2.0  # for the main thread to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
-_SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: it is stopped
+_SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: rank 0 is suspended
 _LINKING_SECONDS = 30.0
 _FIRST_SECONDS = 60.0  # for rank 0 to start its monitor: all ranks reach this point together
 _ADDRESS = "megalite/watchdog"
@@ -80,7 +80,7 @@ class Watchdog:
         self._link: Link | None = None
         self._first: Peer | None = None  # rank 0, as its monitor describes it
         self._first_placed = 0.0  # time when its place was known, or earlier
-        self._speaks = place.local_rank == 0  # this rank reports if rank 0 is lost
+        self._speaks = place.local_rank == 0  # this rank reports an error if rank 0 is lost
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
@@ -108,7 +108,7 @@ class Watchdog:
 
     @property
     def linked(self) -> bool:
-        """Tell whether the monitor hears of this rank, and this rank of rank 0."""
+        """Tell whether this rank and the monitor are connected."""
         return self._link is not None
 
     def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
@@ -149,7 +149,7 @@ class Watchdog:
         except Exception as error:  # what makes no sense does not come from the run's monitor
             raise LinkLost from error
         self._link = link
-        # A rank that is told to end while it starts must not look like one that was killed.
+        # A rank that is ended while it starts must not look like one that was killed.
         last_words(partial(link.send, fails=EXIT_RESUMABLE))
 
     def _peer(self) -> Peer:
@@ -163,7 +163,7 @@ class Watchdog:
     def _leave(self) -> None:
         self._leaving = True
         if self._link is not None:
-            self._link.send(bye=True)  # the monitor hangs up, which wakes the thread
+            self._link.send(bye=True)  # the monitor closes the connection, which wakes the thread
         self._woken.set()
         self._thread.join()
         if self._link is not None:
@@ -205,12 +205,12 @@ class Watchdog:
             return
         try:
             self._receive(self._link, seconds)
-        except Exception:  # a senseless message does not end this thread: it counts as the loss of rank 0
+        except Exception:  # an invalid message does not end this thread: it counts as the loss of rank 0
             self._lose_first()
 
     def _receive(self, link: Link, seconds: float) -> None:
-        """Take the messages that come within the time. Raises an Exception of any kind if one makes no sense."""
-        poll = select.poll()  # `select` would not take the file descriptors of a large run
+        """Handle the messages that arrive within the time. Raises an Exception of any kind if one is not valid."""
+        poll = select.poll()  # `select` cannot handle the file descriptors of a large run
         poll.register(link, select.POLLIN)
         if poll.poll(1000 * seconds):
             for message in link.receive():
@@ -227,7 +227,7 @@ class Watchdog:
             self._dump(folder_named(message["dump"]))
         elif "end" in message:
             self._end(exit_code(message["end"]), at_once=message["at_once"], kill=tuple(map(Peer.of, message["kill"])))
-        elif "bye" in message:  # rank 0 has come to the end of the run
+        elif "bye" in message:  # rank 0 has reached the end of the run
             self._leaving = True
 
     def _look_at_the_clock(self, now: float) -> None:
@@ -241,7 +241,7 @@ class Watchdog:
             return
         since, why = self._alarm
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
-        # The rank that speaks goes first: it reports that rank 0 is stopped before another rank kills rank 0.
+        # The speaking rank acts first: it reports that rank 0 is suspended, before another rank kills rank 0.
         patience += 0 if self._speaks else ANSWER_SECONDS
         if self._link is None or now - since > patience:
             self._conclude_alone(why)
@@ -257,13 +257,14 @@ class Watchdog:
 
             try:
                 recorded = snapshot()
-            except Exception:  # torch does not promise its format; the stacks help without it
+            except Exception:  # torch does not promise its format; the stacks are useful without it
                 recorded = None
         section, seconds = self._innermost()
         step = self.sections.step
         dump = RankDump(rank, world_size, host_name(), os.getpid(), section, seconds, stacks(), recorded, step)
         if self._folder is not None:
-            # The file system may be what hangs: this thread must not. The monitor gets the dump in any case.
+            # The file system may be the reason for the hang, and must not block this thread. The monitor gets the dump
+            # in any case.
             with suppress(FileError, OSError):
                 within(_WRITING_SECONDS, partial(write_dump, self._folder / name, dump))
         if self._link is not None:
@@ -275,10 +276,10 @@ class Watchdog:
         return (self.sections.open() or [nowhere])[-1]
 
     def _lose_first(self) -> None:
-        """Let the next rank on each node speak: rank 0's process has ended, and its monitor with it."""
+        """Let the next rank on each node speak: rank 0's process has ended, and with it the monitor."""
         if self._leaving:
             return
-        if self._alarm is not None and self._first_fails is None:  # rank 0 was stopped, and has been killed for that
+        if self._alarm is not None and self._first_fails is None:  # rank 0 was suspended, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._comes_to_speak():
@@ -308,7 +309,8 @@ class Watchdog:
     def _comes_to_speak(self) -> bool:
         """Wait for this rank's turn to speak, and tell whether it speaks.
 
-        If the rank that should speak has gone too, another one may, if there is still a store that lets only one do so.
+        If the rank that should speak is lost too, another rank may, provided that a store still exists to select only
+        one.
         """
         if not self._speaks:
             time.sleep(_LEAVING_SECONDS)
@@ -324,12 +326,12 @@ class Watchdog:
         if self._monitor is not None:
             self._monitor.secret.remove()
         if self._place.rank == 0:
-            time.sleep(_TICK_SECONDS)  # it may have the store, which others still use
+            time.sleep(_TICK_SECONDS)  # this rank may host the store, which others still use
         os._exit(code)
 
 
 def stacks() -> str:
-    """Return the Python stacks of all threads of this process but the caller's own, the main thread first."""
+    """Return the Python stacks of all threads of this process except the caller's, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)

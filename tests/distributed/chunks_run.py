@@ -1,4 +1,4 @@
-"""Runs a step's list of actions over the chunks of one pipeline rank, which holds them all; no messages."""
+"""Execution of a step's list of actions over all chunks of a pipeline on one rank, without messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Observe = Callable[[Action], None]
 
 @dataclass
 class Rank:
-    """What runs a list of actions."""
+    """Executor of a list of actions."""
 
     network: nn.ModuleList
     engine: PipelineEngine[MicroBatch]
@@ -79,14 +79,14 @@ class Rank:
         return Rank(network, engine, optimizer, mesh)
 
     def step(self, cell: Cell, number: int, actions: Sequence[Action], observe: Observe = lambda action: None) -> float:
-        """A whole step; the norm of its gradient."""
+        """Run a complete step; return the norm of its gradient."""
         self.execute(list(local_micro_batches(cell, number, self.mesh.coordinate("dp"))), actions, observe)
         return self.optimizer.step(rates(cell, number)).gradient_norm
 
     def execute(
         self, batches: Sequence[MicroBatch], actions: Sequence[Action], observe: Observe = lambda action: None
     ) -> None:
-        """Up to the optimizer's step; `observe` is called behind every action."""
+        """Run a step until before the optimizer's update; `observe` is called after every action."""
         self.optimizer.begin_step(len(batches))
         with several_chunks_of_logits():
             self.engine.run(actions, batches, {LOSS: 1.0}, self.optimizer, _Observer(observe))
@@ -98,7 +98,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class _Observer:
-    """Stands where a step is recorded."""
+    """Stand-in for the recorder of a step."""
 
     observe: Observe
 
@@ -109,7 +109,7 @@ class _Observer:
 
 @dataclass(frozen=True)
 class Case:
-    """A training of a cell by a list of actions."""
+    """Training of a cell by a list of actions."""
 
     cell: Cell
     chunks: int
@@ -117,7 +117,7 @@ class Case:
 
 
 def trained(cases: Sequence[Case], steps: int = 2) -> list[tuple[list[float], list[Held]]]:
-    """Of each case the norms and the final parameters. Under ZeRO 3 all weights are free behind every action."""
+    """Return the norms and the final parameters of each case. Under ZeRO 3 all weights are freed after every action."""
     found = []
     for case in cases:
         rank = Rank.build(case.cell, case.chunks, bucket_size=700 if case.cell.overlap != "none" else None)
@@ -133,8 +133,9 @@ def trained(cases: Sequence[Case], steps: int = 2) -> list[tuple[list[float], li
 
 
 def actions(text: str, *, reduce_each: bool) -> tuple[Action, ...]:
-    """From "F0 F0.1 I0.1 W0.1": kind and micro-batch, and behind a dot the chunk. Each chunk's reductions stand behind
-    its last B or W, or behind each of them.
+    """Parse "F0 F0.1 I0.1 W0.1": kind and micro-batch, and after a dot the chunk.
+
+    Each chunk is reduced after its last B or W, or with `reduce_each` after each of them.
     """
     computations = []
     for word in text.split():

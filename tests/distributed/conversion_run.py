@@ -1,4 +1,4 @@
-"""What ranks do with converted models: they import nothing of transformers."""
+"""Functions of ranks for converted models, without any import of transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh_of(tp: int, pp: int) -> ParallelMesh:
 
 
 def logits_of(folder: Path, tokens: Tensor, tp: int, pp: int) -> Tensor:
-    """[batch, sequence] tokens to [batch, sequence, vocabulary], by ranks that each read what they hold."""
+    """Return logits [batch, sequence, vocabulary] of tokens [batch, sequence]; each rank reads only its own shard."""
     mesh = mesh_of(tp, pp)
     opened = open_huggingface(folder)
     network = make_network(opened.config, mesh, torch.float32)
@@ -37,7 +37,8 @@ def logits_of(folder: Path, tokens: Tensor, tp: int, pp: int) -> Tensor:
 
 
 def train(arguments: Sequence[str], tp: int, pp: int, steps: int) -> list[float]:
-    """Train as `pretrain_gpt.py` does, so many steps, from the folder that --load is to a checkpoint; the losses."""
+    """Train as `pretrain_gpt.py` does for some steps, from the folder that --load converts to a checkpoint; return the
+    losses."""
     mesh = mesh_of(tp, pp)
     layout = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
     config = resolve(parse_arguments([*arguments, *layout], saved_fields).config, mesh.world_size)
@@ -53,7 +54,7 @@ def train(arguments: Sequence[str], tp: int, pp: int, steps: int) -> list[float]
 
 
 def batches(arguments: Sequence[str], batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """The tokens and labels, both [batch, sequence], that such a run trains on, step by step."""
+    """Return the tokens and labels, both [batch, sequence], of each step of such a run."""
     config = resolve(parse_arguments(arguments, saved_fields).config, 1)
     samples = open_data(config).train
     steps = config.training.train_iters or 0

@@ -1,8 +1,8 @@
-"""A run that hangs: each rank goes to its place in a case, leaves its dump from a thread, and ends when all have.
+"""Run that hangs: each rank goes to its place in a case, writes its dump from a thread, and ends when all have.
 
     hang_run.py CASE FOLDER DUMPS
 
-No clock is asked: a rank that is to wait dumps when its recorder says that it waits.
+There are no time limits: a waiting rank writes its dump when its flight recorder shows that it waits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def leave_dump(rank: int, folder: Path, record: Snapshot) -> None:
 
 
 def operations(record: Snapshot) -> int:
-    """How many the rank has begun."""
+    """Return the number of operations that the rank has begun."""
     return sum(group.collectives + group.messages for group in record.groups)
 
 
 class Place:
-    """Where a rank of a case comes to stand."""
+    """Place that a rank of a case reaches."""
 
     def __init__(self, folder: Path, dumps: int) -> None:
         self.folder, self.dumps = folder, dumps
@@ -49,7 +49,7 @@ class Place:
         return ParallelMesh(rank=self.rank, world_size=self.world_size, pipeline_parallel_size=pipeline)
 
     def wait_in(self, wait: Callable[[], object], begins: int = 1) -> None:
-        """Do what does not come to its end, when it has begun so many operations."""
+        """Call `wait`, which begins `begins` operations and never ends; the dump is written after they have begun."""
         threading.Thread(target=self._leave_waiting, args=(operations(snapshot()) + begins,)).start()
         wait()
         raise AssertionError("it came to its end")
@@ -77,7 +77,7 @@ def stop(place: Place) -> None:
 
 
 def skipped(place: Place) -> None:
-    """Rank 2 leaves an all-reduce out."""
+    """Rank 2 skips an all-reduce."""
     world, tensor = place.mesh().world(), torch.ones(WIDTH)
     for _ in range(3):
         collectives.all_reduce_(tensor, world)
@@ -87,7 +87,7 @@ def skipped(place: Place) -> None:
 
 
 def other(place: Place) -> None:
-    """Rank 2 gathers where the others reduce."""
+    """Rank 2 gathers while the others reduce."""
     world, tensor = place.mesh().world(), torch.ones(WIDTH)
     collectives.all_reduce_(tensor, world)
     collective = collectives.all_gather if place.rank == 2 else collectives.all_reduce_
@@ -95,7 +95,7 @@ def other(place: Place) -> None:
 
 
 def sizes(place: Place) -> None:
-    """Rank 3, to which gloo hands it last, takes what rank 0 spreads for larger than it is; then rank 0 stays away."""
+    """Rank 3, the last to receive from gloo, expects a larger broadcast than rank 0 sends; then rank 0 stays away."""
     world = place.mesh().world()
     dist.broadcast(torch.ones(WIDTH + (place.rank == 3)), 0)
     if place.rank == 0:
@@ -104,7 +104,7 @@ def sizes(place: Place) -> None:
 
 
 def stopped(place: Place) -> None:
-    """Rank 1, of two pairs in two data-parallel groups, is stopped; rank 3 waits for rank 2, which waits for it."""
+    """Rank 1 is stopped; ranks 0 and 2 wait in their data-parallel groups, and rank 3 in its pipeline's group."""
     mesh, tensor = place.mesh(pipeline=2), torch.ones(WIDTH)
     data, stages = mesh.group("dp"), mesh.group("pp")
     collectives.all_reduce_(tensor, mesh.world())
@@ -115,7 +115,7 @@ def stopped(place: Place) -> None:
 
 
 def pipeline(place: Place) -> None:
-    """The second of four stages does not do its third micro-batch."""
+    """The second of four stages skips its third micro-batch."""
     mesh = place.mesh(pipeline=4)
     links, tensor = make_links(mesh, Stages(4)), torch.ones(WIDTH)
 
@@ -133,8 +133,10 @@ def pipeline(place: Place) -> None:
 
 
 def under_way(place: Place) -> None:
-    """Rank 1 has begun two of five reductions, and one with rank 2 before that comes to it; then it is busy. Rank 0
-    waits for it in another group as well."""
+    """Rank 1 has begun two of five reductions, and before that one with rank 2. Then it is busy.
+
+    Rank 0 also waits for it in another group.
+    """
     mesh = place.mesh()
     world, pair = mesh.world(), mesh.group_of([0, 1]) if place.rank < 2 else None
     ahead = mesh.group_of([1, 2]) if place.rank in (1, 2) else None
@@ -149,7 +151,7 @@ def under_way(place: Place) -> None:
 
 
 def healthy(place: Place) -> None:
-    """Nobody hangs: all kinds of collectives and messages have come to their end. Torch's own dump is left, too."""
+    """No rank hangs: all kinds of collectives and messages have ended. Torch's own dump is written, too."""
     mesh, tensor = place.mesh(pipeline=2), torch.ones(WIDTH)
     links, stage = make_links(mesh, Stages(2)), mesh.coordinate("pp")
     for group in (mesh.world(), mesh.group("dp"), mesh.group("pp")):

@@ -1,4 +1,4 @@
-"""Runs a split model forward on a rank, with given initial weights."""
+"""Forward runs of a split model on a rank, with given initial weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def initialized_network(mesh: ParallelMesh, cell: Cell) -> Network:
 
 
 def whole_weights(cell: Cell) -> dict[str, Tensor]:
-    """Of the same model, by logical name, as the oracle takes them."""
+    """Return the unsplit weights of the same model by logical name, as the oracle takes them."""
     return _whole_weights(cell.alone())
 
 
@@ -43,7 +43,7 @@ def _whole_weights(cell: Cell) -> dict[str, Tensor]:
 
 
 def scored(cells: Sequence[Cell], tokens: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, log-probabilities and likeliest tokens by each cell's network."""
+    """Return logits, log-probabilities and most likely tokens from each cell's network."""
     meshes = make_meshes(cells)
     results = []
     for cell in cells:
@@ -54,9 +54,10 @@ def scored(cells: Sequence[Cell], tokens: Tensor) -> list[tuple[Tensor, Tensor, 
 
 
 def cached(cells: Sequence[Cell], rows: Sequence[Sequence[int]], chunk: int) -> list[list[list[Tensor]]]:
-    """Of each cell and row, the logits that its tokens give where the prompts of the batch, the first half of each row,
-    are read at once, and the rest token by token; a row leaves the batch at its end. `chunk`: tokens of a prompt read
-    at once.
+    """Return, per cell and row, the logits of its tokens with a key-value cache.
+
+    The prompts of the batch (the first half of each row) are read at once, the rest token by token. A row leaves the
+    batch at its end. `chunk`: tokens of a prompt that are read at once.
     """
     meshes = make_meshes(cells)
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +84,7 @@ def _cached(network: Network, rows: Sequence[Sequence[int]]) -> list[list[Tensor
 
 
 def generated(cells: Sequence[Cell], prompts: Sequence[Sequence[int]], batch_size: int, **rest: Any) -> list[list[Any]]:
-    """The events of each cell's generation."""
+    """Return the events of each cell's generation."""
     meshes = make_meshes(cells)
     return [
         list(generate(initialized_network(meshes[cell.split], cell), prompts, batch_size=batch_size, **rest))
@@ -92,7 +93,8 @@ def generated(cells: Sequence[Cell], prompts: Sequence[Sequence[int]], batch_siz
 
 
 def order_of_work(cell: Cell, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """What a rank does while it generates two tokens: "run" its stage, or "share" what the last one has chosen."""
+    """Return the order of a rank's work while it generates two tokens: "run" its stage, or "share" the chosen
+    tokens."""
     order: list[str] = []
     network = initialized_network(make_meshes([cell])[cell.split], cell)
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +116,7 @@ def _noting(order: list[str], name: str, function: Callable[..., Any]) -> Callab
 def generated_by_huggingface_folders(
     folders: Sequence[Path], prompts: Sequence[Sequence[int]], tp: int, pp: int, **rest: Any
 ) -> list[list[Any]]:
-    """The events of the generation of each folder's model."""
+    """Return the events of the generation by each folder's model."""
     cell = Cell(tp=tp, pp=pp)
     mesh = make_meshes([cell])[cell.split]
     return [list(generate(load_network(folder, mesh), prompts, **rest)) for folder in folders]

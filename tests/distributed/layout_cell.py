@@ -1,4 +1,4 @@
-"""A cell of the layout matrix: what is trained, on which layout, over which samples."""
+"""Cell of the layout matrix: the model and its training, the layout, and the samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LAYERS = 4
 HIDDEN = 16
 
 KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
-"""(heads, key-value groups): one group a head; several groups a rank; fewer groups than 4 ranks; one group; groups
+"""(heads, key-value groups): one group per head; several groups a rank; fewer groups than 4 ranks; one group; groups
 whose heads lie on two ranks."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
-"""(tokens, make_vocab_size_divisible_by): no padding; some; ranks past the first hold nothing but padding."""
+"""(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
 RECOMPUTE = {
     "none": Recompute(),
@@ -52,7 +52,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "micro_batch_size": (1, 2),
     "fused_loss": (False, True),
 }
-"""What must not change the training."""
+"""Factors that must not change the training."""
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "family": FAMILIES[:2],
     "key_values": tuple(KEY_VALUES),
@@ -66,7 +66,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 class Split(NamedTuple):
-    """Sizes that a mesh is made with; the ranks that are left over are data-parallel."""
+    """Sizes of a mesh; the remaining ranks are data-parallel."""
 
     tensor_parallel_size: int
     context_parallel_size: int
@@ -77,7 +77,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Cell:
-    """One run; the fields are the factors of the matrix."""
+    """Run of the matrix; the fields are its factors."""
 
     # the model
     family: str = "gpt2"
@@ -89,7 +89,7 @@ class Cell:
     tp: int = 1
     sequence_parallel: bool = False
     pp: int = 1
-    schedule: str = "1f1b"  # of interleaved-1f1b, with the number of stages a rank
+    schedule: str = "1f1b"  # with interleaved-1f1b, followed by the number of stages per rank
     dp: int = 1
     cp: int = 1
     ep: int = 1
@@ -99,11 +99,11 @@ class Cell:
     overlap: str = "none"
     recompute: str = "none"
     micro_batch_size: int = 1
-    fused_loss: bool = False  # with the output layer
+    fused_loss: bool = False  # fused with the output layer
     # the data
-    samples: int = 4  # a step, over all ranks
+    samples: int = 4  # per step, over all ranks
     documents: bool = False
-    loss_mask: str = "ones"  # random: whole samples masked, too; nothing: no token counts
+    loss_mask: str = "ones"  # random: also masks complete samples; nothing: no token counts
     # the training
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
@@ -111,13 +111,13 @@ class Cell:
     first_step: int = 0
     clip_grad: float = 0.0
     dropout: float = 0.0  # hidden and attention
-    attention_dropout: float | None = None  # where it differs from hidden
+    attention_dropout: float | None = None  # if it differs from hidden dropout
     dtype: str = "float64"
-    gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
+    gradient_dtype: str | None = None  # if it is not dtype (fp32 for narrower dtypes)
     narrow: bool = False  # moments in bf16, masters in fp16
-    compiled: str | None = None  # torch.compile's backend, for the layers
-    eight_bits: bool = False  # moments in fp8, masters by their remainders
-    infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
+    compiled: str | None = None  # backend of torch.compile for the layers
+    eight_bits: bool = False  # moments in fp8, masters as remainders
+    infinity_on: int | None = None  # rank on which step 0 has an infinite gradient
 
     @property
     def world_size(self) -> int:
@@ -129,7 +129,7 @@ class Cell:
 
     @property
     def stages(self) -> Stages:
-        """How the stages lie on the pipeline's ranks."""
+        """Return the placement of the stages on the pipeline's ranks."""
         chunks = {"interleaved-2": 2, "interleaved-3": 3, "zb-v": 2}.get(self.schedule, 1)
         return Stages(self.pp, chunks, v_shaped=self.schedule == "zb-v")
 
@@ -138,7 +138,7 @@ class Cell:
         return "interleaved-1f1b" if self.schedule.startswith("interleaved") else self.schedule
 
     def parts(self) -> list[StageLayers]:
-        """What each stage holds: the layers as evenly as they go, so that of many stages some hold none."""
+        """Return the layers of each stage, distributed as evenly as possible; with many stages some have none."""
         count = self.stages.count
         borders = [stage * LAYERS // count for stage in range(count + 1)]
         return [
@@ -163,20 +163,21 @@ class Cell:
         return dtype
 
     def alone(self) -> Cell:
-        """The same training on one process, in the plainest way: the same for all cells that must agree."""
+        """Return the same training on one process, with the plainest options: the same for all cells that must
+        agree."""
         plain = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
         return replace(self, **plain, compiled=None, infinity_on=None)
 
     def __str__(self) -> str:
-        """The factors that are not the plainest."""
+        """Return the factors that are not the plainest."""
         changed = {name: value for name, value in vars(self).items() if value != getattr(Cell, name)}
         return ", ".join(f"{name}={value}" for name, value in changed.items())
 
 
 def valid(row: Row) -> bool:
-    """Whether a row, perhaps incomplete, of the matrix's factors can be run, in worlds of at most 8.
+    """Tell whether a row of the matrix's factors, perhaps incomplete, can be run, with at most 8 ranks.
 
-    What `validate` refuses, and no more.
+    Only rows that `validate` refuses are invalid.
     """
     ranks = row["tp"] * row["cp"] * row["pp"] * row["dp"]
     if ranks > 8:
@@ -198,7 +199,7 @@ def valid(row: Row) -> bool:
 
 
 def samples(dp: int) -> int:
-    """Samples a step: 4, or what so many ranks can share."""
+    """Return the samples per step: 4, or a number that `dp` ranks can share."""
     return {3: 6, 8: 8}.get(dp, 4)
 
 
@@ -253,7 +254,7 @@ def model_config(cell: Cell) -> ModelConfig:
 
 
 def network(cell: Cell) -> Network:
-    """The same, as told to what draws initial weights."""
+    """Return the same network as an argument for the drawing of initial weights."""
     heads, groups = KEY_VALUES[cell.key_values]
     gemma = cell.family in ("gemma", "gemma3")
     plain = cell.family == "llama" or gemma
@@ -278,7 +279,8 @@ def network(cell: Cell) -> Network:
 
 
 def optimizer_config(cell: Cell) -> OptimizerConfig:
-    # The epsilon is large enough that a gradient which is zero but for rounding (a key's bias) stays nearly that.
+    # With a large epsilon, a gradient that is zero except for rounding (a key's bias) has almost no effect on the
+    # update.
     return OptimizerConfig(
         lr=0.0,
         optimizer=cell.optimizer,  # type: ignore[arg-type]
@@ -300,7 +302,7 @@ def loss_terms(cell: Cell) -> dict[str, float]:
 
 
 def rates(cell: Cell, step: int) -> Rates:
-    """Another in every step, and another for the token tables."""
+    """Return rates that differ in every step, and for the token tables."""
     rate = (0.1 if cell.optimizer == "sgd" else 0.02) * (1 + step % 3)
     return Rates(rate, rate / 2, weight_decay=0.1 / (1 + step % 2))
 
@@ -336,19 +338,19 @@ def oracle(cell: Cell) -> Oracle:
 
 
 def sample_numbers(cell: Cell, step: int) -> range:
-    """Of the step's samples, in the run."""
+    """Return the numbers of the step's samples in the run."""
     return range(step * cell.samples, (step + 1) * cell.samples)
 
 
 def dropout(cell: Cell, step: int, seed: int) -> Dropout:
-    """What the oracle drops in a step."""
+    """Return the oracle's dropout in a step."""
     config = model_config(cell)
     return Dropout(seed, sample_numbers(cell, step), config.hidden_dropout, config.attention_dropout)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of a step over all ranks, each field [samples, sequence]."""
+    """Samples of a step over all ranks, each field [samples, sequence]."""
 
     tokens: Tensor
     labels: Tensor
@@ -358,7 +360,7 @@ class Batch:
 
 
 def batch(cell: Cell, step: int) -> Batch:
-    """A pure function of the cell's data and model, not of its layout."""
+    """Return a batch that depends on the cell's data and model, not on its layout."""
     generator = torch.Generator().manual_seed(step)
     shape = (cell.samples, SEQUENCE)
     text = torch.randint(VOCABULARIES[cell.vocabulary][0], (cell.samples, SEQUENCE + 1), generator=generator)
@@ -371,5 +373,5 @@ def batch(cell: Cell, step: int) -> Batch:
         starts = torch.cat([torch.ones(cell.samples, 1, dtype=torch.bool), ends[:, :-1]], dim=1)
         positions = positions - (positions * starts).cummax(1).values
     masks = {"ones": torch.ones(shape), "nothing": torch.zeros(shape), "random": keep.double()}
-    masks["random"][[0, 3]] = 0.0  # micro-batches without a token that counts
+    masks["random"][[0, 3]] = 0.0  # micro-batches without any token that counts
     return Batch(text[:, :-1], text[:, 1:], positions, document_ids, masks[cell.loss_mask].to(cell.torch_dtype))

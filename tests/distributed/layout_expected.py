@@ -1,4 +1,4 @@
-"""What a cell of the layout matrix must give: the oracle's training of the same weights, and the comparisons."""
+"""Expected results of a cell of the layout matrix: the oracle's training of the same weights, and the comparisons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """A cell's run, its tensors whole again."""
+    """Result of a cell's run, with unsharded tensors."""
 
     initial: Tensors
     gradients: Tensors
@@ -59,7 +59,7 @@ def run(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
 
 
 def on_ranks(rank_pools: RankPools, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function` returns on each rank of a pool; a world of one is this process."""
+    """Return the results of `function` on each rank of a pool; if the world size is 1, of this process."""
     if world_size > 1:
         return rank_pools(world_size).run(function, *arguments)
     with one_thread():
@@ -68,7 +68,7 @@ def on_ranks(rank_pools: RankPools, world_size: int, function: Callable[..., Any
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As the ranks of a pool have: tensors this small gain nothing from a second one, which spins."""
+    """Use one thread, as the ranks of a pool do: a second one only spins on tensors of this size."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -78,7 +78,7 @@ def one_thread() -> Iterator[None]:
 
 
 def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
-    """One result from all ranks' views of it, which must agree."""
+    """Merge the results of all ranks, which must agree."""
     first = ranks[0]
     for rank in ranks[1:]:
         assert rank.losses == first.losses, f"{cell}: ranks report different losses"
@@ -98,7 +98,10 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
 
 
 def assemble(ranks: Iterable[list[Held]]) -> Tensors:
-    """Whole tensors by logical name. Boxes must tile each of them, and all copies of a box must have the same bits."""
+    """Return unsharded tensors by logical name.
+
+    Boxes must tile each of them, and all replicas of a box must have the same bits.
+    """
     boxes: dict[tuple[str, Box], Held] = {}
     for part in (part for rank in ranks for part in rank):
         first = boxes.setdefault((part.name, part.box), part)
@@ -118,11 +121,11 @@ def assemble(ranks: Iterable[list[Held]]) -> Tensors:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's training."""
+    """Result of the oracle's training."""
 
     initial: Tensors
     gradients: Tensors
-    """Of the first step, as clipped."""
+    """Gradients of the first step, after clipping."""
     final: Tensors
     losses: list[float]
     gradient_norms: list[float]
@@ -131,7 +134,7 @@ class Expected:
 @functools.cache
 @one_thread()
 def expected(alone: Cell) -> Expected:
-    """The oracle's training, from the weights that every layout must start from; `alone` is a `Cell.alone()`."""
+    """Return the oracle's training from the initial weights of every layout; `alone` is a `Cell.alone()`."""
     initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
     weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
     optimizers = torch_optimizers(alone, weights)
@@ -164,7 +167,8 @@ def expected(alone: Cell) -> Expected:
 
 
 def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer]:
-    """Weight decay on everything but biases and norms; a rate of their own for the token tables."""
+    """Return optimizers with weight decay on everything except biases and norms, and a separate rate for the token
+    tables."""
     config = optimizer_config(cell)
     groups = [
         {
@@ -189,7 +193,7 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
 
 
 def group_of(name: str) -> str:
-    """The group of parameters to which the tensor of this name belongs."""
+    """Return the group of parameters that the tensor of this name belongs to."""
     if name in ("embedding.word", "output"):
         return "token_tables"
     return "vectors" if name.endswith("bias") or "norm" in name else "weights"
@@ -208,7 +212,7 @@ def _gradient(weight: Tensor) -> Tensor:
 
 
 def assert_as_expected(cell: Cell, result: Result) -> None:
-    """I1 to I7 for one cell; the message names the cell."""
+    """Assert I1 to I7 for one cell; the message names the cell."""
     wanted = expected(cell.alone())
     try:
         _assert_as_expected(cell, result, wanted)
@@ -245,7 +249,7 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
 
 
 def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
-    """Losses, gradients, norms and figures of the parameters, and what has become of the weights."""
+    """Assert the same bits of losses, gradients, norms, figures of the parameters, and final weights."""
     assert actual.losses == expected.losses, name
     assert actual.gradient_norms == expected.gradient_norms, name
     assert actual.figures == expected.figures, name

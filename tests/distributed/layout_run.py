@@ -1,4 +1,5 @@
-"""Runs cells of the layout matrix on a rank, from megalite's parts; tensors come back with their global places."""
+"""Runs of cells of the layout matrix on a rank, with megalite's parts; tensors are returned with their global
+places."""
 
 from __future__ import annotations
 
@@ -52,49 +53,49 @@ from tests.distributed.layout_cell import (
 from tests.harness.stages import LOSS
 
 SEED = 1234
-BUCKET_SIZE = 700  # elements: several buckets of this small model, for the overlap
+BUCKET_SIZE = 700  # elements: gives several buckets of this small model, for the overlap
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of one box of a logical tensor."""
+    """Box of a logical tensor that a rank has."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole logical tensor."""
+    """Shape of the unsharded logical tensor."""
     box: Box
     digest: bytes
-    """Of the values' bits."""
+    """Digest of the values' bits."""
     values: Tensor | None
-    """None where a data-parallel peer returns them."""
+    """Values; None if a data-parallel peer returns them."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw of a cell."""
+    """Result of a cell on one rank."""
 
     initial: list[Held]
     gradients: list[Held]
-    """Of the first step, reduced over all ranks and clipped."""
+    """Gradients of the first step, reduced over all ranks and clipped."""
     final: list[Held]
     losses: list[float]
-    """Means over the global batch, one a step."""
+    """Means over the global batch, one per step."""
     gradient_norms: list[float]
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
-    """The first step's loss sums of this rank's micro-batches by their first sample."""
+    """Loss sums of this rank's micro-batches in the first step, by their first sample."""
     figures: dict[str, float]
-    """Norms by group, of the first step's gradient and of the final parameters; zeros of that gradient."""
+    """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient."""
 
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
-    """Every cell in turn, on this rank of as many processes as each of the cells needs."""
+    """Run every cell in turn on this rank; each cell needs exactly this number of processes."""
     meshes = make_meshes(cells)
     return [run_cell(meshes[cell.split], cell) for cell in cells]
 
 
 def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
-    """This rank's meshes: one for all cells that are split alike."""
+    """Return this rank's meshes: one for all cells with the same split."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
         split: ParallelMesh(rank=rank, world_size=world_size, **split._asdict())
@@ -103,7 +104,7 @@ def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
 
 
 def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
-    """Build the model, train it for the cell's steps, and tell all that must not depend on the layout."""
+    """Build the model, train it for the cell's steps, and return all results that must not depend on the layout."""
     chunks = initialized_chunks(mesh, cell)
     initial = held(nn.ModuleList(chunks), mesh, lambda parameter: parameter)
     training = Training(mesh, cell, chunks)
@@ -131,7 +132,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
 
 
 class Training:
-    """A cell's training on this rank."""
+    """Training of a cell on this rank."""
 
     def __init__(self, mesh: ParallelMesh, cell: Cell, chunks: Sequence[GPT]) -> None:
         self.mesh, self.cell = mesh, cell
@@ -141,7 +142,7 @@ class Training:
         self.optimizer = make_optimizer(chunks, mesh, cell)
         self.plan = make_plan(mesh, cell)
         self.sample_losses: dict[int, Tensor] = {}
-        """As in RankResult."""
+        """Loss sums, as in `RankResult`."""
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
@@ -153,7 +154,8 @@ class Training:
         ).prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=mesh)
 
     def step(self, number: int) -> tuple[float, StepResult]:
-        """One step on the samples of this number: the mean loss over the global batch, and the update."""
+        """Run one step on the samples of this number; return the mean loss over the global batch, and the update's
+        result."""
         mesh, optimizer = self.mesh, self.optimizer
         micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
         own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
@@ -173,7 +175,7 @@ class Training:
         )
 
     def save_while_training(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
-        """An asynchronous save, during which a step is taken."""
+        """Save asynchronously, and take a step during the save; return the checkpoint."""
         file_format = FORMATS[ckpt_format]
         saver = Saver(directory, self.optimizer, self.plan, file_format=file_format, asynchronous=True)
         saver.begin(self._state(iteration), {"model": {}})
@@ -191,12 +193,12 @@ class Training:
 
 
 def several_chunks_of_logits() -> AbstractContextManager[object]:
-    """A fused loss cuts even these few tokens into chunks, of which the last is cut short."""
+    """Make a fused loss cut even these few tokens into chunks, the last of which is shorter."""
     return mock.patch.multiple(linear_cross_entropy, CPU_CHUNK_ELEMENTS=1, CPU_CHUNK_TOKENS=5)
 
 
 def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
-    """What each rank of the cell holds and saves."""
+    """Return the plan of each rank's tensors and of the parts that it saves."""
     options = data_parallel(cell)
 
     def contents_at(mesh: ParallelMesh) -> Contents:
@@ -207,7 +209,7 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
 
 
 def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:
-    """This rank's stages with their initial values, of which none is zero or one."""
+    """Return this rank's stages with their initial values, none of which is zero or one."""
     chunks = make_chunks(mesh, cell)
     network = nn.ModuleList(chunks)
     initialize(network, seed)
@@ -216,7 +218,7 @@ def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list
 
 
 def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
-    """The stages of the cell's model on the mesh's rank, which may be one that no process is."""
+    """Return the stages of the cell's model on the mesh's rank, which need not be a rank of a process."""
     parts, stages, ranks = cell.parts(), cell.stages, mesh.ranks("pp")
     return gpt.make_chunks(
         model_config(cell),
@@ -231,7 +233,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
 
 
 def with_messages(stages: Stages, cell: Cell) -> Stages:
-    """The stages, with what those of the cell's network pass on."""
+    """Return the stages, with declarations of the tensors that the stages of the cell's network pass on."""
     sequence = SEQUENCE // cell.cp // (cell.tp if cell.sequence_parallel else 1)
     batch, dtype = cell.micro_batch_size, cell.torch_dtype
     passed = gpt.messages(model_config(cell), stages.count, sequence=sequence, batch=batch, dtype=dtype)
@@ -239,7 +241,8 @@ def with_messages(stages: Stages, cell: Cell) -> Stages:
 
 
 def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[MicroBatch]:
-    """The chunk as a stage; of the last one, losses are kept by their micro-batch's first sample."""
+    """Return the chunk as a stage that records losses by the first sample of their micro-batch, if it is the last
+    one."""
 
     def stage(inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         output: StageOutput = chunk(inputs, micro_batch)
@@ -256,7 +259,7 @@ def accumulate_gradients(
     micro_batches: Sequence[MicroBatch],
     factor: float = 1.0,
 ) -> Tensor:
-    """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
+    """Run forward and backward of all micro-batches, without the update; return the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
     steps = ProvedSchedules(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
     actions = steps.training(len(micro_batches))
@@ -269,20 +272,20 @@ def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Opt
 
 
 def data_parallel(cell: Cell) -> DataParallel:
-    """How the cell's optimizer is spread over the data-parallel ranks."""
+    """Return the distribution of the cell's optimizer over the data-parallel ranks."""
     overlap, chunks = cell.overlap != "none", cell.stages.chunks
     return DataParallel(
         gradient_dtype=cell.torch_gradient_dtype,
         stage=cell.zero,
         instances=cell.instances,
         bucket_size=BUCKET_SIZE if overlap else None,
-        overlap_reduce=overlap and (chunks == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # else the list does
+        overlap_reduce=overlap and (chunks == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # otherwise the list does
         overlap_gather=cell.overlap == "reduce and gather",
     )
 
 
 def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
-    """This rank's part of the step's samples, in Megatron-LM's order."""
+    """Yield this rank's part of the step's samples, in Megatron-LM's order."""
     whole, size = batch(cell, step), cell.micro_batch_size
     for start in range(dp_rank * size, cell.samples, cell.dp * size):
         own = slice(start, start + size)
@@ -297,7 +300,7 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBa
 
 
 def perturb_constants(network: nn.Module) -> None:
-    """Move norms and biases off one and zero: there, many a mistake changes nothing."""
+    """Change norms and biases from one and zero to other values, because many errors have no effect at one and zero."""
     with torch.no_grad():
         for parameter, piece in named_pieces(network):
             if isinstance(piece.tensor.initial, Constant):
@@ -306,7 +309,7 @@ def perturb_constants(network: nn.Module) -> None:
 
 
 def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter], Tensor]) -> list[Held]:
-    """What this rank holds of `tensor_of(parameter)`, laid out like the parameter."""
+    """Return this rank's boxes of `tensor_of(parameter)`, which has the layout of the parameter."""
     pieces = []
     for parameter, piece in named_pieces(network):
         values = piece.view(tensor_of(parameter).detach()).clone()
@@ -318,7 +321,7 @@ def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter]
 
 
 def whole_gradients(network: nn.Module, mesh: ParallelMesh, buckets: Sequence[Bucket]) -> list[Held]:
-    """The reduced gradients, gathered from their owners."""
+    """Return the reduced gradients, gathered from their owners."""
     bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
     whole = {id(bucket): collectives.all_gather(bucket.gradient_shard, bucket.shard_group) for bucket in buckets}
 
@@ -340,7 +343,7 @@ def assert_padding_is_zero(network: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Infinite:
-    """A gradient with an infinity in it."""
+    """Gradient with an infinity in it."""
 
     gradient: Gradient
 
@@ -366,7 +369,7 @@ class _Infector:
 
 
 def plant_infinity(network: nn.Module, *, active: bool) -> None:
-    """Let one weight of this rank meet infinite gradients, or no longer."""
+    """Make gradients of one weight of this rank infinite if `active`, otherwise restore them."""
     weight = next(module for module in network.modules() if isinstance(module, RowParallelLinear)).weight
     if isinstance(weight.gradient_buffer, _Infector):
         weight.gradient_buffer = weight.gradient_buffer.bucket

@@ -1,7 +1,7 @@
-"""Megatron-LM's own datasets, the wheel megatron-core 0.16.1, run on a rank: what it gives for the same files.
+"""Samples of Megatron-LM's own datasets (the wheel megatron-core 0.16.1), for the same files, computed on a rank.
 
-It is installed beside the project without its dependencies (see the Makefile), and imported only here, in
-`megatron_rates` and in `megatron_layout`.
+The wheel is installed without its dependencies (see the Makefile), and imported only here, in `megatron_rates` and in
+`megatron_layout`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Blend = tuple[list[str], list[float] | None]
 
 
 class Tokenizer:
-    """What its datasets ask of a tokenizer."""
+    """Tokenizer with the attributes that its datasets use."""
 
     vocab_size, eod, pad = 1000, 999, -1
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012
@@ -24,7 +24,7 @@ class Tokenizer:
 
 @dataclass(frozen=True)
 class Case:
-    """A run's data; each path as --data-path gives it, `path` with `split`, or one for each of three."""
+    """Data of a run; each path as --data-path takes it: `path` with `split`, or one for each of the three."""
 
     path: list[str]
     split: str
@@ -36,7 +36,8 @@ class Case:
 
 
 def samples(case: Case) -> list[np.ndarray | None] | str:
-    """The tokens of all samples of train, valid and test, [samples, sequence_length + 1]; or its complaint."""
+    """Return the tokens of all samples of train, valid and test, [samples, sequence_length + 1], or its error
+    message."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -69,7 +70,7 @@ def _tokens(dataset: Any, sequence_length: int) -> np.ndarray:
 
 
 def blend_index(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Its compiled loop for a blend with weights."""
+    """Call its compiled loop for a blend with weights."""
     from megatron.core.datasets import helpers
 
     datasets, places = np.zeros(size, np.int16), np.zeros(size, np.int64)
@@ -78,7 +79,7 @@ def blend_index(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray
 
 
 def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Its compiled loop for a blend without weights."""
+    """Call its compiled loop for a blend without weights."""
     from megatron.core.datasets import helpers
 
     datasets, places = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
@@ -87,7 +88,8 @@ def exhaustive_blend_index(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_sizes(ramp: tuple[int, int, int], final: int, train_samples: int) -> list[tuple[int, int]]:
-    """The samples consumed before each step and the step's size, while its calculator ramps the batch up."""
+    """Return the consumed samples before each step and the step's size, while its calculator ramps up the batch
+    size."""
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
     calculator = RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, *ramp)

@@ -1,4 +1,4 @@
-"""Megatron-LM's own distribution of layers over pipeline stages, from the wheel that `megatron_data` speaks of."""
+"""Megatron-LM's own distribution of layers over pipeline stages, from the wheel that `megatron_data` describes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def stages(cases: list[dict[str, Any]]) -> list[list[tuple[int, int]] | str]:
-    """For the options of each `TransformerConfig`: first layer and layers of each stage, in order; or a complaint."""
+    """Return first layer and layers of each stage, in order, or an error message, for options of a
+    `TransformerConfig`."""
     return [_answer(_stages, case) for case in cases]
 
 
 def letters(layouts: list[str]) -> list[list[str] | str]:
-    """What the stages of each string hold, or a complaint."""
+    """Return the contents of the stages of each layout string, or an error message."""
     return [_answer(_letters, layout) for layout in layouts]
 
 
@@ -38,7 +39,7 @@ def _stages(options: dict[str, Any]) -> list[tuple[int, int]]:
     held = []
     for chunk in range(chunks):
         for rank in range(ranks):
-            if config.pipeline_model_parallel_layout is not None:  # its own functions ask for the rank of the process
+            if config.pipeline_model_parallel_layout is not None:  # its own functions need the rank of the process
                 names = [kind.name for kind in config.pipeline_model_parallel_layout.layout[rank][chunk]]
                 held.append((sum(layers for _, layers in held), names.count("decoder")))
             else:

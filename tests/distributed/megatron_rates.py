@@ -1,4 +1,4 @@
-"""Megatron-LM's own scheduler of learning rates and weight decay, from the wheel that `megatron_data` speaks of."""
+"""Megatron-LM's own scheduler of learning rates and weight decay, from the wheel that `megatron_data` describes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 Trajectory = list[tuple[float, float, float]]
-"""Of each step: the learning rate, that of word embedding and output layer, and the weight decay."""
+"""Learning rate, learning rate of word embedding and output layer, and weight decay of each step."""
 
 
 def trajectory(
     decoupled: tuple[float | None, float | None], samples: list[int], resume_at: int, options: dict[str, Any]
 ) -> Trajectory:
-    """What its scheduler sets in steps of so many samples each, with a new one from step `resume_at` on.
+    """Return the values of its scheduler in each step, with a new scheduler from step `resume_at` on.
 
-    `decoupled`: the maximum and the minimum that the flags give; `options`: its constructor's.
+    `decoupled`: maximum and minimum from the flags; `options`: arguments of its constructor.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

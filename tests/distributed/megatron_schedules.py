@@ -1,4 +1,4 @@
-"""Megatron-LM's own order of interleaved 1F1B, from the wheel that `megatron_data` speaks of."""
+"""Megatron-LM's own order of interleaved 1F1B, from the wheel that `megatron_data` describes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import warnings
 from types import SimpleNamespace
 
 Order = list[tuple[str, int, int]]
-"""Of each action: F or B, the micro-batch and the chunk."""
+"""Actions: F or B, the micro-batch and the chunk."""
 
 
 def orders(sizes: list[tuple[int, int, int, int]]) -> list[list[Order]]:
-    """Each rank's order for each (ranks, chunks, micro-batches, group): warm-up, one of each in turn, the rest."""
+    """Return each rank's order for each (ranks, chunks, micro-batches, group): warm-up, alternating F and B, the
+    rest."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table

@@ -1,4 +1,4 @@
-"""Runs pipelines of small torch modules on real ranks, and watches what the engine keeps, frees and sends."""
+"""Runs of pipelines of small torch modules on real ranks, with records of what the engine keeps, frees and sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FACTORS = {LOSS: FACTOR}
 
 
 class SavesOutput(torch.autograd.Function):
-    """exp, whose output is saved as functions should."""
+    """exp that saves its output by `save_for_backward`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class SavesOutput(torch.autograd.Function):
 
 
 class KeepsOutput(torch.autograd.Function):
-    """exp, whose output is kept as an attribute."""
+    """exp that keeps its output as an attribute."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class KeepsOutput(torch.autograd.Function):
 
 
 class SometimesSavesOutput(SavesOutput):
-    """exp, whose output is saved in some micro-batches."""
+    """exp that saves its output in some micro-batches."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class SometimesSavesOutput(SavesOutput):
 
 
 class Border(torch.autograd.Function):
-    """What a message does: a copy, in order."""
+    """Copy in order, as a message makes one."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -101,13 +101,13 @@ LAST: dict[str, Callable[[Tensor], Tensor]] = {
     "strided": lambda inner: inner.t().contiguous().t() + 0.5,
     "sum": lambda inner: inner + 0.5,
 }
-"""A stage's last operation."""
+"""Last operation of a stage."""
 FREED = {"sum", "dropout", "strided", "transposed"}
-"""Those behind which nobody reads the output that has been sent."""
+"""Operations whose output nobody reads after it has been sent."""
 
 
 class Layer(nn.Module):
-    """A stage; the last one of a pipeline gives a loss."""
+    """Stage; the last one of a pipeline returns a loss."""
 
     def __init__(self, stage: int, stages: int, last: str) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Layer(nn.Module):
         self.inner: list[weakref.ref[Tensor]] = []
         self.inputs: list[weakref.ref[Tensor]] = []
         self.freed: list[bool] = []
-        """Of each output, when it goes backward: whether nothing holds its values."""
+        """True, per output, if its values had been freed when its backward began."""
         self.before_forward: Callable[[], None] = lambda: None
         self.seconds = 0.0
 
@@ -143,7 +143,7 @@ class Layer(nn.Module):
         self.freed.append(values.expired())
 
     def alive(self) -> int:
-        """Micro-batches whose activations are."""
+        """Return the number of micro-batches whose activations are alive."""
         return _alive(self.inner)
 
 
@@ -152,7 +152,7 @@ def _alive(references: Sequence[weakref.ref[Tensor]]) -> int:
 
 
 class Gradients:
-    """The gradients' side for plain parameters: those of I are kept as they are, and added in W."""
+    """Gradients of plain parameters: those of I are kept, and added in W."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
@@ -181,7 +181,7 @@ def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class WatchedLinks(Links):
-    """Links that see to it that what is sent stays as it is until it is waited for."""
+    """Links that check that sent tensors do not change until the send is waited for."""
 
     def __init__(self, links: Links) -> None:
         super().__init__(links.outgoing, links.incoming)
@@ -202,13 +202,13 @@ class WatchedLinks(Links):
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline, over all the ranks of the pool."""
+    """Pipeline over all ranks of the pool."""
 
     schedule: str
     chunks: int
     micro_batches: int
     last: tuple[str, ...]
-    """What the stages end in, in turn."""
+    """Last operations of the stages, in turn."""
     overlap: bool = True
     group: int | None = None
 
@@ -230,23 +230,23 @@ class Case:
 
 @dataclass
 class Found:
-    """What a rank, or a loop over all stages, has of a step."""
+    """Results of a step on a rank, or of a loop over all stages."""
 
     loss: float = 0.0
     evaluated: float = 0.0
     gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
-    """By stage and parameter."""
+    """Gradients by stage and parameter."""
     most_alive: int = 0
     most_inputs: int = 0
     alive_behind: int = 0
-    """Inputs, outputs and activations."""
+    """Number of inputs, outputs and activations that are alive after the step."""
     freed: dict[int, list[bool]] = field(default_factory=dict)
-    """Of each stage whether the values of its outputs were gone when it went backward."""
+    """True, per stage and output, if the values of the output had been freed when its backward began."""
     links: dict[str, int] = field(default_factory=dict)
 
 
 def alone(case: Case, ranks: int) -> Found:
-    """The step as a loop on one process."""
+    """Run the step as a loop on one process."""
     stages = case.stages(ranks)
     layers = [case.layer(stage, stages) for stage in range(stages.count)]
     found = Found()
@@ -268,7 +268,7 @@ def _with_gradients(found: Found, layers: Sequence[Layer]) -> Found:
 
 
 def trained(cases: Sequence[Case]) -> list[Found]:
-    """A step of each case on this rank, and an evaluation."""
+    """Run a step of each case on this rank, and an evaluation."""
     mesh = ParallelMesh(
         rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=dist.get_world_size()
     )
@@ -283,7 +283,7 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
     found = Found()
 
     def count() -> None:
-        # A forward that begins adds one to what is there.
+        # A forward in progress adds one to the number.
         alive = 1 + sum(layer.alive() for layer in layers) + len(gradients.kept)
         found.most_alive = max(found.most_alive, alive)
         found.most_inputs = max(found.most_inputs, sum(_alive(layer.inputs) for layer in layers))
@@ -292,7 +292,7 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
         layer.before_forward = count
     inputs = case.inputs()
     gc.collect()
-    gc.disable()  # what is let go of goes at once
+    gc.disable()  # frees objects only by their reference count, at once
     try:
         found.loss = loss_of(engine.run(steps.training(case.micro_batches), inputs, FACTORS, gradients))
         found.alive_behind = len(gradients.kept)
@@ -311,7 +311,7 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
 def make_engine(
     mesh: ParallelMesh, case: Case, layers: Sequence[Layer], links: Links, width: int = WIDTH
 ) -> tuple[PipelineEngine[Tensor], ProvedSchedules]:
-    """The rank's engine, and its lists."""
+    """Return the rank's engine and its lists."""
     stages = passing_hidden(case.stages(mesh.world_size), (WIDTH, width))
     run = [as_stage(layer, last=layer.is_last) for layer in layers]
     steps = ProvedSchedules(stages, mesh.rank, schedule=case.schedule, group_size=case.group, overlap=case.overlap)
@@ -320,12 +320,12 @@ def make_engine(
 
 
 def loss_of(sums: Mapping[str, Tensor]) -> float:
-    """Zero on ranks without the last stage."""
+    """Return the loss, zero on ranks without the last stage."""
     return sums[LOSS].item() if sums else 0.0
 
 
 def pipeline_mesh(seconds: float | None = None) -> ParallelMesh:
-    """All ranks in one pipeline, whose messages may take so long."""
+    """Return a mesh with all ranks in one pipeline; `seconds` is the time limit of its messages."""
     ranks = dist.get_world_size()
     timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
     return ParallelMesh(rank=dist.get_rank(), world_size=ranks, pipeline_parallel_size=ranks, timeout=timeout)

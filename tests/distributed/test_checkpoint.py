@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint, and failures that every rank sees alike."""
+"""Files that each rank writes for a checkpoint, and failures that every rank reports alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.harness.rank_pool import RankPools
 
 
 def trained(cell: Cell) -> Training:
-    """After a step."""
+    """Return a training after one step."""
     (mesh,) = make_meshes([cell]).values()
     training = Training(mesh, cell, initialized_chunks(mesh, cell))
     training.step(0)
@@ -57,7 +57,7 @@ def test_writing_is_shared_equally(rank_pools: RankPools, tmp_path: Path, cell: 
     files = checkpoint.read_manifest(tmp_path / "iter_0000001").files.values()
     sizes = [file.size for file in files]
     assert len(sizes) == 4
-    assert max(sizes) < 1.3 * min(sizes)  # of so small a model, headers and padding count
+    assert max(sizes) < 1.3 * min(sizes)  # in so small a model, headers and padding matter
 
 
 def test_the_copies_of_a_tied_weight_share_in_writing_it(rank_pools: RankPools, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_copies_of_a_tied_weight_share_in_writing_it(rank_pools: RankPools, 
 
 
 def count_what_is_read(cell: Cell, path: Path, *, own_nodes: bool) -> int:
-    """Bytes that this rank reads of the tensors in a load."""
+    """Return the bytes of tensors that this rank reads in a load."""
     training = trained(cell)
     system = os.uname()
     alone = type(system)((*system[:1], f"node-{training.mesh.rank}", *system[2:]))
@@ -98,7 +98,7 @@ def test_each_byte_is_read_once_a_node(rank_pools: RankPools, tmp_path: Path, ce
 
 
 def save_in_the_background(cell: Cell, path: Path) -> list[str]:
-    """Saves one behind the other, the second with a full disk on the last rank: what came of each."""
+    """Save twice, the second time with a full disk on the last rank; return the result of each save."""
     training = trained(cell)
     last = training.mesh.rank == cell.world_size - 1
     saver = Saver(path, training.optimizer, training.plan, asynchronous=True)
@@ -111,7 +111,7 @@ def save_in_the_background(cell: Cell, path: Path) -> list[str]:
             training.step(iteration)
             told.append(str(directory.latest(path)))
             if iteration == 3:
-                continue  # the next begins behind it
+                continue  # the next save begins after it
             try:
                 while (saved := saver.advance()) is None:
                     pass
@@ -143,7 +143,7 @@ def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypa
     saver.begin(TrainingState(1, 4, 1), {"model": {}})
     may_commit, real = Event(), FolderTransaction.commit
     monkeypatch.setattr(FolderTransaction, "commit", lambda *arguments: (may_commit.wait(), real(*arguments)))
-    assert saver.advance() is None  # all is written
+    assert saver.advance() is None  # everything is written
     assert saver.busy
     assert directory.latest(tmp_path) is None
     assert not list(tmp_path.glob("iter_*[0-9]"))
@@ -168,7 +168,7 @@ def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch:
     opened.wait()
     began = time.monotonic()
     saver.close()
-    assert time.monotonic() - began < 2  # a hundred writes would take longer
+    assert time.monotonic() - began < 2  # a hundred writes take longer
     assert directory.latest(tmp_path) is None
 
 
@@ -196,7 +196,7 @@ def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
 def test_what_passes_before_the_end_of_a_save_is_noticed_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that knows when its job ends stops two saves before."""
+    """A run that knows the end of its job stops two saves before it."""
     training = trained(Cell())
     settings = CheckpointConfig(save=str(tmp_path), save_interval=1, async_save=True)
     saves = Checkpoints(settings, tmp_path, training.optimizer, training.plan)
@@ -205,7 +205,7 @@ def test_what_passes_before_the_end_of_a_save_is_noticed_does_not_count(
     with Display(2, 1) as display:
         saves.save(TrainingState(1, 4, 1), {"model": {}}, display, last=False)
         now += 7.0
-        saves.advance(busy=True, failed=False, display=display)  # another rank is
+        saves.advance(busy=True, failed=False, display=display)  # another rank is busy
         while saves.flags[0]:
             pass
         for _ in range(2):  # to the files' end, and to the manifest's; an hour of evaluation before each
@@ -222,7 +222,7 @@ def test_what_passes_before_the_end_of_a_save_is_noticed_does_not_count(
 
 
 def fail_alone(cell: Cell, path: Path, kind: str) -> tuple[str, str]:
-    """Save once, then again with a fault on the last rank; the error of each rank, and what can still be loaded."""
+    """Save once, then again with a fault on the last rank; return each rank's error, and the loadable checkpoint."""
     training = trained(cell)
     training.save(path, 1)
     last = training.mesh.rank == cell.world_size - 1
@@ -273,7 +273,7 @@ def test_a_fault_of_one_rank_is_the_same_error_on_all(
 
 
 def run_out_of_memory(cell: Cell, path: Path) -> str:
-    """Load where the last rank cannot read a block; the error of each rank."""
+    """Load while the last rank cannot read a block; return the error of each rank."""
     training = trained(cell)
 
     def fail(*_: object) -> None:
@@ -297,7 +297,7 @@ def test_no_rank_waits_for_one_that_fails_in_a_way_nobody_expects(rank_pools: Ra
 
 
 def fails_twice() -> str:
-    """Rank 0 meets damage, rank 1 a file that it may not read."""
+    """Fail on rank 0 because of damage, on rank 1 because of a file that it must not read."""
     rank = dist.get_rank()
     try:
         with raise_on_all_ranks(ParallelMesh(rank=rank, world_size=dist.get_world_size()), "loading"):
@@ -307,6 +307,6 @@ def fails_twice() -> str:
 
 
 def test_what_is_not_damage_is_told_before_damage(rank_pools: RankPools) -> None:
-    """Else the run would fall back to an older checkpoint over a file that only may not be read."""
+    """Otherwise the run would fall back to an older checkpoint because of a file without read permission."""
     found = rank_pools(2).run(fails_twice)
     assert found == ["CheckpointError: loading failed on rank 1: [Errno 13] Permission denied"] * 2

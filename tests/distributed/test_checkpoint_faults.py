@@ -24,15 +24,15 @@ from tests.harness.saved_run import Saved, SavedRun, contents, litter
 
 FAILED = 3
 SECONDS = 30.0
-"""A rank that still waits then for one that was killed would wait for ever."""
+"""Time limit in seconds: a rank that then still waits for a killed one would wait for ever."""
 
 
 def member(rank: int, port: int, directory: Path, saved: Saved, kind: str, at: int, victim: int, fault: Fault) -> None:
-    """A rank's life: one save."""
+    """Save once, as one rank."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     run = SavedRun(ParallelMesh(rank=rank, world_size=2))
-    with suppress(RuntimeError):  # the other may be gone already
+    with suppress(RuntimeError):  # the other rank may have ended
         dist.barrier()
     try:
         with FileFaults(directory, at if rank == victim else None, fault):
@@ -42,7 +42,7 @@ def member(rank: int, port: int, directory: Path, saved: Saved, kind: str, at: i
 
 
 def exit_codes(processes: list[int]) -> list[int]:
-    """Kills none, but those that hang."""
+    """Wait for the processes and return their exit codes; kill processes that hang."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         if all(os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) for process in processes):
@@ -71,7 +71,7 @@ def killed_saves(folder: Path, saved: Saved, kind: str, victim: int, fault: Faul
 
 
 def kill_everywhere(folder: Path, saved: Saved, kind: str, victim: int, fault: Fault) -> set[Saved | None]:
-    """What was found after the kills."""
+    """Return the checkpoints found after the kills."""
     run = SavedRun()
     run.save(folder / "before", 1, 1)
     seen: set[Saved | None] = set()
@@ -104,7 +104,7 @@ def test_whichever_rank_is_killed_a_whole_checkpoint_is_found(
 
 
 def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: int) -> list[str]:
-    """The operations of the victim at which the ranks were told nothing. Every rank calls it."""
+    """Return the operations of the victim for which the ranks got no error. Every rank calls it."""
     run = SavedRun(ParallelMesh(rank=dist.get_rank(), world_size=2))
     run.save(folder / "before", 1, 1)
     before = contents(folder / "before")
@@ -136,7 +136,7 @@ def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: 
             assert f"saving iteration {saved[0]} to {directory} failed on rank {victim}: " in message
             assert os.strerror(number) in message
             if run.mesh.rank == 0:
-                done = operations == whole  # all but the last sync
+                done = operations == whole  # all except the last sync
                 assert done or contents(directory) == before, operations[at]
                 assert not litter(directory), operations[at]
         assert told[0][0] == told[1][0], told

@@ -1,8 +1,8 @@
-"""A checkpoint saved under any layout loads under any other, and the training goes on as if it had never stopped.
+"""A checkpoint saved under any layout loads under any other, and the training continues as if never stopped.
 
-Layouts are drawn at random in pairs, the one that saves and the one that loads. What the ranks hold, put together by
-the parameters' records, must be what stands in the file as documented, weights and optimizer state, bit for bit; the
-steps that follow must be those of the oracle, which trains in one go (docs/invariants.md: I8, I9).
+Layouts are drawn at random in pairs, the one that saves and the one that loads. The tensors of all ranks, merged by the
+parameters' `Sharding`, must have the same bits as the file, read by its documented format: weights and optimizer state.
+The steps that follow must be those of the oracle, which trains without a stop (docs/invariants.md: I8, I9).
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from tests.harness.covering_array import Row, Valid
 from tests.harness.rank_pool import RankPools
 
 BEFORE, AFTER = 1, 1
-"""Steps under the layout that saves, and under the one that loads: the first one after it reads all that was loaded."""
+"""Steps under the layout that saves, and under the one that loads: one step reads all that was loaded."""
 
 Target = tuple[Any, ...]
-"""What some pair is to meet: a value on a side, or two together."""
+"""Values that some pair must contain: a value on one side, or two values together."""
 
 RANKS: dict[str, tuple[Any, ...]] = {
     name: LAYOUT_FACTORS[name]
     for name in ("tp", "sequence_parallel", "pp", "schedule", "dp", "ep", "etp", "zero", "instances", "overlap")
 } | {"schedule": ("1f1b", "interleaved-2", "interleaved-3", "zb-v")}
-"""What says which rank holds what; overlap cuts the buckets."""
+"""Factors that decide which rank has which tensors; overlap changes the buckets."""
 TRAINED: dict[str, tuple[Any, ...]] = {
     name: MODEL_FACTORS[name] for name in ("family", "key_values", "qk_layernorm", "tied", "vocabulary")
 } | {"optimizer": ("sgd", "adam", "muon")}
-"""What is saved."""
+"""Factors that decide which tensors are saved."""
 CROSSED = ("tp", "pp", "schedule", "zero")
-"""Factors of which CI loads each value from each."""
+"""Factors for which CI loads each value from each other value."""
 ALONE = (*RANKS, *TRAINED)
-"""Factors of which each value is saved, and loaded."""
+"""Factors for which each value is saved, and loaded."""
 TOGETHER = (("schedule", "tied"), ("zero", "optimizer"))
-"""Factors of which CI saves and loads every two: tied weights on one rank or two, each rule's state in slices."""
+"""Pairs of factors for which CI saves and loads every two values: tied weights on one rank or two, each rule's state
+sharded."""
 
 
 class _Completed(dict[str, Any]):
-    """A row whose other factors, but for those at hand, are the plainest."""
+    """Row with the plainest values for all factors that it lacks."""
 
     def __missing__(self, name: str) -> Any:
         if name in RANKS or name in TRAINED:
@@ -64,13 +65,13 @@ class _Completed(dict[str, Any]):
 
 
 def sharding(row: Row) -> bool:
-    """Whether a row, perhaps incomplete, can be run, and its ZeRO stage finds ranks to share with."""
+    """Tell whether a row, perhaps incomplete, can be run and has several ranks for its ZeRO stage."""
     return valid(_Completed(row)) and (row["zero"] == 0 or row["dp"] > row["instances"])
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A training that is saved and goes on under another layout."""
+    """Training that is saved and continues under another layout."""
 
     saving: Cell
     loading: Cell
@@ -80,7 +81,7 @@ class Pair:
 
     @property
     def ranks(self) -> int:
-        """All that it takes: with each load comes another save and another load."""
+        """Return the number of ranks for all runs: each load comes with another save and another load."""
         return self.saving.world_size + 2 * self.loading.world_size
 
     def met(self) -> set[Target]:
@@ -107,7 +108,7 @@ def to_meet(pairs_too: bool) -> set[Target]:
 
 
 def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
-    """Pairs of layouts, any that can run."""
+    """Return valid pairs of layouts, drawn at random."""
     generator = random.Random(seed)
 
     def layout(variant: Row) -> Row:
@@ -129,13 +130,13 @@ def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
 
 
 def covering_pairs(missing: set[Target], seed: int = 0) -> list[Pair]:
-    """Of many random pairs those that bring the most news for the ranks they take, until all is met."""
+    """Return those of many random pairs that cover the most missing targets per rank, until all are covered."""
     candidates = [(pair, pair.met()) for pair in random_pairs(2000, seed, sharding)]
     pairs: list[Pair] = []
     while missing:
         pair, met = max(candidates, key=lambda candidate: len(candidate[1] & missing) / candidate[0].ranks)
         if not met & missing:
-            break  # test_every_value_is_saved_and_loaded tells
+            break  # test_every_value_is_saved_and_loaded reports it
         pairs.append(pair)
         missing = missing - met
     return pairs
@@ -146,7 +147,7 @@ NARROW = [
     Pair(*(replace(cell, dtype="bfloat16", narrow=number % 2 == 1) for cell in (pair.saving, pair.loading)))
     for number, pair in enumerate(PAIRS[::5])
 ]
-"""With master weights, and every other one with state in 16 bits; then no oracle says how the training goes on."""
+"""Pairs with master weights, every other one with 16-bit state; for that, the oracle has no expected continuation."""
 
 
 # ------------------------------------------------------------------------------------------------- what ranks do
@@ -156,25 +157,25 @@ NARROW = [
 class Saved:
     path: Path
     held: Tensors
-    """As `held` gives it, when it was saved."""
+    """Tensors when they were saved, as from `held`."""
 
 
 BLOCK = 256
-"""Bytes."""
+"""Bytes per block."""
 
 
 @dataclass(frozen=True)
 class Resumed:
     state: TrainingState
     loaded: Tensors
-    """As `held` gives it, right after the load."""
+    """Tensors right after the load, as from `held`."""
     losses: list[float]
     gradient_norms: list[float]
     final: Tensors
 
 
 def held(training: Training) -> Tensors:
-    """The checkpoint's tensors by name, as far as this rank holds them, NaN elsewhere; padding must be zero."""
+    """Return this rank's part of the checkpoint's tensors by name, NaN elsewhere; padding must be zero."""
     found: Tensors = {}
     with training.optimizer.unsharded_parameters():
         assert_padding_is_zero(training.network)
@@ -211,7 +212,7 @@ def train_and_save(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Saved
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """So that these small tensors are of several blocks."""
+    """Make these small tensors consist of several blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK", BLOCK)
         yield
@@ -223,7 +224,7 @@ def resume(cells: Sequence[Cell], paths: Sequence[Path]) -> list[Resumed]:
 
 
 def _resume(mesh: ParallelMesh, cell: Cell, path: Path) -> Resumed:
-    """Load into a training of other values and go on; then load again what has been saved on the way."""
+    """Load into a training with other values and continue; then load again the checkpoint saved meanwhile."""
     training = Training(mesh, cell, initialized_chunks(mesh, cell, SEED + 1))
     training.optimizer.steps = 7
     for part in training.optimizer.slices():
@@ -247,7 +248,7 @@ def _resume(mesh: ParallelMesh, cell: Cell, path: Path) -> Resumed:
 
 
 def merged(ranks: Iterable[Tensors]) -> Tensors:
-    """The whole tensors; where ranks hold the same element they must hold the same bits."""
+    """Return the unsharded tensors; an element on several ranks must have the same bits on each."""
     whole: Tensors = {}
     for found in ranks:
         for name, tensor in found.items():
@@ -267,7 +268,7 @@ def assert_same(actual: Tensors, wanted: Tensors, what: str) -> None:
 
 
 def check(rank_pools: RankPools, pairs: Sequence[Pair], folder: Path) -> None:
-    """Pairs that load in one world size."""
+    """Check pairs that load with the same world size."""
     (loading_size,) = {pair.loading.world_size for pair in pairs}
     folders = {pair: folder / str(number) for number, pair in enumerate(pairs)}
     saved: dict[Pair, list[Saved]] = {}
@@ -324,7 +325,7 @@ def test_a_training_goes_on_under_any_layout(world_size: int, rank_pools: RankPo
 
 @pytest.mark.bits
 def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
-    """The bits of weights, masters and state, and I8."""
+    """Check the bits of weights, masters and state, and I8."""
     check_by_world_size(rank_pools, NARROW, tmp_path)
 
 

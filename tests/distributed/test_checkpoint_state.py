@@ -1,7 +1,7 @@
-"""State that is no parameter, and an optimizer's that has not its weight's shape: saved once, loaded under any layout.
+"""State that is not a parameter, and optimizer state of another shape than its weight: saved once, loaded anywhere.
 
-A toy module counts in whole numbers, alike on all ranks, and has a bias that is split over tensor-parallel ranks. A toy
-rule keeps of a matrix' squared gradients the averages of rows and columns, as Adafactor does (arXiv:1804.04235).
+A toy module has integer counts, equal on all ranks, and a bias that is split over tensor-parallel ranks. A toy rule
+keeps the averages of a matrix's squared gradients over rows and columns, as Adafactor does (arXiv:1804.04235).
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ NORM = LogicalTensor("toy.norm", (COLUMNS,), Constant(1.0), weight_decay=False)
 COUNTS = LogicalTensor("toy.router.counts", (8,), Constant(3), weight_decay=False)
 BIAS = LogicalTensor("toy.router.bias", (6,), Constant(0.5), weight_decay=False)
 LARGE = 2**60 + 1
-"""A count that no float holds."""
+"""Count that no float can represent."""
 OWN = {"state/toy.router.counts", "state/toy.router.bias", "optimizer/row/toy.weight", "optimizer/column/toy.weight"}
 CONFIG = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.5)
 
 
 class Router(nn.Module):
-    """The last of four tensor-parallel ranks has padding alone for its part of the bias."""
+    """Router; the last of four tensor-parallel ranks has only padding of the bias."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Router(nn.Module):
         self.bias = State(split(mesh, BIAS, {0: ("tp",)}, columns=0, padded=8), torch.float32, mesh.device)
 
     def count(self) -> None:
-        """Change the state as a step does, each element otherwise."""
+        """Change the state as a step does, each element in a different way."""
         self.counts.values += LARGE * torch.arange(1, 9) % 2**62
         (piece,) = self.bias.sharding.pieces
         piece.view(self.bias.values).add_(torch.linspace(0, 1, 6)[piece.box.slices()])
@@ -84,7 +84,7 @@ class Toy(nn.Module):
 
 
 def factor(dimension: int) -> update_rule.OwnState:
-    """The averages over all but one dimension of a matrix, split as that is."""
+    """Return averages over all but one dimension of a matrix, split as that dimension is."""
 
     def make(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> State | None:
         if not parameter.sharding.has_matrices:
@@ -99,7 +99,11 @@ def factor(dimension: int) -> update_rule.OwnState:
 
 
 class Factored(UpdateRule):
-    """The rule. Each rank of a shard group has the squares of its slice: together they have all, and the same sums."""
+    """Toy rule.
+
+    Each rank of a shard group has the squares of its slice. Summed over the group they are complete, and all ranks get
+    the same sums.
+    """
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh) -> None:
         self.shards, self.group = shards, mesh.group("tp")
@@ -131,7 +135,7 @@ def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerCon
 
 @contextmanager
 def factored() -> Iterator[None]:
-    """Within it the rule stands in SGD's place for matrices."""
+    """Replace SGD's rule for matrices by `Factored` within the context."""
     rule = update_rule.RuleState(
         lambda _, group: () if group.matrices else ("momentum_buffer",), {"row": factor(0), "column": factor(1)}
     )
@@ -167,7 +171,7 @@ class Run:
         self.plan = Plan(self.mesh, contents_at, CONFIG, stage=layout.zero, instances=1)
 
     def step(self, number: int) -> None:
-        """An update by gradients that each data-parallel rank has a half of, or all."""
+        """Update with gradients of which each data-parallel rank has a half, or all."""
         generator = torch.Generator().manual_seed(number)
         whole = {tensor.name: torch.randn(tensor.shape, generator=generator).double() for tensor in (WEIGHT, NORM)}
         self.optimizer.begin_step(1)
@@ -196,7 +200,7 @@ class Run:
         checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan, state=state, casts=casts)
 
     def held(self) -> dict[str, tuple[Box, Tensor]]:
-        """Tensors with a place of their own, as far as this rank has them."""
+        """Return this rank's parts of the tensors that have their own `Sharding`."""
         return {
             prefix + piece.tensor.name: (piece.box, piece.view(state.values).clone())
             for prefix, state in held_states(self.network, self.optimizer)
@@ -217,7 +221,7 @@ def train_and_save(layout: Layout, folder: Path) -> Path:
 
 
 def load_and_save(layout: Layout, path: Path, folder: Path) -> dict[str, tuple[Box, Tensor]]:
-    """Load, save what was loaded and, behind another step, that; tell what was loaded."""
+    """Load, save the loaded state, and save again after a step; return the loaded state."""
     with factored():
         run = Run(layout)
         run.load(path)
@@ -443,7 +447,7 @@ def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
 
 
 def loads(run: Run, path: Path) -> dict[str, Callable[[], object]]:
-    """The ways to load weights from a checkpoint."""
+    """Return the ways to load weights from a checkpoint."""
     return {
         "to continue": lambda: run.load(path),
         "with a new optimizer": lambda: run.load(path, state=False),
@@ -488,7 +492,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
 
 
 def test_a_new_optimizer_leaves_the_modules_their_state(alone: Path, tmp_path: Path) -> None:
-    """Their state is part of the model: saved with the weights alone, too."""
+    """The modules' state is part of the model: it is also saved with the weights alone."""
     whole = read(alone)
     with factored():
         weights = trained(Layout()).save(tmp_path, state=False)
@@ -502,7 +506,7 @@ def test_a_new_optimizer_leaves_the_modules_their_state(alone: Path, tmp_path: P
 
 
 class Given:
-    """A source of weights."""
+    """Source of weights."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.values = tensors

@@ -1,4 +1,4 @@
-"""Several chunks on one pipeline rank: their reductions, and a tied weight whose uses lie in two of them."""
+"""Several chunks on one pipeline rank: their reductions, and a tied weight with uses in two of them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.harness.rank_pool import RankPools
 
 WHOLE = "F0 B0 F1 B1 F2 B2 F3 B3"
 IN_TURN = "F0.0 F0.1 F1.0 F1.1 B0.1 B1.1 B0.0 F2.0 F2.1 I2.1 B1.0 F3.0 F3.1 I3.1 W2.1 W3.1 I2.0 I3.0 W2.0 W3.0"
-"""The head's first two micro-batches go backward before the embedding's first."""
+"""Actions in which the head runs backward for its first two micro-batches before the embedding does for its first."""
 
 
 def scheduled(name: str, cell: Cell) -> tuple[Action, ...]:
-    """Of one pipeline rank, its reductions placed."""
+    """Return the actions of one pipeline rank, with its reductions."""
     schedule, v_shaped = SCHEDULES[name], name == "zb-v"
     stages = Stages(1, 2 if v_shaped or name.startswith("interleaved") else 1, v_shaped)
     reductions = Reductions(per_micro_batch=cell.zero >= 2, overlap=cell.overlap != "none")
@@ -45,7 +45,7 @@ def tensors(ranks: Sequence[list[tuple[list[float], list[Held]]]], case: int) ->
     ("recompute", "tied"), [("none", True), pytest.param("uniform", False, marks=pytest.mark.wide)]
 )
 def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools: RankPools) -> None:
-    """Where nothing is reduced over data-parallel ranks, so that no bucket's cut shows."""
+    """Check without data-parallel reductions, because they depend on the cut of the buckets."""
     row = {"tp": 2, "dp": 1, "sequence_parallel": True, "tied": tied, "recompute": recompute}
     cell = make_cell(row, optimizer="adam", clip_grad=0.5, dropout=0.1)
     names = ("gpipe", "1f1b", "zb-h1", "interleaved-1f1b", "zb-v")
@@ -72,9 +72,10 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
     ],
 )
 def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, lists: str, rank_pools: RankPools) -> None:
-    """Two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap.
+    """With two chunks, ZeRO 0 and 1 have the same bits, and so do 2 and 3; all are close to one chunk. An R in the
+    middle of a list needs no overlap.
 
-    (Four tensor-parallel ranks are for sums over more than two copies, whose order could follow the buckets' cuts.)
+    (Four tensor-parallel ranks test sums over more than two replicas, whose order could depend on the buckets.)
     """
     row = {"tp": tp, "dp": dp, "samples": 4 * dp, "sequence_parallel": tp > 1}
     training = {"optimizer": "adam", "clip_grad": 0.5, "dropout": 0.1}
@@ -105,11 +106,11 @@ WAIT = "wait for the gradients' reduction"
 
 
 class Record:
-    """The collectives that a rank begins or, of reductions over data-parallel ranks, waits for."""
+    """Record of the collectives that a rank begins, and of the data-parallel reductions that it waits for."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[bool, tuple[int, ...]]] = []
-        """Whether it is waited for, and the ranks."""
+        """True for a wait, and the ranks."""
 
     def begun(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, group: Any, **options: Any) -> Any:

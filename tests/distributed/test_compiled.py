@@ -1,6 +1,6 @@
-"""Layers under torch.compile: training is the oracle's, and nothing is compiled anew for a layer, a step or a layout.
+"""Layers under torch.compile: same training as the oracle, without recompilation per layer, step or layout.
 
-On the backend that does all but to write code; tests/end_to_end/test_compile.py has Inductor's.
+The backend here does everything except code generation; tests/end_to_end/test_compile.py tests Inductor.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LAYOUTS = [
     {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
     {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-v", "recompute": "uniform"},
 ]
-"""A layer's shapes are the same in all of these."""
+"""Cells with the same shapes of layers."""
 
 
 def graphs_of_cells(cells: Sequence[Cell]) -> list[tuple[layout_run.RankResult, int]]:
-    """On a rank: each cell run, and how many graphs had been compiled by its end."""
+    """Run each cell on this rank; return the results and the number of graphs compiled so far after each."""
     counters.clear()
     meshes = layout_run.make_meshes(cells)
     return [(layout_run.run_cell(meshes[cell.split], cell), counters["stats"]["unique_graphs"]) for cell in cells]
@@ -59,15 +59,16 @@ def test_every_layout_is_the_oracles_with_what_one_has_compiled(rank_pools: Rank
 
 @pytest.mark.wide
 def test_tensor_and_sequence_parallel_layers_are_the_oracles(rank_pools: RankPools) -> None:
-    """Here with biases, learned positions and LayerNorm."""
+    """Cells with biases, learned positions and LayerNorm."""
     cell = make_cell({"tp": 2, "dp": 1, "sequence_parallel": True}, steps=2, compiled="aot_eager")
     (result,), _ = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
 
 def test_dropout_is_that_of_layers_which_are_not_compiled(rank_pools: RankPools) -> None:
-    """Sums of other orders, of the same elements dropped; and recomputed or not the same bits, as always. Nothing is
-    compiled anew for other samples.
+    """The same elements are dropped, but the order of summation differs.
+
+    With and without recomputation the bits are the same, as always. Other samples cause no recompilation.
     """
     plain = make_cell({"tp": 1, "dp": 1}, dropout=0.1, steps=2)
     cells = [replace(plain, compiled="aot_eager"), replace(plain, compiled="aot_eager", recompute="uniform")]

@@ -1,4 +1,4 @@
-"""Converted models on layouts that cut them: what they compute, how they train, and what is written from there."""
+"""Converted models on layouts that split them: their logits, their training, and their export."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.harness.huggingface import CONFIGS
 from tests.harness.rank_pool import RankPools
 
 LOGITS = 1e-5
-"""Both compute logits of about 1 in fp32, in another order."""
+"""Tolerance: both sides compute logits of about 1 in fp32, in different orders."""
 STEPS, BATCH, RATE = 20, 4, 1e-3
 
 
 def flags(folder: Path, save: Path, steps: int) -> list[str]:
-    """A run that begins with a folder's weights."""
+    """Return the flags of a run that begins with a folder's weights."""
     given = (
         f"--load {folder} --save {save} --mock-data --tokenizer-type NullTokenizer --seq-length 32 --eval-iters 0 "
         f"--micro-batch-size 2 --global-batch-size {BATCH} --train-iters {steps} --lr {RATE} --lr-decay-style constant "
@@ -35,7 +35,7 @@ def flags(folder: Path, save: Path, steps: int) -> list[str]:
 
 
 def export(run: Path, folder: Path) -> PreTrainedModel:
-    """What a run has saved, as transformers reads it from the folder that is written."""
+    """Export a run's checkpoint to the folder, and return it as read by transformers."""
     write_huggingface(open_megalite(run), folder, dtype=None, shard=10**9, workers=1, advance=lambda _: None)
     model, info = theirs.load(folder)
     assert not any(info.values()), info
@@ -58,7 +58,7 @@ def test_from_hugging_face_onto_ranks_and_back(name: str, tmp_path: Path, rank_p
 
 
 def plain_losses(model: PreTrainedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train as anyone would with torch alone."""
+    """Train with torch alone."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -81,9 +81,9 @@ def test_training_goes_as_with_transformers(name: str, tp: int, pp: int, tmp_pat
     arguments = flags(tmp_path / "theirs", tmp_path / "run", STEPS)
     expected = plain_losses(model, conversion_run.batches(arguments, BATCH))
     assert len(expected) == STEPS
-    assert expected[-1] < expected[0] - 0.02  # or the weights would not matter
+    assert expected[-1] < expected[0] - 0.02  # otherwise the weights would not matter
     for losses in rank_pools(tp * pp).run(conversion_run.train, arguments, tp=tp, pp=pp, steps=STEPS):
         assert max(abs(ours - other) for ours, other in zip(losses, expected, strict=True)) <= 1e-5
     trained = export(tmp_path / "run", tmp_path / "ours")
-    # AdamW's first steps are of one size whatever the gradient's: where it is nearly 0, rounding decides the sign.
+    # AdamW's first steps have the same size for any gradient: if it is nearly 0, rounding decides the sign.
     assert (theirs.logits(trained, theirs.tokens()) - theirs.logits(model, theirs.tokens())).abs().max() <= 1e-3

@@ -1,4 +1,4 @@
-"""The samples are Megatron-LM's: against megatron-core itself, over any lengths, splits, blends and epochs."""
+"""The samples are Megatron-LM's: comparison with megatron-core, for any lengths, splits, blends and epochs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.distributed import megatron_data
 from tests.distributed.megatron_data import Case
 from tests.harness.rank_pool import RankPools
 
-# Without shrinking, which would take minutes.
+# No shrinking: it would take minutes.
 many = settings(
     deadline=None,
     max_examples=60,
@@ -36,7 +36,8 @@ FILES = 3
 
 
 def write(lengths: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The prefixes of token files, in a new folder: Megatron-LM would find the indices of other data at an old path."""
+    """Return the prefixes of token files in a new folder: at an old path, Megatron-LM would find the indices of other
+    data."""
     folder = tmp_path_factory.mktemp("data")
     for number, documents in enumerate(lengths):
         with IndexedDatasetWriter(folder / str(number), np.uint16) as writer:
@@ -71,7 +72,7 @@ def cases(draw: st.DrawFn, prefixes: list[str], weighted: bool) -> Case:
 def ours(case: Case) -> Any:
     each = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), case.each, strict=False))
     parts = read_dataset_specs(DataConfig(seq_length=1, data_path=case.path, split=case.split, **each))
-    for part in filter(None, parts):  # Megatron-LM never ends where a part has no tokens
+    for part in filter(None, parts):  # Megatron-LM never ends if a part has no tokens
         for prefix in part.prefixes:
             lengths = IndexedDataset(prefix).sequence_lengths
             within = part.sequences(len(lengths))
@@ -107,7 +108,7 @@ def test_samples_with_weights(
     case = data.draw(cases(write(lengths, tmp_path_factory), weighted=True))
     sets = ours(case)
     (expected,) = rank_pools(1).run(megatron_data.samples, case)
-    if isinstance(expected, str):  # its blend is longer than the run needs, by up to a sample a dataset
+    if isinstance(expected, str):  # its blend is longer than the run needs, by up to one sample per dataset
         assert expected.startswith("IndexError: The ")
         return
     for found, theirs, size in zip(sets, expected, case.sizes, strict=False):
@@ -115,7 +116,7 @@ def test_samples_with_weights(
 
 
 def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With these, a blend that normalizes its weights but once takes the other dataset at an equal."""
+    """With these weights, a blend that normalizes its weights only once takes the other dataset in a tie."""
     a, b = write([[1, 1, 7, 20, 2, 20], [50, 1, 20, 3, 2]], tmp_path_factory)
     case = Case(["1.0", a, "0.3", b], "1", [], [60, 0, 0], 40, 372, 0.005)
     (expected,) = rank_pools(1).run(megatron_data.samples, case)
@@ -128,7 +129,7 @@ def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pyte
 def test_samples_of_prefixes_alone(
     lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Where Megatron-LM stops, because it takes more from a dataset than there is, we go on with the others."""
+    """Megatron-LM stops if it needs more samples than a dataset has; megalite continues with the others."""
     case = data.draw(cases(write(lengths, tmp_path_factory), weighted=False))
     try:
         sets = ours(case)
@@ -164,7 +165,7 @@ def test_blends_that_take_all(sizes: list[int], rank_pools: RankPools) -> None:
 
 def test_long_blends_are_the_same(rank_pools: RankPools) -> None:
     weights = normalize([0.1, 0.25, 3.7, 1e-4, 2.0])
-    size = 212_345  # many stretches, the last of them short
+    size = 212_345  # many blocks, the last of them shorter
     (expected,) = rank_pools(1).run(megatron_data.blend_index, weights, size)
     found = build_blend_index(weights, size)
     assert np.array_equal(found.datasets, expected[0])

@@ -1,4 +1,4 @@
-"""Backward split in two: the gradients of weights are kept, and added later, without a bit or a byte of difference."""
+"""Backward split in two: weight gradients are deferred and added later, with the same bits and bytes."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_split_backward_changes_no_bit(row: dict[str, Any], rank_pools: RankPool
 
 
 class Packed:
-    """A tensor that a graph has saved."""
+    """Tensor that a graph has saved."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str, Any]:
-    """Bytes that a micro-batch's I leaves alive, and what the formula says; what the graph keeps; and what is left."""
+    """Return the bytes that a micro-batch's I keeps, and their formula; the tensors kept by the graph; and the rest."""
     parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
     cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, fused_loss=fused_loss, **parallel)
     rank = Rank.build(cell, chunks=1)
@@ -86,7 +86,7 @@ def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str
     def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal wanted
         wanted += arguments[0].nbytes + output.nbytes
-        if isinstance(module, OutputLayer):  # whose output, the losses, is not the product
+        if isinstance(module, OutputLayer):  # its output, the losses, is not the product
             columns = module.weights[0].shape[0]
             wanted += output.numel() * (8 + 4 if fused_loss else 4 * columns - 4)  # labels, log-sums and weights
 
@@ -94,7 +94,7 @@ def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.register_forward_hook(count)
         elif module is network.embedding.word:
-            wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they are another rank's
+            wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they belong to another rank
             module.register_forward_hook(lambda module, arguments, output: count(module, (output[:0],), output))
         else:
             wanted += sum(parameter.nbytes for parameter in module.parameters(recurse=False) if parameter.dim() == 1)
@@ -124,7 +124,8 @@ def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str
 def test_inputs_and_output_gradients_are_kept_and_no_more(
     tp: int, sequence_parallel: bool, fused_loss: bool, rank_pools: RankPools
 ) -> None:
-    """Split under sequence parallelism; of vectors their gradients; of a fused loss three numbers a token."""
+    """The kept inputs are split under sequence parallelism; of vectors the gradients are kept; of a fused loss 3
+    numbers/token."""
     for found in rank_pools(2).run(kept_between, tp, sequence_parallel, fused_loss):
         assert found["saved"] > 0
         assert found["still saved"] == found["nodes"] == 0
@@ -133,7 +134,7 @@ def test_inputs_and_output_gradients_are_kept_and_no_more(
 
 
 def gathers(order: str) -> dict[str, int]:
-    """Calls by kind of action, in one step."""
+    """Return the number of gathers in one step by kind of action."""
     cell = Cell(family="llama", tied=False, tp=2, sequence_parallel=True)
     rank = Rank.build(cell, chunks=1)
     calls: Counter[str] = Counter()
@@ -147,8 +148,9 @@ def gathers(order: str) -> dict[str, int]:
 
 
 def test_a_column_parallel_layers_input_is_gathered_when_its_gradient_is_added(rank_pools: RankPools) -> None:
-    """And not before: as often as in a whole backward. So is the embedding's output gradient. A row-parallel layer's
-    is needed twice.
+    """The gather happens then and not before: as often as in an undivided backward.
+
+    The same holds for the embedding's output gradient. A row-parallel layer needs its own twice.
     """
     layers, micro_batches = 4, 4
     once, twice = (2 * layers + 1 + 1) * micro_batches, 2 * layers * micro_batches

@@ -1,4 +1,4 @@
-"""Rows that travel between ranks, against indexing on one process."""
+"""Rows that travel between ranks, compared with indexing on one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.harness.rank_pool import RankPools
 
 WIDTH = 5
 COUNTS = {1: [[3]], 2: [[1, 4], [0, 2]], 3: [[2, 0, 5], [7, 1, 3], [4, 6, 0]]}
-"""By number of ranks: rows from each, to each."""
+"""By number of ranks: rows from each rank to each rank."""
 NONE = {size: [[0] * size] * size for size in COUNTS}
 
 
 def exchanged(counts: list[list[int]]) -> tuple[list[int], Tensor, Tensor, Tensor | None]:
-    """The counts announced, what arrives, and the gradients that come back, given whole and as a view."""
+    """Return the announced counts, the rows that arrive, and the gradients that come back, contiguous and as a view."""
     group = group_of_all()
     sent = counts[group.rank]
     received = exchange_counts(sent, group, torch.device("cpu"))
@@ -64,7 +64,7 @@ def test_rows_arrive_and_gradients_return(which: dict[int, list[list[int]]], siz
 def test_counts_that_do_not_deal_the_rows_are_an_error(
     size: int, sent: list[int], received: list[int], words: str
 ) -> None:
-    """Before anything is sent."""
+    """The error comes before anything is sent."""
     group = Group(ranks=tuple(range(size)), rank=0)
     with pytest.raises(ValueError, match=words):
         exchange_rows(random(1, 3, WIDTH), sent, received, group)

@@ -1,7 +1,7 @@
-"""A layer of experts, made for this test, trains on any expert view of the ranks as on one process.
+"""A layer of experts, made for this test, trains the same on any expert view of the ranks.
 
-The network has none yet, but all that carries parameters knows of them: placement, buckets, ZeRO, norms, rules and
-checkpoints. Tokens are dealt over all ranks and reach experts by a gather.
+It covers all code for expert parameters: placement, buckets, ZeRO, norms, rules and checkpoints. Tokens are distributed
+over all ranks and reach experts by a gather.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Held = tuple[str, tuple[int, ...], Box, Tensor]
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout of as many ranks as there are, ZeRO's stage and a rule."""
+    """Layout for the given number of ranks, with ZeRO stage and update rule."""
 
     tp: int = 1
     cp: int = 1
@@ -79,7 +79,7 @@ class Cell:
 
 
 class ExpertProduct(torch.autograd.Function):
-    """[tokens, in] times the matrix of each token's expert; tokens of other ranks' experts give zero."""
+    """Product of [tokens, in] with the matrix of each token's expert; tokens of other ranks' experts give zero."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Parameter, chosen: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class ExpertProduct(torch.autograd.Function):
 
 
 class ExpertLayer(nn.Module):
-    """Experts, split over ep and, along their inner width, etp; their router and a scale, alike on all ranks."""
+    """Experts, split over ep and, along their inner width, over etp; their router and a scale are replicated."""
 
     def __init__(self, mesh: ParallelMesh, number: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class ExpertLayer(nn.Module):
         self.down = parameter(placement.split(mesh, down, {0: ("ep",), 2: ("etp",)}))
 
     def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """[tokens, hidden] of this rank to the same; `chosen`: the expert of each."""
+        """Map this rank's [tokens, hidden] to the same shape; `chosen`: the expert of each token."""
         shares = (hidden @ self.router.t()).softmax(-1).gather(-1, chosen.unsqueeze(-1))
         rows = all_gather_sequence(hidden * self.scale, self.group)
         everyones = collectives.all_gather(chosen, self.group)
@@ -140,14 +140,14 @@ class Network(nn.Module):
         self.layers = nn.ModuleList(ExpertLayer(mesh, number) for number in range(LAYERS))
 
     def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
-        """The sum of this rank's losses."""
+        """Return the sum of this rank's losses."""
         for layer in self.layers:
             hidden = layer(hidden, chosen)
         return hidden.pow(3).sum()
 
 
 def micro_batches(mesh: ParallelMesh, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens, and their experts: of each micro-batch two, so that others have nothing to do."""
+    """Yield this rank's tokens and their experts: two experts per micro-batch, so that the others get no token."""
     for number in range(step * MICRO_BATCHES, (step + 1) * MICRO_BATCHES):
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
@@ -156,7 +156,7 @@ def micro_batches(mesh: ParallelMesh, step: int) -> Iterator[tuple[Tensor, Tenso
 
 
 class Training:
-    """A cell's training on this rank."""
+    """Training of a cell on this rank."""
 
     def __init__(self, cell: Cell, mesh: ParallelMesh) -> None:
         options, config = cell.data_parallel(), cell.config()
@@ -196,7 +196,7 @@ Result = tuple[list[float], list[Held]]
 
 
 def make_meshes(cells: Iterable[Cell]) -> dict[View, ParallelMesh]:
-    """This rank's meshes: one for all cells that are split alike."""
+    """Return this rank's meshes: one for all cells with the same split."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
         (tp, cp, ep, etp): ParallelMesh(
@@ -212,7 +212,7 @@ def make_meshes(cells: Iterable[Cell]) -> dict[View, ParallelMesh]:
 
 
 def trained(cells: Sequence[Cell]) -> list[Result]:
-    """Of each cell the gradient norms and the weights in the end."""
+    """Return the gradient norms and the final weights of each cell."""
     results, meshes = [], make_meshes(cells)
     for cell in cells:
         training = Training(cell, meshes[cell.view])
@@ -223,7 +223,7 @@ def trained(cells: Sequence[Cell]) -> list[Result]:
 
 
 def resumed(pairs: Sequence[tuple[Cell, Cell]], directory: Path) -> list[Result]:
-    """The same, saved after each step by one cell and loaded by the other."""
+    """Train likewise, but save after each step with one cell and load with the other."""
     results, meshes = [], make_meshes(itertools.chain(*pairs))
     for number, cells in enumerate(pairs):
         norms: list[float] = []
@@ -268,11 +268,11 @@ VIEWS = {
     2: [(1, 1, 2, 1), (2, 1, 1, 2), (2, 1, 2, 1)],
     4: [(2, 1, 1, 1), (2, 1, 4, 1), (1, 1, 2, 2), (1, 2, 2, 1), (1, 2, 1, 2)],
 }
-"""By number of ranks: tp, cp, ep, etp."""
+"""Values of tp, cp, ep and etp, by number of ranks."""
 HYBRID = {
     2: [],
     4: [
-        Cell(ep=2, zero=1, instances=2, optimizer="muon"),  # of the experts' copies each instance has one
+        Cell(ep=2, zero=1, instances=2, optimizer="muon"),  # each instance has one replica of the experts
         Cell(etp=2, zero=3, instances=2, optimizer="adam"),
         Cell(zero=2, instances=2, optimizer="muon", overlap=True),
     ],
@@ -280,7 +280,7 @@ HYBRID = {
 
 
 def cells(world_size: int) -> list[Cell]:
-    """Every view at every stage, and every rule at every stage."""
+    """Return every view at every stage, and every rule at every stage."""
     views = enumerate(VIEWS[world_size])
     return HYBRID[world_size] + [
         Cell(*view, zero=zero, optimizer=RULES[(number + zero) % 3], overlap=bool((number // 2 + zero) % 2))
@@ -302,7 +302,7 @@ def test_experts_train_as_on_one_process(
 def test_experts_are_saved_under_one_view_and_loaded_under_another(
     world_size: int, rank_pools: RankPools, one_process: dict[str, Result], tmp_path: Path
 ) -> None:
-    """Round a circle of views: each is saved and loaded, at other stages."""
+    """Each view is saved and loaded by the next one, at other stages."""
     views = [(1, 1, 1, 1), *VIEWS[world_size]]
     pairs = [
         (Cell(*saving, zero=number % 4, optimizer=rule), Cell(*loading, zero=(number + 1) % 4, optimizer=rule))
@@ -315,7 +315,7 @@ def test_experts_are_saved_under_one_view_and_loaded_under_another(
 
 
 def by_hand(rule: str) -> Result:
-    """The same training on whole tensors, by torch and tests/muon.py."""
+    """Train the same on unsharded tensors, with torch and tests/muon.py."""
     network, config = Network(ParallelMesh()), Cell().config()
     tensors = [piece.tensor for _, piece in named_pieces(network)]
     weights = {t.name: initial_values(t, Box.whole(t.shape), 1).double().requires_grad_() for t in tensors}
@@ -356,7 +356,7 @@ def test_one_process_trains_as_torch_does(rule: str, one_process: dict[str, Resu
 
 
 class Largest(TorchDispatchMode):
-    """Remembers how many elements the largest tensor has that an operation gives."""
+    """Recorder of the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 
@@ -369,7 +369,7 @@ class Largest(TorchDispatchMode):
 
 
 def matrices_update(cell: Cell) -> dict[str, Any]:
-    """What Muon said that it would do together with other ranks, what it did, and the largest tensor on the way."""
+    """Return Muon's declared operations with other ranks, the actual ones, and the largest tensor meanwhile."""
     training = Training(cell, make_meshes([cell])[cell.view])
     (rule,) = (rule for rule in training.optimizer._rules if isinstance(rule, Muon))
     did: list[tuple[int, ...]] = []
@@ -401,9 +401,9 @@ def matrices_update(cell: Cell) -> dict[str, Any]:
     ],
 )
 def test_a_rank_makes_whole_only_matrices_of_its_own_experts(cell: Cell, rank_pools: RankPools) -> None:
-    """One at a time, each but once among the ranks that have it apart, and as the step's checker is told."""
+    """It gathers one matrix at a time, each on only one of its ranks, as declared to the step's checker."""
     ranks = rank_pools(4).run(matrices_update, cell)
     for found in ranks:
         assert found["did"] == found["said"]
-        assert found["largest"] <= 2 * FFN * HIDDEN  # gloo adds what two ranks have by gathering both
+        assert found["largest"] <= 2 * FFN * HIDDEN  # gloo reduces over two ranks by gathering both inputs
     assert sum(found["matrices"] for found in ranks) == LAYERS * (2 * EXPERTS * cell.etp + cell.tp)

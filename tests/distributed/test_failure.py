@@ -1,5 +1,7 @@
-"""An error ends every rank, with one message and the right exit code. Real processes, since they really end: forked;
-and once under torchrun itself (before there is a group: tests/end_to_end/test_commands.py).
+"""An error ends every rank, with one message and the right exit code.
+
+The tests use real forked processes, and torchrun itself once. Errors before there is a group:
+tests/end_to_end/test_commands.py.
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ def write(program: str, directory: Path) -> Path:
 
 @pytest.fixture
 def start(spawn: Callable[..., Job], tmp_path: Path) -> Start:
-    """Starts a program on forked ranks: `start(program, world_size=1)`."""
+    """Start a program on forked ranks: `start(program, world_size=1)`."""
     return lambda program, world_size=1: spawn([write(program, tmp_path)], world_size)
 
 
 def ended(job: Job) -> tuple[list[int], str]:
-    """Exit codes, and what all ranks together wrote to stderr."""
+    """Return the exit codes, and the stderr of all ranks together."""
     codes = job.wait(timeout=120)
     return codes, "".join(job.stderr(rank) for rank in range(job.world_size))
 
 
 def ended_by_launcher(job: Job) -> str:
-    """What all ranks together wrote to stderr, where the first to fail has the others ended."""
+    """Return the stderr of all ranks together; the first failure ends the other ranks."""
     assert job.wait_as_launcher(timeout=120) != 0
     return "".join(job.stderr(rank) for rank in range(job.world_size))
 
@@ -115,7 +117,7 @@ def test_an_output_that_cannot_be_written_hides_no_other_error(
     ("body", "code"), [("print('hidden')\n    return 0", 0), ("raise ConfigurationError('typo in --tp')", 64)]
 )
 def test_a_program_without_standard_streams_ends_with_its_own_code(body: str, code: int, start: Start) -> None:
-    """As Python starts where a shell or a supervisor has closed them."""
+    """A shell or a supervisor may start Python with these streams closed."""
     job = start(f"def main():\n    {body}\nsys.stdout = sys.stderr = None\nrun_main(main)")
     assert job.wait(timeout=60) == [code]
 

@@ -1,4 +1,4 @@
-"""Runs on real processes that hang in known ways: who is missing, and where, by their flight recorders."""
+"""Runs of real processes that hang in known ways: their flight recorders show which rank is missing, and where."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Spawn = Callable[..., Job]
 
 
 def hang(spawn: Spawn, folder: Path, case: str, silent: int = 0) -> Dumps:
-    """The dumps of four ranks, `silent` of which leave none."""
+    """Return the dumps of four ranks, `silent` of which write none."""
     job = spawn([SCRIPT, case, folder, 4 - silent], 4)
     deadline = time.monotonic() + 120
     while len(list(folder.glob("rank_*.json"))) < 4 - silent and time.monotonic() < deadline:
@@ -34,7 +34,7 @@ def findings_of(dumps: Dumps) -> list[Diagnosis]:
 
 
 def recorded(snapshot: Snapshot) -> dict[str, list[tuple[int, str]]]:
-    """The operations of each group that has any."""
+    """Return the operations of each group that has any."""
     return {
         group.name: [(operation.number, operation.name) for operation in group.operations]
         for group in snapshot.groups

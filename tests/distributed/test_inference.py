@@ -1,4 +1,4 @@
-"""A split model, run forward, says what the oracle says of the same weights."""
+"""A split model, run forward, gives the same results as the oracle with the same weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
     layout: str, rank_pools: RankPools
 ) -> None:
     def texts(cells: list[Cell], prompts: list[list[int]], batch_size: int, seed: int = 1) -> list[list[list[Any]]]:
-        """Of each cell and prompt, the events."""
+        """Return the events of each cell and prompt."""
         sampling = Sampling(temperature=2.0, top_k=12, top_p=0.95, seed=seed)
         function = functools.partial(generated, max_new_tokens=5, eod=7, sampling=sampling)
         first, *others = on_ranks(rank_pools, cells[0].world_size, function, cells, prompts, batch_size)
@@ -113,7 +113,7 @@ def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
 
 
 def test_each_stage_works_on_a_batch_of_its_own(rank_pools: RankPools) -> None:
-    """While a batch's tokens are chosen on the last stage, the others go on with the next batches."""
+    """While the last stage chooses a batch's tokens, the other stages continue with the next batches."""
     first, second, third = rank_pools(3).run(order_of_work, laid_out("pp3")[0], ROWS[:3])
     assert first == [*["run"] * 3, *["share", "run"] * 3, *["share"] * 3]
     assert second == [*["run"] * 2, *["share", "run"] * 4, *["share"] * 2]
@@ -133,7 +133,7 @@ def test_a_sequence_ends_where_it_is_told_to(rank_pools: RankPools) -> None:
 
 
 def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """[sequence, vocabulary] of the token after each."""
+    """Return the logits of the token after each one, [sequence, vocabulary]."""
     ids = torch.tensor([tokens])
     logits = oracle(cell).logits(weights, ids, torch.arange(len(tokens))[None])
     return logits[0, :, : VOCABULARIES[cell.vocabulary][0]]

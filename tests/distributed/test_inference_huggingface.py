@@ -1,4 +1,4 @@
-"""Greedy text of Hugging Face folders, on ranks and in batches, is what transformers generates from them."""
+"""Greedy text of Hugging Face folders, on several ranks and in batches, equals the text from transformers."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_close_ends_ranks_and_their_children(spawn: Spawn, tmp_path: Path) -> No
         child = int(job.stdout(0).split()[1])
         os.kill(child, 0)
     assert job.wait() == [-signal.SIGKILL]
-    deadline = time.monotonic() + 10  # on a busy machine what was killed takes a while to be gone
+    deadline = time.monotonic() + 10  # on a busy machine, a killed process takes a while to disappear
     while running(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not running(child)

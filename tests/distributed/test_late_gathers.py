@@ -1,4 +1,5 @@
-"""Gathers of parameters that arrive only when they are waited for: whoever reads without waiting reads old weights."""
+"""Gathers of parameters that arrive only when they are waited for: code that reads without waiting reads old
+weights."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.harness.rank_pool import RankPools
 
 def gather_when_waited_for(tensor: Tensor, group: Group, out: Tensor | None = None) -> collectives.Pending:
     now = collectives_all_gather_async
-    kept = tensor.clone()  # what a reader overwrites meanwhile is not sent
+    kept = tensor.clone()  # later changes by a reader are not sent
     return collectives.Pending(None, lambda: now(kept, group, out).wait())
 
 

@@ -1,7 +1,7 @@
 """Any layout trains the same model: one step of every layout against the oracle, which runs the whole batch at once.
 
-Initial weights, loss, every gradient, the gradient norm and the updated parameters; replicas have the same bits and
-the boxes of all ranks tile each tensor (docs/invariants.md, I1 to I4, I6, I7).
+Compared are initial weights, loss, every gradient, the gradient norm and the updated parameters. Replicas have the same
+bits, and the boxes of all ranks tile each tensor (docs/invariants.md, I1 to I4, I6, I7).
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ PLAINEST = {name: values[0] for name, values in (LAYOUT_FACTORS | MODEL_FACTORS)
 
 @cache
 def product(*names: str) -> list[Row]:
-    """Every combination of some of the factors that some valid cell has."""
+    """Return the combinations of the named factors' values that occur in a valid cell."""
     factors = LAYOUT_FACTORS | MODEL_FACTORS
     rows = (dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names)))
     return [row for row in rows if valid(PLAINEST | row)]
 
 
 def distinct(row: Row) -> bool:
-    """Whether a way of communication is one of its own: a single rank shards nothing, and what instances add to a
-    stage does not depend on what overlaps.
+    """Tell whether the row differs in its communication from all others.
+
+    A single rank shards nothing, and the extra communication of instances does not depend on what overlaps.
     """
     if row["dp"] == 1:
         return row["zero"] <= 1
@@ -51,7 +52,7 @@ def distinct(row: Row) -> bool:
 
 
 def in_turn(row: Row, variants: Iterator[Row]) -> Cell:
-    """The cell of a layout and of the next variant that can run on it."""
+    """Return the cell of a layout and of the next variant that can run on it."""
     return make_cell(next(variant | row for variant in variants if valid(PLAINEST | variant | row)))
 
 
@@ -67,9 +68,9 @@ def check(rank_pools: RankPools, cells: list[Cell]) -> None:
 
 
 def cells_of(layout: Row) -> list[Cell]:
-    """A layout with each way of its communication, the families by turns, and so the other factors.
+    """Return cells of a layout with each way of communication; the families and other factors take turns.
 
-    Of 8 ranks every other way, with sequence parallelism those that are not run without it: fewer ranks meet all.
+    With 8 ranks, every second way; with sequence parallelism, the others. Fewer ranks cover all of them.
     """
     rest = [row for row in product(*RANKS, *COMMUNICATION) if row | layout == row and distinct(row)]
     if layout["tp"] * layout["dp"] == 8:
@@ -80,7 +81,7 @@ def cells_of(layout: Row) -> list[Cell]:
 
 
 def few_of(layout: Row) -> list[Cell]:
-    """Every third of them, of the layouts beside it others; all where nothing is shared over data-parallel ranks."""
+    """Return every third cell, others for the next layout; all if nothing is shared over data-parallel ranks."""
     cells = cells_of(layout)
     return cells if layout["dp"] == 1 else cells[2 * LAYOUTS.index(layout) % 3 :: 3]
 
@@ -108,7 +109,7 @@ def test_every_way_of_communication_is_among_the_few() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_one_step_is_the_oracles_in_the_full_product(layout: Row, rank_pools: RankPools) -> None:
-    """Each layout with each communication, recomputation, family and ratio of key-value groups to ranks."""
+    """All layouts with all ways of communication, recomputations, families and ratios of key-value groups to ranks."""
     rest = product(*RANKS, *COMMUNICATION, "recompute", "family", "key_values")
     variants = itertools.cycle(VARIANTS)
     check(rank_pools, [in_turn(row, variants) for row in rest if row | layout == row])
@@ -125,7 +126,7 @@ def test_the_variants_meet_in_pairs() -> None:
 
 
 def test_no_two_shards_are_equal() -> None:
-    """Nor two tensors: each would be if they were drawn from one seed."""
+    """Two tensors are not equal either. Both would be if they were drawn from the same seed."""
     (result,) = run(RankPools(), [Cell(key_values="gqa", tied=False, vocabulary="odd")])
     rows = [
         row for name, tensor in result.initial.items() if tensor.dim() > 1 for row in tensor.flatten(0, -2).unbind()

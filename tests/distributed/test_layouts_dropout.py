@@ -1,4 +1,4 @@
-"""Keyed randomness in whole runs: dropout depends on the sample, the layer and the place, not on who computes it when.
+"""Keyed randomness in whole runs: dropout depends on sample, layer and place, not on the rank or the time.
 
 docs/invariants.md: I10.
 """
@@ -58,7 +58,7 @@ def test_recomputation_changes_no_bit(layout: dict, family: str, rank_pools: Ran
 
 
 def assert_same_dropout(actual: Result, expected: Result) -> None:
-    """Another order of sums, but the same elements dropped."""
+    """Assert that the same elements are dropped; the order of summation may differ."""
     assert_number_close(actual.losses[0], expected.losses[0], "loss")
     for name, gradient in expected.gradients.items():
         assert_gradient_close(actual.gradients[name], gradient, expected.gradient_norms[0], name)
@@ -104,14 +104,14 @@ SPLITS = {
 @pytest.mark.parametrize("family", ["gpt2", "gemma"])
 @pytest.mark.parametrize("split", SPLITS)
 def test_dropout_is_the_oracles_however_samples_are_split(split: str, family: str, rank_pools: RankPools) -> None:
-    """In the second step too, whose samples are others."""
+    """The second step, with other samples, is compared too."""
     cell = make_cell({"dp": 1} | SPLITS[split], family=family, dropout=0.1, attention_dropout=0.3, steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
 
 def draws(cell: Cell) -> list[DropoutMask]:
-    """What each random site drops, over all micro-batches."""
+    """Return the masks of each random site, over all micro-batches."""
     (chunk,) = initialized_chunks(make_meshes([cell])[cell.split], cell)
     seen: list[DropoutMask] = []
 
@@ -130,8 +130,9 @@ def draws(cell: Cell) -> list[DropoutMask]:
 @pytest.mark.parametrize("family", ["gpt2", "gemma"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: str, rank_pools: RankPools) -> None:
-    """Nor two layers or samples. Ranks that share a tensor draw the parts of it, others the same. And none draws in
-    evaluation.
+    """Two layers or samples do not draw the same either.
+
+    Ranks that share a tensor draw their parts of it; other ranks draw the same values. Evaluation draws nothing.
     """
     cell = Cell(
         family=family, tp=tp, sequence_parallel=sequence_parallel, dropout=0.1, attention_dropout=0.2, samples=4
@@ -148,7 +149,7 @@ def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: st
 
 
 def test_dropout_acts_in_these_tests(rank_pools: RankPools) -> None:
-    """The hidden and the attention dropout each change every micro-batch's loss."""
+    """Hidden and attention dropout each change every micro-batch's loss."""
     plain = Cell(samples=8)
     off, hidden, attention = run(
         rank_pools, [plain, replace(plain, dropout=0.1, attention_dropout=0.0), replace(plain, attention_dropout=0.1)]

@@ -1,4 +1,4 @@
-"""Options of the network that gpt2 and llama lack, on layouts that cut it each way: one step against the oracle."""
+"""Options of the network that gpt2 and llama lack, on layouts that split it: one step against the oracle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One scale: what is differentiated is the sum over tokens that count / their number in the whole global batch.
+"""One scale: the differentiated loss is the sum over counted tokens / their number in the global batch.
 
-docs/invariants.md: I11 and, of what is not finite, I12.
+docs/invariants.md: I11, and I12 for steps that are not finite.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ CASES = [
 
 @pytest.mark.parametrize("layout", CASES)
 def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools: RankPools) -> None:
-    """Samples 0 and 3 of 8 are masked out: some micro-batches, and with 8 ranks some ranks, have no token."""
+    """Samples 0 and 3 of 8 are masked: some micro-batches, and with 8 ranks some ranks, have no token."""
     sizes = [size for size in (1, 2, 4, 8) if 8 % (layout["dp"] * size) == 0]
     rest = {"loss_mask": "random", "samples": 8, "dropout": 0.1}
     cells = [make_cell(layout | {"micro_batch_size": size}, **rest) for size in sizes]
     for cell, result in zip(cells, run(rank_pools, cells), strict=True):
-        assert cell.alone() == Cell(**rest)  # all are held against the same numbers
+        assert cell.alone() == Cell(**rest)  # all are compared with the same numbers
         assert_as_expected(cell, result)
 
 
@@ -74,7 +74,7 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", CASES)
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
-    """The first step is skipped, and the second one goes as if it were the first."""
+    """The first step is skipped; the second has the same result as if it were the first."""
     world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)
     size = 2 if layout["dp"] <= 2 else 1  # several micro-batches
     clean = make_cell(layout, optimizer="adam", samples=8, micro_batch_size=size, first_step=1, dropout=0.1)

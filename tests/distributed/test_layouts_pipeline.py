@@ -1,5 +1,5 @@
-"""Any pipeline trains the same model: one step of every schedule on every layout against the oracle, and all schedules
-of one model and batch with the same bits.
+"""Any pipeline trains the same model: every schedule on every layout against the oracle. All schedules of one model and
+batch give the same bits.
 
 docs/invariants.md: I1 to I4, I6, I7.
 """
@@ -24,7 +24,7 @@ IDS = [f"pp{row['pp']}-{row['schedule']}" for row in PIPELINES]
 
 
 def layouts(pipeline: Row) -> list[Row]:
-    """The pipeline with each split over tensor- and data-parallel ranks of at most two."""
+    """Return the pipeline with each split over at most two tensor- and at most two data-parallel ranks."""
     rows = product("pp", "schedule", *RANKS)
     return [row for row in rows if row | pipeline == row and row["tp"] <= 2 and row["dp"] <= 2]
 
@@ -42,9 +42,8 @@ def check(rank_pools: RankPools, cells: list[Cell]) -> None:
 
 
 def cells_of(pipeline: Row) -> list[Cell]:
-    """Each layout with every ZeRO stage that has ranks to share with, what overlaps by turns, and so the families and
-    the other factors.
-    """
+    """Return each layout with every ZeRO stage that has several ranks; overlap, families and other factors take
+    turns."""
     turn = PIPELINES.index(pipeline)
     variants = itertools.cycle(VARIANTS[7 * turn % len(VARIANTS) :] + VARIANTS)
     cells = []
@@ -58,7 +57,7 @@ def cells_of(pipeline: Row) -> list[Cell]:
 
 
 def few_of(pipeline: Row) -> list[Cell]:
-    """Every sixth of them, of the next pipeline others; pairs of all factors meet in test_layouts_steps.py."""
+    """Return every sixth cell, others for the next pipeline; test_layouts_steps.py covers all pairs of factors."""
     return cells_of(pipeline)[PIPELINES.index(pipeline) % 6 :: 6]
 
 
@@ -109,11 +108,11 @@ def test_one_step_is_the_oracles_in_the_full_product(pipeline: Row, rank_pools: 
     ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),
 )
 def test_all_schedules_give_the_same_bits(layout: Row, rank_pools: RankPools) -> None:
-    """So does one stage, with the same splits over tensor- and data-parallel ranks: losses, norms, gradients, and the
-    weights after a step that was clipped.
+    """One stage gives the same bits too, with the same tensor- and data-parallel splits. Compared are losses, norms,
+    gradients, and the weights after a clipped step.
 
-    A tied weight, whose two uses are added, has all that an untied one has, and more. But on one stage its uses are
-    added before they are summed over data-parallel ranks, on two stages after it.
+    The weight is tied, which includes the untied case. But on one stage the gradients of its two uses are added before
+    the sum over data-parallel ranks, on two stages after it.
     """
     rest = {"dp": 1, "family": "gpt2", "dropout": 0.1, "samples": 10}
     names = list(SCHEDULES)

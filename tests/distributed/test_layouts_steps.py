@@ -1,7 +1,7 @@
-"""Several steps of SGD, AdamW and Muon of every family against torch.optim and the oracle: on every value of every
-factor, and in CI on every pair of values.
+"""Several steps of SGD, AdamW and Muon on every family, against torch.optim and the oracle.
 
-docs/invariants.md: I5, and the order of sums: ZeRO 0 and 1 give the same bits, so do 2 and 3, with and without overlap.
+All values of every factor are covered, and in CI every pair of values. docs/invariants.md: I5, and the order of sums:
+ZeRO 0 and 1 give the same bits, and so do 2 and 3, with and without overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.harness.covering_array import Row, covering_array, every_value_once, 
 from tests.harness.rank_pool import RankPools
 
 STEPS = 3  # each of the learning rates, and one of the decays twice: see `layout_cell.rates`
-STEPS_OF_MANY = 2  # what a third step adds, the rates, is the same on any number of ranks
+STEPS_OF_MANY = 2  # a third step only adds other rates, which do not depend on the number of ranks
 FACTORS = (
     LAYOUT_FACTORS | MODEL_FACTORS | {"family": FAMILIES, "optimizer": ("sgd", "adam", "muon"), "clip_grad": (0.0, 0.5)}
 )
@@ -32,15 +32,14 @@ def ranks(row: Row) -> int:
 
 
 def small(row: Row) -> bool:
-    """Whether a row, perhaps incomplete, can be run on at most four ranks, of which each axis but data can have all."""
+    """Tell whether a row, perhaps incomplete, can be run on at most four ranks; each axis except data may have all."""
     return valid(row) and ranks(row) <= 4
 
 
 ROWS = covering_array(FACTORS, small, cost=lambda row: 1 + ranks(row))
 REPLICATED = PLAINEST | {"family": "llama", "tp": 2, "key_values": "uneven6", "optimizer": "muon", "clip_grad": 0.0}
-"""One of three groups of keys and values on two ranks, under the rule that adds up parts of matrices: three values that
-must meet, not a pair.
-"""
+"""Three values that must occur together: one of three key-value groups is on two ranks, and Muon sums parts of
+matrices."""
 FEW = [*every_value_once(ROWS), REPLICATED]
 REST = [row for row in ROWS if row not in FEW]
 WORLD_SIZES = sorted({ranks(row) for row in ROWS})
@@ -58,8 +57,10 @@ def check(rank_pools: RankPools, rows: Sequence[Row], steps: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_after_steps_are_the_oracles(world_size: int, rank_pools: RankPools) -> None:
-    """A few rows in which each value of each factor stands. (All ways to communicate, on more ranks and pipelines, have
-    their first step, the update included, in the pages of one.)"""
+    """A few rows cover each value of each factor.
+
+    The tests of one step cover the first step, with update, of all ways of communication, on more ranks and pipelines.
+    """
     check(rank_pools, [row for row in FEW if ranks(row) == world_size], STEPS if world_size <= 3 else STEPS_OF_MANY)
 
 
@@ -85,7 +86,7 @@ def test_parameters_after_steps_are_the_oracles_on_triples(world_size: int, rank
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
 def test_clipping_acts_in_these_tests(optimizer: str) -> None:
-    """Else a clip that is not applied would pass."""
+    """Otherwise a missing clip would not be noticed."""
     (result,) = run(RankPools(), [Cell(steps=STEPS, optimizer=optimizer)])
     assert min(result.gradient_norms) > 0.5
 
@@ -102,7 +103,7 @@ def test_clipping_acts_in_these_tests(optimizer: str) -> None:
     ],
 )
 def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype: str, rank_pools: RankPools) -> None:
-    """Overlap cuts the parameters into other buckets."""
+    """Overlap splits the parameters into other buckets."""
     rest = {"tp": tp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "llama"}
     ways = [(0, "none"), (0, "reduce"), (1, "none"), (1, "reduce"), (1, "reduce and gather")]
     training = {"steps": 2, "optimizer": optimizer, "clip_grad": 0.5, "dtype": dtype}
@@ -127,7 +128,7 @@ def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype:
 def test_zero_2_and_3_give_the_same_bits(
     tp: int, dp: int, instances: int, optimizer: str, dtype: str, rank_pools: RankPools
 ) -> None:
-    """They sum every micro-batch over the ranks and then add the sums, overlapped or not."""
+    """They reduce every micro-batch over the ranks and then add the sums, overlapped or not."""
     rest = {"tp": tp, "dp": dp, "instances": instances, "sequence_parallel": tp > 1, "family": "llama", "tied": True}
     training = {"steps": 2, "optimizer": optimizer, "clip_grad": 0.5, "samples": 2 * dp, "dtype": dtype}
     overlaps = ("none", "reduce", "reduce and gather")
@@ -139,7 +140,7 @@ def test_zero_2_and_3_give_the_same_bits(
 
 @pytest.mark.bits
 def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools) -> None:
-    """There is then but one order of sums."""
+    """Then there is only one order of summation."""
     rest = {"tp": 2, "dp": 2, "sequence_parallel": True, "overlap": "reduce", "family": "gpt2"}
     training = {"steps": STEPS, "optimizer": "adam", "clip_grad": 0.5, "micro_batch_size": 2}
     first, *others = run(rank_pools, [make_cell(rest | {"zero": zero}, **training) for zero in range(4)])
@@ -149,7 +150,7 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
 
 @pytest.mark.bits
 def test_a_network_without_experts_does_not_depend_on_their_view(rank_pools: RankPools) -> None:
-    """It only calls the ranks by other names."""
+    """The expert view only gives the ranks other names."""
     rest = {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "key_values": "mqa", "overlap": "reduce and gather"}
     views = [{"ep": ep, "etp": etp} for ep in (1, 2) for etp in (1, 2)]
     first, *others = run(rank_pools, [make_cell(rest | view, optimizer="muon", clip_grad=0.5) for view in views])
@@ -163,9 +164,9 @@ NARROW = {
     ("gpt2", "adam"): [(True, "bfloat16")],
     ("llama", "muon"): [(False, None), (True, "bfloat16")],
 }
-"""Whether the optimizer's state is narrow, and the gradients' dtype; no optimizer knows the family."""
+"""Whether the optimizer's state is narrow, and the gradients' dtype; the optimizer does not depend on the family."""
 IN_EVERY_RUN = (("llama", "muon"),)
-"""Muon keeps AdamW for the rest; SGD keeps one state where AdamW keeps two."""
+"""Muon uses AdamW for other parameters; SGD keeps one state tensor, AdamW two."""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ IN_EVERY_RUN = (("llama", "muon"),)
     [pytest.param(*key, marks=[pytest.mark.wide] * (key not in IN_EVERY_RUN)) for key in NARROW],
 )
 def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: RankPools) -> None:
-    """bf16 weights with masters in fp32 or fp16; 2 % is what bf16's 8 bits leave of a loss of about 4."""
+    """bf16 weights with masters in fp32 or fp16; 2 % is the tolerance for bf16's 8 bits and a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
     wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=5)
     cells = [
@@ -193,7 +194,8 @@ def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: Ran
     [pytest.param(2, 1, 2, marks=pytest.mark.wide), (1, 2, 2), pytest.param(2, 2, 1, marks=pytest.mark.wide)],
 )
 def test_copies_are_rounded_alike_in_8_bits(tp: int, pp: int, dp: int, rank_pools: RankPools) -> None:
-    """Of a tied weight, and of what is replicated over tp: `run` compares their bits. And a run repeats its own."""
+    """Replicas are those of a tied weight, and over tp: `run` compares their bits. A repeated run gives the same
+    bits."""
     rest = {"tp": tp, "pp": pp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "gpt2"}
     training = {"steps": STEPS, "optimizer": "adam", "dtype": "bfloat16", "eight_bits": True}
     cells = [make_cell(rest | {"zero": stage, "tied": True}, **training) for stage in (0, 1, 1)]

@@ -1,4 +1,4 @@
-"""A dynamic loss scale over ranks of which one alone overflows (docs/invariants.md: I12)."""
+"""Dynamic loss scale over ranks when only one overflows (docs/invariants.md: I12)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ START = LossScale.dynamic(2.0**6, 1.0, 2, 2)
 
 
 def trajectory(tp: int, stage: int) -> list[tuple[float, bool, int]]:
-    """Each step's loss scale, whether it was skipped, and the updates made by then; the last rank overflows."""
+    """Return each step's loss scale, whether it was skipped, and the number of updates so far; the last rank
+    overflows."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp)
     cell = Cell(family="llama", tied=False, tp=tp, dp=world_size // tp, dtype="float16")

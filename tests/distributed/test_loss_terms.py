@@ -1,4 +1,4 @@
-"""Terms of the loss beside the language model's: from every layer, on every layout, what one process differentiates."""
+"""Terms of the loss besides the language model's: every layer and layout gives the same as one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --
 
 
 class WithSquares(Block):
-    """A layer that also wants the squares of its input and of what it adds to be small, these more in later layers."""
+    """Layer with a loss term: squares of its input and of its output, weighted more in later layers."""
 
     def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
         super().__init__(config, context, layer, **more)
@@ -50,7 +50,7 @@ class WithSquares(Block):
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
         input = hidden if branch is None else hidden + branch
-        inputs = input.square().sum()  # in the graph before anything else of the layer
+        inputs = input.square().sum()  # in the graph before all other operations of the layer
         output = super().forward(hidden, branch, context)
         squares = (self.number + 1) * output.branch.square().sum()
         return output._replace(terms={**output.terms, "squares": squares, "inputs": inputs})
@@ -61,7 +61,7 @@ def tokens(micro_batch: MicroBatch) -> Tensor:
 
 
 class Routed(MLP):
-    """A feed-forward with a router, which nothing but a term of the loss uses, behind the last product."""
+    """Feed-forward layer with a router after the last product, which only a loss term uses."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__(config, context, layer)
@@ -85,7 +85,7 @@ def layers_with_terms() -> Iterator[None]:
 
 
 def trained(flags: str) -> list[tuple[float, ...]]:
-    """Each step's language-model loss, means of the other terms, and gradient norm."""
+    """Return each step's language-model loss, the means of the other terms, and the gradient norm."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     parallel = config.parallel
@@ -103,7 +103,7 @@ def trained(flags: str) -> list[tuple[float, ...]]:
 
 
 def expected() -> list[tuple[float, ...]]:
-    """The whole batch at once, differentiated and updated by torch alone."""
+    """Compute the same with torch alone, the complete batch at once."""
     config = resolve(parse_arguments(FLAGS.split()).config, 1)
     with layers_with_terms():
         trainer = Trainer(config, open_data(config), ParallelMesh())

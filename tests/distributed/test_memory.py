@@ -1,4 +1,4 @@
-"""What each ZeRO stage keeps between uses, and a micro-batch from forward to backward, in bytes."""
+"""Bytes that each ZeRO stage keeps between uses, and that a micro-batch keeps from forward to backward."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ CONFIGS = {
 
 
 def kept(stage: int, overlap: bool, config: str, wanted: float) -> dict[str, float]:
-    """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
-    alive, of which so much is wanted; and gradients at the most.
+    """Return bytes per element after a step in bf16: parameters, gradients, optimizer, all storages, and peak of
+    gradients.
+
+    `wanted`: expected number of bytes of all storages that the step leaves alive.
     """
-    gc.freeze()  # what there was before is not looked at
+    gc.freeze()  # older objects are not counted
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
@@ -85,7 +87,10 @@ def kept(stage: int, overlap: bool, config: str, wanted: float) -> dict[str, flo
 
 
 def settled_bytes(wanted: float) -> int:
-    """Of all those storages. A thread of gloo lets go of a collective's a moment after it is done: wait for that."""
+    """Return the bytes of all these storages.
+
+    A gloo thread frees the tensors of a collective shortly after its end, so wait until `wanted` is reached.
+    """
     for _ in range(500):
         if (found := sum(live_storages().values())) <= wanted:
             break
@@ -94,7 +99,7 @@ def settled_bytes(wanted: float) -> int:
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of the storage of every tensor that is newer than the last `gc.freeze()`, once."""
+    """Return the bytes of every storage newer than the last `gc.freeze()`, each storage once."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -130,7 +135,7 @@ def test_a_precision_aware_optimizer_keeps_half(
 
 
 def test_moments_in_8_bits_and_remainders_keep_a_third(rank_pools: RankPools) -> None:
-    """Of the 12 bytes of fp32 4 and two scales a block of 256, or of what is shorter: 4 + 4 / 2 under ZeRO 1."""
+    """Instead of 12 bytes in fp32, 4 bytes and two scales per block of 256 (or shorter): 4 + 4 / 2 under ZeRO 1."""
     for found in rank_pools(2).run(kept, 1, False, "8 bits", 2 + 2 + 2.1):
         assert (found["parameters"], found["gradients"]) == (2, 2)
         assert 2 * (1 + 2 / 256) <= found["optimizer"] <= 2.1
@@ -174,7 +179,7 @@ MODELS = {
 
 
 def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[tuple[str, Memory, Memory]]:
-    """For every model, precision and way to recompute."""
+    """Return measured and expected memory for every model, precision and kind of recomputation."""
     world_size = dist.get_world_size()
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=world_size, tensor_parallel_size=tp)
     zeros = torch.zeros(TOKENS, dtype=torch.int64)
@@ -217,7 +222,7 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
 def test_the_report_at_the_start_is_right(
     ranks: int, tp: int, sequence_parallel: bool, stage: int, rank_pools: RankPools
 ) -> None:
-    """Within 1 %, and the padding of buckets: at most 64 elements a parameter and a shard, of 12 bytes."""
+    """The tolerance is 1 % plus the padding of buckets: at most 64 elements of 12 bytes per parameter and shard."""
     for rank in rank_pools(ranks).run(measured_and_expected, tp, sequence_parallel, stage):
         for case, seen, expected in rank:
             for kind in ("parameters", "gradients", "optimizer"):
@@ -227,7 +232,7 @@ def test_the_report_at_the_start_is_right(
 
 
 def largest_construction(stage: int) -> tuple[float, float]:
-    """Bytes an element of the parameters: what is kept, and the most that stood while they got their values."""
+    """Return bytes per element of the parameters: kept after construction, and the peak during initialization."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="float32")
     gc.freeze()
@@ -246,7 +251,7 @@ def largest_construction(stage: int) -> tuple[float, float]:
 
 
 def test_a_sharded_model_is_never_whole_on_a_rank(rank_pools: RankPools) -> None:
-    """Under ZeRO 3 construction takes the slices of parameters and gradients, and both of one block whole."""
+    """Under ZeRO 3, construction allocates slices of parameters and gradients, and both unsharded for one block."""
     for most, block in rank_pools(2).run(largest_construction, 3):
         assert most <= 1.01 * ((4 + 4) / 2 + (4 + 4) * block)
     for most, _ in rank_pools(2).run(largest_construction, 0):

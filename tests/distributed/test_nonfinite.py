@@ -1,4 +1,4 @@
-"""A step that is not finite is run again and watched: it tells where that came from, and changes nothing."""
+"""A step that is not finite is run again with checks: it reports the origin, and changes nothing."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ MAX = torch.finfo(torch.float64).max
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in a step on one rank."""
+    """Fault of a step on one rank."""
 
     kind: str  # forward or backward (of attention), parameter, mask, buffer, message, gradient (a norm's, on all ranks)
     rank: int = 0
     layer: int = 1
-    whole_layer: bool = False  # not of attention: of the layer
-    sample: int | None = None  # the micro-batch that begins with it; None: all
+    whole_layer: bool = False  # of the layer instead of attention
+    sample: int | None = None  # first sample of the faulty micro-batch; None: all
     value: float = float("nan")
     transient: bool = False
 
 
 class _Spoiling(torch.autograd.Function):
-    """The identity, but for one element of the gradient."""
+    """Identity, except for one element of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, value: float | None) -> Tensor:
@@ -56,7 +56,7 @@ class _Spoiling(torch.autograd.Function):
 
 
 def _spoiled(tensor: Tensor, value: float | None) -> Tensor:
-    """A copy with one element of this value; None: a copy."""
+    """Return a copy, with one element set to the value unless it is None."""
     copy = tensor.clone(memory_format=torch.contiguous_format)
     if value is not None:
         copy.view(-1)[-1] = value
@@ -75,7 +75,7 @@ def _layers(chunks: Iterable[GPT]) -> dict[int, nn.Module]:
 
 
 def plant(fault: Fault, training: Training) -> Callable[[], object]:
-    """Returns what takes the fault out again."""
+    """Plant the fault; return a function that removes it."""
     mesh, links = training.mesh, training.engine.links
     if fault.kind == "message":
         if mesh.rank == fault.rank:
@@ -93,7 +93,7 @@ def plant(fault: Fault, training: Training) -> Callable[[], object]:
         return _plant_in_parameter(fault, layer) if mesh.rank == fault.rank else lambda: None
 
     def spoil(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
-        """The same operations on all ranks."""
+        """Run the same operations on all ranks."""
         value = fault.value if mesh.rank == fault.rank and fault.sample in (None, _sample(arguments)) else None
         first = output if isinstance(output, Tensor) else output[0]
         spoiled: Tensor = (_Spoiling.apply if fault.kind == "backward" else _spoiled)(first, value)
@@ -125,7 +125,8 @@ def _masked(fault: Fault, micro_batch: MicroBatch) -> MicroBatch:
 
 
 def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[str], list[bool], str]:
-    """A step for each fault or None: what was told of the skipped ones, which were skipped, a digest of the bits."""
+    """Run a step per fault or None. Return the reports on skipped steps, which steps were skipped, and a digest of the
+    bits."""
     mesh = make_meshes([cell])[cell.split]
     chunks = initialized_chunks(mesh, cell)
     training = Training(mesh, cell, chunks)
@@ -190,7 +191,7 @@ def cell_of(layout: str, **rest: Any) -> Cell:
 
 
 def rank_of(cell: Cell, layer: int) -> int:
-    """The last of the ranks that hold a layer."""
+    """Return the last of the ranks that have a layer."""
     stage = next(s for s, part in enumerate(cell.parts()) if part.first_layer <= layer < part.first_layer + part.layers)
     return cell.world_size // cell.pp * (cell.stages.place(stage)[0] + 1) - 1
 
@@ -200,7 +201,7 @@ def rank_of(cell: Cell, layer: int) -> int:
 def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     layout: str, rank_pools: RankPools
 ) -> None:
-    """NaN on one rank, in forward of its last micro-batch, then in backward of its first; then two clean steps."""
+    """A NaN on one rank: in forward of its last micro-batch, then in backward of its first; then two clean steps."""
     cell = cell_of(layout)
     layer, size, samples = 2, cell.micro_batch_size, cell.samples
     rank = rank_of(cell, layer)  # of the last data-parallel replica
@@ -229,7 +230,7 @@ def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
 
 
 def told(rank_pools: RankPools, cell: Cell, *faults: Fault) -> list[str]:
-    """What is told of a step for each fault, without the name of the machine."""
+    """Return the reports of a step for each fault, without the machine's name."""
     results = on_ranks(rank_pools, cell.world_size, train, cell, list(faults), True)
     texts, skips, _ = results[0]
     assert skips == [True] * len(faults)
@@ -274,7 +275,7 @@ def test_a_parameter_that_is_not_finite_is_named(zero: int, rank_pools: RankPool
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_weight_gradient_that_is_not_finite_is_told(schedule: str, rank_pools: RankPools) -> None:
-    """On two ranks at once."""
+    """The fault is on two ranks at once."""
     cell = make_cell({"tp": 2, "dp": 1, "pp": 2, "schedule": schedule, "sequence_parallel": True})
     (text,) = told(rank_pools, cell, Fault("gradient", layer=2, value=math.inf))
     assert text.startswith(f"{WATCHED}infinity came first on ranks 2, 3, in micro-batch 0 (sample 0 on rank 2), ")
@@ -284,7 +285,7 @@ def test_a_weight_gradient_that_is_not_finite_is_told(schedule: str, rank_pools:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_sums_that_overflow_are_told_from_what_they_are_made_of(zero: int, rank_pools: RankPools) -> None:
-    """Sums over micro-batches, over ranks, and the norm's."""
+    """Covers sums over micro-batches, sums over ranks, and the sum for the norm."""
     large, name = Fault("gradient", value=0.75 * MAX), "layers.1.input_norm.weight"
     alone, ranks = (make_cell({"tp": 1, "dp": dp, "zero": zero}, micro_batch_size=2) for dp in (1, 2))
     (over_micro_batches,) = told(rank_pools, alone, large)
@@ -325,7 +326,7 @@ def test_of_a_compiled_layer_the_layer_is_told_and_nothing_is_compiled_again(ran
 
 
 def _graphs(cell: Cell, *faults: Fault) -> tuple[list[str], int, int]:
-    """What is told, and how many graphs had been compiled without watching and with."""
+    """Return the reports, and the numbers of compiled graphs without and with the checks."""
     counters.clear()
     train(cell, list(faults), False)
     before = counters["stats"]["unique_graphs"]

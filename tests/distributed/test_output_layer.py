@@ -1,4 +1,4 @@
-"""The output layer with its loss, fused with it and not, against torch's on one process."""
+"""Output layer and loss, fused and not fused, compared with torch on one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hidden_states() -> Tensor:
 
 
 def labels() -> Tensor:
-    """[sequence, batch], as a micro-batch has them: the other way round in memory."""
+    """Return labels [sequence, batch] with the memory layout of a micro-batch (transposed)."""
     return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)).t()
 
 
@@ -63,7 +63,7 @@ def make_layer(tp: int, sequence_parallel: bool, loss: LossConfig, dtype: torch.
 
 
 def input_of(layer: OutputLayer) -> Tensor:
-    """This rank's hidden states; not contiguous, as a caller's may be."""
+    """Return this rank's hidden states; not contiguous, because a caller's may not be."""
     whole = hidden_states()
     if layer.sequence_parallel:
         whole = whole.chunk(layer.group.size)[layer.group.rank]
@@ -74,7 +74,7 @@ def input_of(layer: OutputLayer) -> Tensor:
 def losses_and_gradients(
     tp: int, sequence_parallel: bool, loss: LossConfig, training: bool, times: int
 ) -> dict[str, Any]:
-    """Of a rank. `times`: so many passes backward through one forward."""
+    """Return the results of a rank. `times`: number of backward passes through one forward pass."""
     layer = make_layer(tp, sequence_parallel, loss).train(training)
     hidden = input_of(layer)
     with several_chunks_of_logits():
@@ -94,7 +94,7 @@ def losses_and_gradients(
 def test_losses_and_gradients_are_torchs(
     tp: int, sequence_parallel: bool, fused: bool, training: bool, rank_pools: RankPools
 ) -> None:
-    """In training with label smoothing and z-loss; the soft cap is the network's, and always there."""
+    """Training has label smoothing and z-loss; the soft cap belongs to the network and always applies."""
     loss = LossConfig(label_smoothing=0.1, z_loss=0.02, fused=fused)
     ranks = on_ranks(rank_pools, tp, losses_and_gradients, tp, sequence_parallel, loss, training, 2 if fused else 1)
     hidden, weight = hidden_states().requires_grad_(), output_weight().requires_grad_()
@@ -112,7 +112,7 @@ def test_losses_and_gradients_are_torchs(
 
 
 def gathers(sequence_parallel: bool) -> tuple[int, int]:
-    """Forward, and with backward, over several chunks."""
+    """Return the number of gathers in forward, and in forward and backward, over several chunks."""
     layer = make_layer(2, sequence_parallel, LossConfig(fused=True))
     with (
         several_chunks_of_logits(),
@@ -127,13 +127,13 @@ def gathers(sequence_parallel: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("sequence_parallel", "counts"), [(False, (1, 1)), (True, (2, 3))])
 def test_statistics_are_gathered_once(sequence_parallel: bool, counts: tuple[int, int], rank_pools: RankPools) -> None:
-    """For all chunks; so are hidden states that are split, in each direction."""
+    """They are gathered once for all chunks; so are split hidden states, in each direction."""
     assert rank_pools(2).run(gathers, sequence_parallel) == [counts] * 2
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 def test_they_can_be_compiled_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A test in this process that has compiled layers has left products untraced for good.
+    # If an earlier test in this process has compiled layers, some products are no longer traced.
     monkeypatch.setattr(ColumnParallelLinear, "forward", inspect.unwrap(ColumnParallelLinear.forward))
     layer = make_layer(1, False, LossConfig(label_smoothing=0.1, z_loss=0.02, fused=fused))
     hidden, ids = input_of(layer), labels()
@@ -145,7 +145,7 @@ def test_they_can_be_compiled_whole(fused: bool, monkeypatch: pytest.MonkeyPatch
 
 
 class _Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gives."""
+    """Recorder of the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_forward_keeps_no_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_many_chunks_add_up_in_fp32(dtype: torch.dtype) -> None:
-    """A weight gradient of many chunks is not worse than a product that is rounded once: 1.5 roundings of the dtype."""
+    """A weight gradient of many chunks is as exact as a product that is rounded once: 1.5 roundings of the dtype."""
     layer, exact = make_layer(1, False, LossConfig(fused=True), dtype), make_layer(1, False, LossConfig())
     exact.weights[0].data.copy_(layer.weights[0])
     hidden = torch.randn(1, 640, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype).add_(0.5)

@@ -1,4 +1,4 @@
-"""The groups of a mesh, made by real processes."""
+"""Groups of a mesh, created by real processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness.rank_pool import RankPools
 
 
 def sums_over(groups: list[tuple[int, ...]], repeats: int) -> list[float]:
-    """Each of this rank's groups, in order, on meshes made again and again by ranks of different speed."""
+    """Return sums over this rank's groups, in order, on meshes created repeatedly by ranks of different speed."""
     rank = dist.get_rank()
     sums = []
     for repeat in range(repeats):
@@ -38,14 +38,14 @@ def test_groups_that_overlap_in_a_chain_find_each_other(rank_pools: RankPools) -
 
 
 def test_a_group_can_be_made_again(rank_pools: RankPools) -> None:
-    """In one process, and in the next call of a pool, whose store still holds the addresses of the one before."""
+    """In one process, and in the next call of a pool, whose store still has the addresses of the previous call."""
     for _ in range(3):
         results = rank_pools(4).run(sums_over, [(0, 1), (2, 3)], repeats=5)
         assert results == [[3.0] * 5, [3.0] * 5, [12.0] * 5, [12.0] * 5]
 
 
 def wait_alone() -> None:
-    """Rank 0 of 2 calls a collective that its peer never calls."""
+    """Call a collective on rank 0 of 2 that its peer never calls."""
     mesh = ParallelMesh(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -59,12 +59,12 @@ def wait_alone() -> None:
 
 
 def test_a_run_waits_no_longer_than_it_was_told(rank_pools: RankPools) -> None:
-    """torch gives groups that are made later its own half hour, whatever the first group was given."""
+    """torch gives later groups its own limit of half an hour, whatever limit the first group has."""
     rank_pools(4).run_within(20, wait_alone)
 
 
 def wait_on_a_link() -> float:
-    """Rank 0 of 2 receives twice from a peer that is late each time, and once what its peer never sends."""
+    """Receive on rank 0 of 2: twice from a peer that is late, and once a message that is never sent."""
     mesh = ParallelMesh(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -89,7 +89,7 @@ def wait_on_a_link() -> float:
 
 
 def test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit(rank_pools: RankPools) -> None:
-    """What a rank has waited for others is not taken for its own work."""
+    """Time spent waiting for other ranks does not count as a rank's own work."""
     waited, sent = rank_pools(2).run_within(60.0, wait_on_a_link)
     assert 0.3 < waited < 2.0
     assert sent < 0.2

@@ -1,6 +1,6 @@
-"""What travels between ranks: collectives leave their inputs alone, regions pair a map with its transpose.
+"""Communication between ranks: collectives do not change their inputs; regions pair a map with its transpose.
 
-In groups of one, of two, which talk in a way of their own, of three and of four.
+Tested in groups of one, of two (which use a different algorithm), of three and of four.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REGIONS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str, str]] = {
 
 
 def both_sides(name: str) -> tuple[float, float]:
-    """<A x, y> and <x, A^T y> over the spaces of all ranks together; what is the same everywhere counts once."""
+    """Return <A x, y> and <x, A^T y> over the spaces of all ranks; replicated values count once."""
     group = group_of_all()
     map_, input_kind, output_kind = REGIONS[name]
     x = random(group.rank if input_kind == "own" else 100, *SHAPE).requires_grad_()
@@ -108,7 +108,7 @@ def results_of_collectives() -> dict[str, Any]:
     results["sum"] = collectives.all_reduce_(x.clone(), group)
     results["sum of integers"] = collectives.all_reduce_(torch.tensor([2**53 + group.rank, -1]), group)
     results["sum of one number"] = collectives.all_reduce_(x[0, 0, 0].clone(), group)
-    # To each rank as many elements of this one as the numbers of both say.
+    # The number of elements sent to each rank follows from the numbers of both ranks.
     parts = [x.flatten()[: group.rank + 2 * to] for to in range(group.size)]
     results["all to all"] = torch.cat(
         collectives.all_to_all(parts, [rank + 2 * group.rank for rank in range(group.size)], group)
@@ -174,7 +174,7 @@ def merged(statistics: Tensor) -> Tensor:
 
 @SIZES
 def test_statistics_of_large_logits_are_merged_and_overflow_nothing(size: int, rank_pools: RankPools) -> None:
-    """One token's maximum on each rank in turn, ranks without a column among them; the other statistics are sums."""
+    """Each rank in turn has one token's maximum; some ranks have no column; the other statistics are sums."""
     shifts = 200.0 * torch.eye(4)[:size] + torch.tensor([-80.0, 0.0, 80.0, 300.0])
     shifts[0, 3] = -torch.inf if size > 1 else 300.0
     whole = torch.stack([shifts, random(1, size, 4).float(), random(2, size, 4).float()], dim=1)

@@ -1,5 +1,6 @@
-"""The engine on real ranks: a pipeline of plain modules gives the bits of a loop over them, whatever the schedule, the
-overlap and a stage's last operation, and keeps no more than it must.
+"""The engine on real ranks: a pipeline gives the same bits as a loop over its modules.
+
+This holds for any schedule, overlap and last operation of a stage. The engine keeps no more than necessary.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from tests.harness.rank_pool import RankPools
 
 PIPELINES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2)]
 ENDS = [*LAST, "its input"]
-"""What stages may end in."""
+"""Last operations of stages."""
 
 
 def turned(start: int) -> tuple[str, ...]:
-    """The ends of stages, in another turn for each case."""
+    """Return the last operations of stages, in a different order for each case."""
     start %= len(ENDS)
     return (*ENDS[start:], *ENDS[:start])
 
 
 def run(rank_pools: RankPools, ranks: int, cases: list[Case]) -> list[tuple[Case, Found, list[Found]]]:
-    """Of each case what a loop on one process gives, and what the ranks do."""
+    """Return, per case, the results of a loop on one process and the results of the ranks."""
     by_rank = rank_pools(ranks).run(trained, cases)
     return [(case, alone(case, ranks), [found[i] for found in by_rank]) for i, case in enumerate(cases)]
 
 
 def assert_as_alone(case: Case, expected: Found, ranks: list[Found]) -> None:
-    """Losses, gradients and evaluation, to the bit."""
+    """Assert the same bits of losses, gradients and evaluation."""
     assert sum(found.loss for found in ranks) == expected.loss, case
     assert sum(found.evaluated for found in ranks) == expected.loss, case
     gradients = {place: gradient for found in ranks for place, gradient in found.gradients.items()}
@@ -68,7 +69,7 @@ def assert_as_alone(case: Case, expected: Found, ranks: list[Found]) -> None:
 
 
 def assert_tidy(case: Case, ranks: list[Found]) -> None:
-    """What is sent is left alone and waited for, and nothing outlives the step."""
+    """Assert that sent tensors do not change, sends are waited for, and nothing outlives the step."""
     for found in ranks:
         links = found.links
         assert links["changed"] == 0, case
@@ -92,7 +93,7 @@ def test_a_pipeline_gives_the_bits_of_a_loop(ranks: int, rank_pools: RankPools) 
 
 
 def test_interleaved_on_two_ranks_without_overlap_is_right(rank_pools: RankPools) -> None:
-    """Where both neighbours of a rank are one, its messages in both directions can be taken for each other's."""
+    """If both neighbours of a rank are the same rank, messages in the two directions could be confused."""
     cases = [
         Case("interleaved-1f1b", chunks, micro_batches, ("tanh", "sum"), overlap=False)
         for chunks in (2, 3)
@@ -104,7 +105,7 @@ def test_interleaved_on_two_ranks_without_overlap_is_right(rank_pools: RankPools
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> None:
-    """The output of a stage is freed once it has arrived, unless its backward reads it."""
+    """A stage's output is freed after it has arrived, unless the stage's backward reads it."""
     cases = [Case(schedule, chunks, 3, (end,)) for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2))]
     for case, expected, ranks in run(rank_pools, 3, cases):
         assert_as_alone(case, expected, ranks)
@@ -119,7 +120,7 @@ def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> No
 
 
 def test_a_send_may_be_waited_for_behind_the_outputs_backward(rank_pools: RankPools) -> None:
-    """As with one micro-batch, whose backward is the next computation."""
+    """This happens with one micro-batch, whose backward is the next computation."""
     for case, expected, found in run(rank_pools, 2, [Case("1f1b", 1, 1, ("tanh",))]):
         assert_as_alone(case, expected, found)
         assert_tidy(case, found)
@@ -131,7 +132,7 @@ def test_weight_gradients_that_are_put_off_are_added_once(rank_pools: RankPools)
 
 
 def test_inputs_live_until_their_backward(rank_pools: RankPools) -> None:
-    """As many as checked activations, on all ranks but the first."""
+    """So do checkpointed activations, on all ranks but the first."""
     for case, _, ranks in run(rank_pools, 3, [Case("1f1b", 1, 8, ("sum",)), Case("gpipe", 1, 8, ("sum",))]):
         wanted = {"1f1b": [2, 1], "gpipe": [8, 8]}[case.schedule]
         assert [found.most_inputs for found in ranks[1:]] == wanted
@@ -151,7 +152,8 @@ def test_activations_are_as_many_as_the_checker_says(schedule: str, chunks: int,
 
 
 def step_of_failing_rank(number: int, failing: int, seconds: float) -> str:
-    """A step in which one rank gets a signal in its second forward; what is said here. Before, others are late."""
+    """Run a step in which one rank gets a signal in its second forward; return its message. Before, other ranks are
+    late."""
     mesh = pipeline_mesh(seconds=2.0)
     case = Case("1f1b", 1, 4, ("sum",))
     stages = case.stages(mesh.world_size)
@@ -197,7 +199,7 @@ def test_the_neighbours_of_a_rank_that_fails_name_stage_and_action(
 
 
 class Wide(Layer):
-    """Sends more than sockets keep for a receiver that is busy."""
+    """Layer that sends more than sockets can buffer for a busy receiver."""
 
     def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
         time.sleep(self.seconds)

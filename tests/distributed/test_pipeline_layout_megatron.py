@@ -1,4 +1,4 @@
-"""Stages hold the layers that Megatron-LM gives them: against megatron-core, over all ways to say it."""
+"""Stages have the same layers as in Megatron-LM: comparison with megatron-core, over all flags for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-"""Names of a `TransformerConfig` that are not the flags'."""
+"""Names in `TransformerConfig` that differ from the flags' names."""
 PIECES = ["t", "tt", "|", "t|", "t*3", "(t|)*2", "(tt|t*2)*3", "|*2", ",", "t*0", "(t)*2*2", "tt"]
 WRONG = ["E", "L", "m", "(", ")", "*", "*2", "3", "x", " ", "()*2", "((t)*2|)*2"]
 

@@ -1,4 +1,4 @@
-"""Stages may pass on several tensors, others at each border: the engine sends what is declared, and nothing else."""
+"""Stages may pass on several tensors, different ones per border: the engine sends exactly the declared ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ IDS = TensorSpec("ids", (ROWS,), torch.int64, gradient=False)
 SCALE = TensorSpec("scale", (WIDTH,), torch.float64)
 SHADOW = TensorSpec("shadow", (ROWS, WIDTH), torch.float64, gradient=False)
 BORDERS = ((HIDDEN, IDS), (IDS, SCALE, HIDDEN), (SHADOW,), (HIDDEN, SCALE), (SHADOW, HIDDEN))
-"""In turn: with and without gradients, in other orders, and one over which no gradient comes back."""
+"""Borders in turn: with and without gradients, in different orders, and one without any gradient."""
 
 
 class Mixed(nn.Module):
-    """A stage that computes what its borders declare from all that it is given."""
+    """Stage that computes the declared tensors from all its inputs."""
 
     def __init__(self, stage: int, stages: Stages) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CountingLinks(Links):
 
 
 def trained(schedule: str, ranks: int, chunks: int) -> tuple[dict[str, float], dict[int, Tensor], int]:
-    """This rank's sums, the gradients of its stages, and how many tensors it has sent."""
+    """Return this rank's sums, its stages' gradients, and the number of tensors that it has sent."""
     mesh, stages = pipeline_mesh(), stages_of(schedule, ranks, chunks)
     own = stages.of_rank(mesh.rank)
     layers, links = [Mixed(stage, stages) for stage in own], CountingLinks(make_links(mesh, stages))
@@ -80,7 +80,7 @@ def trained(schedule: str, ranks: int, chunks: int) -> tuple[dict[str, float], d
 
 
 def alone(stages: Stages) -> tuple[dict[str, float], list[Tensor]]:
-    """A loop over the stages on one process, stage by stage, so that nothing else goes back than what is declared."""
+    """Run stage by stage on one process, so that only the declared gradients flow back."""
     layers, sums = [Mixed(stage, stages) for stage in range(stages.count)], {"loss": 0.0, "spread": 0.0}
     for x in inputs():
         passed: Mapping[str, Tensor] = {}

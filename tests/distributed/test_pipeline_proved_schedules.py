@@ -1,4 +1,4 @@
-"""Proofs on real ranks: shared out over a pipeline, told to all of it, and compared with its copies."""
+"""Proofs on real ranks: distributed over a pipeline, reported to all its ranks, and compared with its replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mesh_of(pipeline: int) -> ParallelMesh:
 
 
 class Counted(ProvedSchedules):
-    """Notes what this rank proves."""
+    """Recorder of the proofs on this rank."""
 
     def _digests(self, step: module._Step) -> list[str]:
         self.__dict__.setdefault("own", []).append(str(step))
@@ -45,14 +45,14 @@ def proved_here() -> list[str]:
 
 
 def test_the_ranks_of_a_pipeline_share_the_proofs(rank_pools: RankPools) -> None:
-    """The last has the largest: the first has a screen to write to, too."""
+    """The last rank proves the largest schedule, because the first one also writes to the screen."""
     first, second = rank_pools(2).run(proved_here)
     assert second == ["step of 8 micro-batches", "step of 4 micro-batches", "step of 2 micro-batches"]
     assert first == ["step of 6 micro-batches", "evaluation of 8 micro-batches"]
 
 
 def refusal(fault: str, faulty: int) -> str:
-    """What a rank is told where another is at fault."""
+    """Return the message on a rank if another rank has a fault."""
     mesh = mesh_of(2)
     both = [Collective("norm", (0, 1)), Collective("gather", (0, 1))]
     odd = mesh.rank == faulty
@@ -73,27 +73,27 @@ def refusal(fault: str, faulty: int) -> str:
 
 
 def test_a_rank_that_does_something_else_inside_is_named_everywhere(rank_pools: RankPools) -> None:
-    """Of two copies of a pipeline, ranks 1 and 3; of which nobody knows who is right: the later is named."""
+    """Ranks 1 and 3 of two replicas differ. Nobody can tell which is right: the later one is named."""
     told = rank_pools(4).run(refusal, "inside", 3)
     assert len(set(told)) == 1
     assert told[0].startswith("rank 3: the steps, or what is done together inside them, are not those of the other")
 
 
 def test_copies_that_prove_other_lists_are_named(rank_pools: RankPools) -> None:
-    """What a pipeline's last rank proves is that of all its ranks."""
+    """The last rank of a pipeline proves the lists of all its ranks."""
     told = rank_pools(4).run(refusal, "lists", 3)
     assert len(set(told)) == 1
     assert told[0].startswith("rank 1, 3: the steps, or what")
 
 
 def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:
-    """Though one rank alone proves it."""
+    """Only one rank proves it."""
     told = rank_pools(2).run(refusal, "what comes behind the lists", 0)
     assert told[0] == told[1] == "rank 0 at norm meets rank 1 at gather"
 
 
 class Failing(ProvedSchedules):
-    """Cannot prove anything."""
+    """Prover that always fails."""
 
     def _digests(self, step: module._Step) -> list[str]:
         raise MemoryError("no room for the lists")
@@ -111,7 +111,7 @@ def failed_proof() -> str:
 
 
 def test_a_proof_that_fails_in_one_pipeline_is_told_in_all(rank_pools: RankPools) -> None:
-    """Whatever it fails of: or the others would wait for it."""
+    """This holds for any kind of failure; otherwise the other ranks would wait for ever."""
     told = rank_pools(4).run_within(60.0, failed_proof)
     assert told == ["rank 3 could not prove its steps: MemoryError: no room for the lists"] * 4
 
@@ -167,7 +167,7 @@ def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: Rank
 
 
 def other_list() -> str:
-    """What each rank is told where the first lowers its list otherwise than it was proved by the last."""
+    """Return each rank's message if the first rank lowers its list in another way than the last rank has proved."""
     mesh = mesh_of(2)
     steps = ProvedSchedules(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
 

@@ -1,4 +1,4 @@
-"""The pools that every distributed test stands on."""
+"""Pools of ranks, which every distributed test uses."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_timeout_names_the_silent_ranks_and_where_they_stand(pool: RankPool) -> 
 
 @pytest.mark.wide
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path: Path) -> None:
-    """Stuck in a call or in a job, they would go on for ever, and hold the machine."""
+    """Otherwise ranks stuck in a call or in a job would run for ever."""
     script = tmp_path / "hold.py"
     script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(1000)")
     program = f"""

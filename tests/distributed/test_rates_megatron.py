@@ -22,7 +22,8 @@ SHAPES += [("WSD", wsd_style) for wsd_style in WSD]
 
 @st.composite
 def runs(draw: st.DrawFn, style: str) -> tuple[dict[str, Any], dict[str, int], dict[str, Any]]:
-    """The flags of the optimizer and of training, and the lengths in samples as Megatron-LM derives them from them."""
+    """Draw the flags of the optimizer and of training, and the lengths in samples that Megatron-LM derives from
+    them."""
     unit, each = draw(st.sampled_from([("iters", BATCH), ("samples", 1)]))
     length = draw(st.integers(20, 40)) * (BATCH if unit == "samples" else 1)
     decay = draw(st.none() | st.integers(length // 2, 2 * length))

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B is Megatron-LM's, for the sizes that it takes."""
+"""Interleaved 1F1B is Megatron-LM's, for the sizes that Megatron-LM accepts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.harness.rank_pool import RankPools
 
 
 def test_orders_are_megatrons(rank_pools: RankPools) -> None:
-    """It refuses a group larger than the number of micro-batches, and a last one smaller than the pipeline."""
+    """Megatron-LM refuses a group larger than the number of micro-batches, and a last one smaller than the pipeline."""
     sizes = [
         (ranks, chunks, micro_batches, group)
         for ranks in (2, 3, 4, 7, 8)

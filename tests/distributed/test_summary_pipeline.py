@@ -1,4 +1,4 @@
-"""What a run on a pipeline tells at its start."""
+"""Output of a run on a pipeline at its start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-lay
 
 
 def start(flags: str) -> tuple[Memory, Memory, dict[str, object]]:
-    """As measured and by formula, and what is on the screen."""
+    """Return measured memory, memory by formula, and the output on the screen."""
     config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
     mesh = ParallelMesh(
         rank=dist.get_rank(),
@@ -40,12 +40,12 @@ IN_FLIGHT = {
     "--pipeline-schedule zb-h1 --recompute-granularity selective": (2, 2),
     "--global-batch-size 1": (1, 1),
 }
-"""Micro-batches in chunks that each rank keeps at the most."""
+"""Largest number of micro-batches in chunks that each rank keeps."""
 
 
 @pytest.mark.parametrize("flags", IN_FLIGHT)
 def test_activations_are_those_of_the_micro_batches_in_flight(flags: str, rank_pools: RankPools) -> None:
-    """Within 1 % by formula; and as many as are in flight, of the layers in a chunk and what else is on the rank."""
+    """The formula is right within 1 %; the number of micro-batches in flight decides."""
     ranks = rank_pools(2).run(start, flags)
     for measured, formula, _ in ranks:
         for kind in ("parameters", "gradients", "optimizer"):
@@ -71,7 +71,7 @@ def test_the_screen_tells_who_holds_what(rank_pools: RankPools) -> None:
 
 
 def test_the_screen_tells_what_muon_leaves_to_adam(rank_pools: RankPools) -> None:
-    """From stages that hold different parts; a tied table counts once, the padding of the vocabulary never."""
+    """The stages have different parts; a tied table counts once, the padding of the vocabulary never."""
     matrices = 8 * 12 * 128 * 128
     vectors = 8 * (4 + 5 + 4) * 128 + 2 * 128  # of attention, of the feed-forward and of norms
     positions, words = 64 * 128, 251 * 128

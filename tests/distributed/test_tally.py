@@ -1,4 +1,4 @@
-"""Counts over a step are the same on every layout: of each micro-batch once, and only of steps that update."""
+"""Counts over a step are the same on every layout: each micro-batch once, and only in steps that update."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --
 --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size {BATCH}
 --train-iters {STEPS} --eval-iters 1 --lr 0.02 --lr-decay-style constant --weight-decay 0"""
 LARGE = 2**54 + 1
-"""A count that no float holds."""
+"""Count that no float can represent."""
 
 
 class Counting(Block):
-    """A layer that counts its tokens, by a large number too, and those whose first number is positive."""
+    """Layer that counts its tokens, also multiplied by a large number, and tokens whose first number is positive."""
 
     def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
         super().__init__(config, context, layer, **more)
@@ -59,12 +59,12 @@ class Counting(Block):
 
 
 def infinite(*arguments: Any) -> dict[str, float]:
-    """The norms of a gradient that is not finite."""
+    """Return the norms of a gradient that is not finite."""
     return {"weights": math.inf, "vectors": 0.0, "token_tables": 0.0}
 
 
 def trained(flags: str) -> list[tuple[str, list[int]]]:
-    """Count in each layer of this rank, over steps with an evaluation after each, and one skipped."""
+    """Return the counts in each layer of this rank, over steps with an evaluation after each, and one skipped."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
@@ -93,7 +93,7 @@ LAYOUTS = {
 
 @cache
 def alone(batch: int) -> dict[str, list[int]]:
-    """The same on one process, where what is known beforehand is right."""
+    """Return the same from one process, with checks of the values known in advance."""
     (held,) = on_ranks(RankPools(), 1, trained, f"{FLAGS} --global-batch-size {batch}")
     tokens = (STEPS - 1) * batch * LENGTH
     assert len(held) == LAYERS

@@ -1,4 +1,4 @@
-"""A run's own steps, from its flags: what a plain loop over the same samples gives, on one process and on two."""
+"""Steps of a run, from its flags: equal to a plain loop over the same samples, on one process and on two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NETWORK = Network(
 
 
 def run(flags: str, *, evaluates: bool = True) -> tuple[list[StepMetrics], list[float | None], float]:
-    """Each step's figures, evaluations behind each, and the norm of all weights in the end."""
+    """Return each step's figures, the evaluations after each step, and the final norm of all weights."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(
@@ -60,14 +60,14 @@ def run(flags: str, *, evaluates: bool = True) -> tuple[list[StepMetrics], list[
 
 
 def batch(samples: Any, numbers: range) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and the loss mask; no loss where the end of a document is read."""
+    """Return tokens, labels and the loss mask; no loss where the input is an end of document."""
     rows = [samples[number] for number in numbers]
     tokens, labels = (torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in ("tokens", "labels"))
     return tokens, labels, (tokens != VOCABULARY - 1).double()
 
 
 def expected_rate(consumed: int) -> float:
-    """Up from 0 over two steps, then down by half a cosine to a tenth."""
+    """Return the rate: linear warm-up over two steps, then half a cosine down to a tenth."""
     if consumed <= 2 * BATCH:
         return 0.02 * consumed / (2 * BATCH)
     passed = (consumed - 2 * BATCH) / ((STEPS - 2) * BATCH)
@@ -75,7 +75,7 @@ def expected_rate(consumed: int) -> float:
 
 
 def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
-    """Loss, gradient norm and learning rate of each step; the rest as `run` has it."""
+    """Return loss, gradient norm and learning rate of each step; the rest as in `run`."""
     data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1))
     weights = {name: value.requires_grad_() for name, value in NETWORK.weights(77, torch.float64).items()}
     decay = {True: 0.1, False: 0.0}
@@ -111,7 +111,7 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
     ids=["alone", "copies", "parts", "stages", "heads"],
 )
 def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
-    """With dropout. Ranks of two copies count different numbers of tokens; norms are above the limit."""
+    """Dropout is on. The ranks of two replicas count different numbers of tokens; norms are above the limit."""
     wanted, losses, norm = expected()
     assert {step[1] > 0.5 for step in wanted} == {True}
     for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, f"{DROPPING} {flags}"):
@@ -131,7 +131,7 @@ def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
 
 
 def test_every_size_of_a_growing_batch_is_proved() -> None:
-    """Before the first step."""
+    """The proofs happen before the first step."""
     flags = f"{FLAGS} --rampup-batch-size 1 1 12 --train-samples 40".replace(f"--train-iters {STEPS} ", "")
     config = resolve(parse_arguments(flags.replace("-iters 2 --lr-decay", "-samples 2 --lr-decay").split()).config, 1)
     trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
@@ -141,7 +141,7 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
 
 
 def unlike(fault: str, layout: str = "--pp 2") -> str:
-    """Messages to each of four ranks if those of the second of two copies do something else."""
+    """Return the messages on four ranks if the second of two replicas does something else."""
     flags = f"{FLAGS} {layout} --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 500"
     config = resolve(parse_arguments(flags.split()).config, 4)
     mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, **config.parallel.mesh_sizes), make_stages(config)
@@ -167,7 +167,7 @@ def test_copies_that_do_something_else_behind_their_lists_are_named(rank_pools: 
 
 
 def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
-    """However many there are: what is reduced inside the lists follows their order."""
+    """The number of buckets may be equal: reductions inside the lists follow the order of buckets."""
     pool = rank_pools(4)
     for layout in ("--pp 2", "--tp 2 --optimizer muon --swiglu --num-layers 1"):
         assert set(pool.run(unlike, "", layout)) == {""}, layout
@@ -176,7 +176,7 @@ def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
 
 
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
-    """Steps go on dropping, by the sample, as if there had been none."""
+    """Later steps drop the same elements, by the sample, as without evaluations."""
     (with_evaluations, found, _), (without, _, _) = run(DROPPING), run(DROPPING, evaluates=False)
     assert [step.lm_loss for step in with_evaluations] == [step.lm_loss for step in without]
     still = run(DROPPING.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))

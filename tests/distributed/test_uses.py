@@ -1,4 +1,4 @@
-"""A weight used any number of times in each of a rank's chunks trains as by plain autograd."""
+"""A weight used any number of times in each of a rank's chunks trains as with plain autograd."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IN_ONE = {"whole": "F0 B0 F1 F2 B1 B2", "deferred": "F0 I0 F1 I1 W0 F2 I2 W1 W2"
 
 @dataclass(frozen=True)
 class Case:
-    """By chunk the uses of the weight in each of its blocks, by number; ZeRO's stage; and an order."""
+    """Case: by chunk and block, the number of uses of the weight; ZeRO's stage; an order."""
 
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
     zero: int
@@ -58,7 +58,7 @@ def sharding(mesh: ParallelMesh, name: str) -> Sharding:
 
 
 class Block(nn.Module):
-    """A layer of its own, then the shared one, so many times."""
+    """Block with a layer of its own, followed by the shared one, used several times."""
 
     def __init__(self, context: ParallelContext, name: str, shared: Parameter, uses: Sequence[int]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def inputs(step: int, rank: int) -> Iterator[Tensor]:
 
 
 def trained(cases: Sequence[Case]) -> list[tuple[list[float], list[Tensor]]]:
-    """Of each case the norms, and the weights in the end."""
+    """Return the norms and the final weights of each case."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     found = []
     for case in cases:
@@ -143,7 +143,7 @@ def by_name(network: nn.Module) -> dict[str, Parameter]:
 
 
 def expected(case: Case, ranks: int) -> tuple[list[float], list[Tensor]]:
-    """The same by plain torch, over the inputs of all ranks."""
+    """Compute the same with plain torch, over the inputs of all ranks."""
     weights: dict[str, Tensor] = {}
     for chunk in make_chunks(ParallelMesh(), case):
         for name, parameter in by_name(chunk).items():
@@ -186,7 +186,7 @@ def test_a_weight_used_often_trains_as_by_plain_autograd(network: str, rank_pool
 
 
 def test_weights_of_other_chunks_stand_in_other_buckets() -> None:
-    """Of two weights of the lowest chunk, used alike, one is used in the second chunk, too, the other in the third."""
+    """Two weights of the lowest chunk: one is also used in the second chunk, the other in the third."""
     mesh = ParallelMesh()
     context = ParallelContext(mesh, False, torch.float64)
     shared = [context.parameter(replace(sharding(mesh, n), uses=(Use(), Use(chunk=1)))) for n in ("one", "other")]
@@ -198,7 +198,7 @@ def test_weights_of_other_chunks_stand_in_other_buckets() -> None:
 
 
 def test_uses_in_other_chunks_than_hold_the_weight_are_an_error() -> None:
-    """Two chunks hold it; as it stands, one has no use of it."""
+    """Two chunks have the weight, and one of them has no use of it."""
     chunks = make_chunks(ParallelMesh(), Case(NETWORKS["three and one"], 0, "whole"))
     shared = chunks[0].blocks[0].shared[0].weights[0]
     shared.sharding = replace(shared.sharding, uses=(Use(3),))

@@ -1,4 +1,4 @@
-"""The bytes that a rank sends to its data-parallel peers in one step, against the volume of each ZeRO stage."""
+"""Bytes that a rank sends to its data-parallel peers in one step, compared with the formula of each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NORM = 3 * 72 * 8  # bytes of the sums of squares: of 3 groups of parameters, 70
 
 
 class Sent:
-    """Counts what leaves this rank where torch's collectives are called."""
+    """Counter of the bytes that leave this rank in torch's collectives."""
 
     def __init__(self) -> None:
         self.gathered = self.scattered = self.reduced = 0
@@ -88,7 +88,7 @@ def test_bytes_sent_are_the_stages_volume(stage: int, ranks: int, overlap: bool,
     """
     for recompute in ("none", "uniform") if stage == 3 else ("none",):
         for found in rank_pools(ranks).run(sent_in_a_step, ranks, 1, stage, overlap, recompute):
-            others = found["elements"] * (ranks - 1) // ranks  # of each bucket, the slices of the other ranks
+            others = found["elements"] * (ranks - 1) // ranks  # of each bucket, the slices of other ranks
             rounds = found["micro_batches"]
             assert rounds == 2
             norm = {"gathered": NORM, "reduced": 0} if ranks == 2 else {"gathered": 0, "reduced": NORM}

@@ -1,6 +1,4 @@
-"""What the ranks of a pipeline send to their neighbours and to their data-parallel peers, in bytes; and when ZeRO 3 has
-the weights of a block whole.
-"""
+"""Bytes that pipeline ranks send to neighbours and data-parallel peers; times when ZeRO 3 has a block unsharded."""
 
 from __future__ import annotations
 
@@ -33,11 +31,11 @@ from tests.harness.rank_pool import RankPools
 from tests.harness.stages import LOSS
 
 Bytes = Counter[tuple[str, tuple[int, ...]]]
-"""Sent by this rank, by operation and the ranks that take part."""
+"""Bytes sent by this rank, by operation and by participating ranks."""
 
 
 class Run:
-    """A step of a cell on this rank."""
+    """Run of one step of a cell on this rank."""
 
     def __init__(self, cell: Cell) -> None:
         world = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -61,7 +59,7 @@ class Run:
 
 
 def counted(sent: Bytes, name: str, original: Callable[..., Any], part: Callable[[Tensor, int], int]) -> Any:
-    """`original`, whose bytes are counted: `part` of its input among so many ranks."""
+    """Wrap `original` to count its bytes: `part` of its input, for the number of ranks."""
 
     def call(*tensors: Any, group: Any, **options: Any) -> Any:
         tensor = tensors[1] if name in ("gathered", "scattered") else tensors[0]
@@ -96,7 +94,7 @@ def sent_in_a_step(cell: Cell) -> dict[str, Any]:
 
 
 BORDERS = {"1f1b": 1, "interleaved-2": 3, "zb-h1": 1, "zb-v": 2}
-"""Between stages of two ranks."""
+"""Borders between stages of two ranks."""
 MICRO_BATCHES = 4
 
 
@@ -108,9 +106,11 @@ MICRO_BATCHES = 4
 def test_a_pipeline_sends_hidden_states_and_no_more(
     zero: int, schedule: str, tied: bool, rank_pools: RankPools
 ) -> None:
-    """To data-parallel peers each rank sends as much as without a pipeline. To its neighbours the hidden states of each
-    micro-batch at each border and their gradients; besides, the sum over the copies of a tied weight. On a V nothing
-    travels for that, but its uses are reduced, and gathered, each in a chunk of its own.
+    """Data-parallel peers get as many bytes as without a pipeline.
+
+    Neighbours get the hidden states of each micro-batch at each border, their gradients, and the sum over the replicas
+    of a tied weight. With V-shaped stages that sum sends nothing, but its uses are reduced and gathered, each in its
+    own chunk.
     """
     cell = Cell(family="llama", tied=tied, pp=2, dp=2, samples=8, zero=zero, schedule=schedule, dtype="bfloat16")
     sent_along: Counter[int] = Counter()
@@ -141,7 +141,7 @@ def test_a_pipeline_sends_hidden_states_and_no_more(
 
 
 class Watch(Recording):
-    """What is whole of the weights behind each action."""
+    """Recorder of the unsharded weights after each action."""
 
     def __init__(self, buckets: list[Bucket]) -> None:
         super().__init__(torch.device("cpu"))
@@ -153,7 +153,7 @@ class Watch(Recording):
 
 
 def whole_blocks(cell: Cell) -> tuple[list[str], int]:
-    """Actions behind which a block is whole; and how many are at the most."""
+    """Return the actions after which a block is unsharded, and the largest number of unsharded blocks."""
     run = Run(cell)
     sharded = [bucket for bucket in run.optimizer.buckets if bucket.stage == 3]
     block_of = {
@@ -179,7 +179,7 @@ def whole_blocks(cell: Cell) -> tuple[list[str], int]:
 def test_a_blocks_weights_are_whole_in_its_forward_and_in_the_backward_of_its_input(
     schedule: str, overlap: str, most: int, rank_pools: RankPools
 ) -> None:
-    """And behind no action: what is deferred needs none of them."""
+    """No block is unsharded after any action: deferred gradients need no parameters."""
     cell = Cell(family="llama", pp=2, dp=2, samples=8, zero=3, schedule=schedule, overlap=overlap)
     for left, found in rank_pools(4).run(whole_blocks, cell):
         assert left == []

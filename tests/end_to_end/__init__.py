@@ -1,3 +1,3 @@
-"""The program as its users meet it: real files, real processes, exit codes, messages."""
+"""Tests of the complete program: real files, real processes, exit codes, messages."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Texts whose bytes are the tokens: what the oracle says of them in windows, and a tokenizer for Hugging Face."""
+"""Texts whose bytes are the tokens: the oracle's log-probabilities in windows, and a tokenizer for Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ EOD = 256
 
 
 def next_scores(oracle: Oracle, weights: Weights, tokens: Sequence[int]) -> Tensor:
-    """The log-probabilities `[tokens, vocabulary]` of what comes after each token."""
+    """Return the log-probabilities `[tokens, vocabulary]` of the token after each token."""
     read = torch.tensor([tokens])
     return oracle.logits(weights, read, torch.arange(len(tokens))[None])[0, :, : EOD + 1].log_softmax(-1)
 
 
 def log_probabilities(oracle: Oracle, weights: Weights, text: str, length: int, stride: int) -> list[float]:
-    """Of each byte of a document, after the end of the one before and as much as its window has."""
+    """Return the log-probability of each byte of a document, after an end of document, within its window."""
     tokens, found, read_to = [EOD, *text.encode()], [], 0
     for place in range(1, len(tokens)):
-        windows = max(math.ceil((place - length) / stride), 0)  # before the one that predicts it
-        end = min(length + windows * stride, len(tokens) - 1)  # of what that one reads
+        windows = max(math.ceil((place - length) / stride), 0)  # windows before the one that predicts it
+        end = min(length + windows * stride, len(tokens) - 1)  # end of the tokens that this window reads
         begin = max(end - length, 0)
         if end > read_to:
             scores, read_to = next_scores(oracle, weights, tokens[begin:end]), end
@@ -37,7 +37,7 @@ def log_probabilities(oracle: Oracle, weights: Weights, text: str, length: int, 
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """A ByteTokenizer as Hugging Face has one: GPT-2's characters for bytes, without merges."""
+    """Write a ByteTokenizer in Hugging Face's format: GPT-2's characters for bytes, without merges."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

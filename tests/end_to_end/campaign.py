@@ -1,4 +1,4 @@
-"""A campaign: a run that is disturbed again and again, started again each time, and compared with one that was not."""
+"""Campaign: a run that is disturbed and restarted repeatedly, and compared with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.job import Job
 FAULTY = ROOT / "tests" / "harness" / "faulty_training.py"
 RANKS = 4
 STEPS = 60
-"""Of the run, if nothing ends it before."""
+"""Steps of the run, unless something ends it earlier."""
 LAYOUTS: Mapping[str, tuple[str, ...]] = {
     "tp": words("--tp 2 --sequence-parallel --use-distributed-optimizer --global-batch-size 4"),
     "pp": words(
@@ -50,7 +50,7 @@ STEP = ("data", "forward", "backward", "reduce", "optimizer", "agreement", "eval
 PHASES = (*UNWATCHED, *START, *STEP, *SAVE)
 OF_RANK_0 = ("commit",)
 OF_ALL = ("writing", "commit")
-"""The ranks agree on what becomes of an error."""
+"""Phases in which the ranks agree on the consequence of an error."""
 
 
 _OF_TORCH = re.compile(
@@ -59,7 +59,7 @@ _OF_TORCH = re.compile(
 
 
 class Campaign:
-    """One run directory, and all the starts of its run."""
+    """Campaign: one run directory, and all starts of its run."""
 
     def __init__(self, folder: Path, layout: str) -> None:
         self.folder, self.layout = folder, layout
@@ -73,7 +73,7 @@ class Campaign:
 
     @property
     def latest(self) -> int:
-        """The step of the newest checkpoint, 0 without one; the tracker may not name it yet."""
+        """Return the step of the newest checkpoint, 0 without one; the tracker may not name it yet."""
         return max((int(path.name[5:]) for path in self.directory.glob("iter_" + "[0-9]" * 7)), default=0)
 
     @contextmanager
@@ -88,10 +88,13 @@ class Campaign:
         step_seconds: float = 0.0,
         save_interval: int = 1,
     ) -> Iterator[Job]:
-        """A start that ends by itself after so many steps; `least_seconds` and `longest_seconds`: what a step, and what
-        a start or a save may take; `step_seconds`: what each step takes longer, for a test to come in time."""
+        """Start a job that ends by itself after some steps.
+
+        `least_seconds` and `longest_seconds`: limits of a step, and of a start or a save. `step_seconds`: added to the
+        duration of each step, to give a test time.
+        """
         self._starts += 1
-        shutil.rmtree(self.folder / "cache", ignore_errors=True)  # so that each start builds its indices
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)  # makes each start build its indices
         flags = ["--data-path", self.folder / "corpus", "--data-cache-path", self.folder / "cache"]
         flags += ["--train-iters", STEPS, "--save", self.directory, "--watchdog-min-seconds", least_seconds]
         flags += ["--save-interval", save_interval]
@@ -110,9 +113,9 @@ class Campaign:
             yield job
 
     def disturb(self, fault: Fault, *, store_of_rank_0: bool = False, launcher: bool = False) -> None:
-        """Start the run, with a fault; assert how it ends, what it says of it, and that no checkpoint is lost.
+        """Start the run, with a fault; assert its end, its messages, and that no checkpoint is lost.
 
-        `launcher`: one that ends the others as soon as a rank has ended.
+        `launcher`: end the other ranks as soon as one rank has ended.
         """
         before = self.latest
         hangs = fault.kind in HANGS
@@ -136,7 +139,7 @@ class Campaign:
                 assert_codes(codes, fault, where)
 
     def assert_unbroken(self) -> None:
-        """Go on for two steps, and compare with a run of as many steps that was not disturbed."""
+        """Continue for two steps, and compare with an undisturbed run of as many steps."""
         last = self.latest + 2
         assert last <= STEPS, "the run must be longer"
         with self.start(steps=2) as job:
@@ -163,13 +166,13 @@ def assert_codes(codes: list[int], fault: Fault, where: str) -> None:
 
 
 def everything_said(job: Job) -> list[str]:
-    """What each rank that has said something has, without torch's warnings of a store that has gone with rank 0."""
+    """Return the output of each rank with any, without torch's warnings about a store that ended with rank 0."""
     texts = (_OF_TORCH.sub("", job.stderr(rank)) for rank in range(RANKS))
     return [text for text in texts if text]
 
 
 def assert_said(job: Job, fault: Fault, where: str) -> None:
-    """One message, by one rank, that names the culprit; none where the run was asked to end."""
+    """Assert one message, by one rank, that names the culprit; none if the run was requested to end."""
     said = everything_said(job)
     messages = [line for text in said for line in text.splitlines() if line.startswith("error")]
     watched = fault.phase not in UNWATCHED
@@ -177,7 +180,7 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
         assert said == [], where
         return
     if not watched and fault.kind not in ERRORS:
-        # Before there is a group nobody but the launcher notices; and who is asked to end does.
+        # Before there is a group, only the launcher notices a dead rank; and a rank that is requested to end does.
         assert len(messages) <= 1, where
         assert not any("Traceback" in text for text in said), where
         assert not messages or fault.phase == "index build" or f"rank {fault.rank} has " in said[0], where
@@ -201,7 +204,7 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
 
 
 def undisturbed(folder: Path, layout: str, steps: int) -> Path:
-    """The run directory of a run of so many steps, saved behind the last."""
+    """Return the run directory of an undisturbed run, saved after its last step."""
     campaign = Campaign(folder, layout)
     with campaign.start(steps=steps, save_interval=steps) as job:
         codes = job.wait()

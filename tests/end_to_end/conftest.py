@@ -15,7 +15,7 @@ from tests.harness.job import Job
 
 @pytest.fixture
 def start(spawn: Callable[..., Job]) -> Start:
-    """Starts training on mock data: `start("--flag", value, world_size=2, VARIABLE="of the environment")`."""
+    """Start training on mock data: `start("--flag", value, world_size=2, VARIABLE="of the environment")`."""
 
     def start_training(*flags: Any, world_size: int = 1, data: tuple[Any, ...] = MOCK, **environment: str) -> Job:
         return spawn([PRETRAIN, *data, *flags], world_size, **environment)
@@ -25,7 +25,7 @@ def start(spawn: Callable[..., Job]) -> Start:
 
 @pytest.fixture
 def run(start: Start) -> Run:
-    """Trains to the end; see `runs.Run`."""
+    """Train to the end; see `runs.Run`."""
 
     def run_training(*flags: Any, world_size: int = 1, expected: int | None = 0, **more: Any) -> Ended:
         return ended(start(*flags, world_size=world_size, **more), expected)
@@ -35,7 +35,7 @@ def run(start: Start) -> Run:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with corpus.jsonl, tokenizer.model and corpus_text_document.{bin,idx}, made by the commands."""
+    """Return a folder with corpus.jsonl, tokenizer.model and corpus_text_document.{bin,idx}, made by the commands."""
     folder = tmp_path_factory.mktemp("corpus")
     sources = sorted((ROOT / "megalite").rglob("*.py"))[:20]
     lines = [json.dumps({"text": f"{path.read_text()}\n# naïve café ☕ {path.name}"}) + "\n" for path in sources]
@@ -54,7 +54,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory of a Llama that reads bytes, in float64, far from sure of anything."""
+    """Return a run directory of a Llama on bytes, in float64, whose probabilities are far from 0 and 1."""
     folder = tmp_path_factory.mktemp("byte_llama")
     flags = [*LLAMA, *NO_DROPOUT, "--fp64", "--init-method-std", 0.4, "--train-iters", 1, "--save", folder / "run"]
     with Job([PRETRAIN, *BYTES, *flags], 1, folder / "job") as job:

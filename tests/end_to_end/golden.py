@@ -1,6 +1,6 @@
-"""The golden losses: 50 steps of each family on mock data, committed as numbers.
+"""Golden losses: 50 steps of each family on mock data, committed as numbers.
 
-They change only on purpose: `python -m tests.end_to_end.golden --write` writes them anew, and the commit says why.
+They change only on purpose: `python -m tests.end_to_end.golden --write` writes new ones, and the commit explains why.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIRECTORY = Path(__file__).with_suffix("")
 STEPS, BATCH, SEQUENCE, VOCABULARY, SEED = 50, 8, 32, 61, 1234
 DTYPES = ("float64", "float32")
 
-# No dropout: torch's masks are not the same on every kind of processor.
+# No dropout: torch's masks depend on the kind of processor.
 GPT2 = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=SEQUENCE, vocab_size=VOCABULARY,
     hidden_dropout=0.0, attention_dropout=0.0,
@@ -46,7 +46,7 @@ FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:
-    """The mean loss of each step, on one process with one thread."""
+    """Return the mean loss of each step, on one process with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +90,7 @@ def micro_batch(dataset: MockDataset, first: int, dtype: torch.dtype) -> MicroBa
 
 
 def read(family: str) -> dict[str, list[float]]:
-    """The committed losses of a family by dtype."""
+    """Return the committed losses of a family by dtype."""
     committed: dict[str, list[float]] = json.loads((DIRECTORY / f"{family}.json").read_text())
     return committed
 

@@ -1,4 +1,4 @@
-"""Evaluates a Hugging Face folder with lm_eval's own model: `lm_eval_exported.py FOLDER TASKS OUTPUT LENGTH`."""
+"""Evaluation of a Hugging Face folder with lm_eval's own model: `lm_eval_exported.py FOLDER TASKS OUTPUT LENGTH`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.harness import lm_eval_tasks as local
 
 
 def main() -> None:
-    """Write what lm_eval is told of each request."""
+    """Write the model's answer to each request of lm_eval."""
     folder, include_path, output, length = sys.argv[1:]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of which accelerate would make a process group
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # accelerate would make a process group of these
         os.environ.pop(name, None)
     lm_eval.evaluator.add_env_info = lambda results: None  # takes a second
     results = lm_eval.simple_evaluate(

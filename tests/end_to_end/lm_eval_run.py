@@ -1,6 +1,6 @@
-"""Evaluates a checkpoint with lm_eval on two ranks, under several layouts: `lm_eval_run.py RUN TASKS OUTPUT LENGTH`.
+"""Evaluation of a checkpoint with lm_eval on two ranks and several layouts: `lm_eval_run.py RUN TASKS OUTPUT LENGTH`.
 
-A script of its own: what lm_eval imports takes seconds, and hundreds of megabytes that no other test needs.
+It is a separate script, because lm_eval's imports take seconds and hundreds of megabytes, and no other test needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 40, "max_gen_toks": 6, 
 
 
 def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
-    """What lm_eval says of each task and each request, and what the model draws."""
+    """Return lm_eval's results for each task and each request, and the model's samples."""
     manager = TaskManager(include_path=include_path, include_defaults=False)
     results = lm_eval.simple_evaluate(model=model, tasks=list(local.NAMES), task_manager=manager, bootstrap_iters=0)
     answers: dict[str, Any] = {
@@ -45,7 +45,7 @@ def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
         "unprompted": model.generate_until([request("", {"max_gen_toks": local.MAX_NEW_TOKENS, "until": local.STOP})]),
         "bare": model.loglikelihood([request(context, "a choice") for context in ("", "  ")]),
     }
-    if results:  # not but on the first rank of a machine
+    if results:  # present only on the first rank of a machine
         answers |= {"results": results["results"]}
         answers |= {name: [sample["resps"] for sample in results["samples"][name]] for name in local.NAMES}
     return answers
@@ -56,7 +56,7 @@ def request(*arguments: Any) -> Instance:
 
 
 def encoded_by_a_template(network: Network) -> dict[str, Any]:
-    """Texts as tokens of a vocabulary that puts some before a document."""
+    """Return texts as tokens of a vocabulary that adds tokens before a document."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer_json(str(write_template_tokenizer(Path(folder))), True, "auto")
     model = MegaliteLM(network, tokenizer, max_length=8)
@@ -68,7 +68,7 @@ def encoded_by_a_template(network: Network) -> dict[str, Any]:
 
 
 def refusal(function: Callable[..., Any], *arguments: Any) -> str:
-    """The error of a user that a call ends with."""
+    """Return the user error that a call raises."""
     try:
         function(*arguments)
     except MegaliteError as error:
@@ -77,7 +77,7 @@ def refusal(function: Callable[..., Any], *arguments: Any) -> str:
 
 
 def refusals(model: MegaliteLM, include_path: str, rank: int) -> dict[str, str]:
-    """What cannot be asked."""
+    """Return the errors for requests that are not supported."""
 
     class FewTasks(TaskManager):  # lm_eval's own 14,000 would take seconds
         def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
@@ -97,7 +97,7 @@ def refusals(model: MegaliteLM, include_path: str, rank: int) -> dict[str, str]:
 
 
 def windows_agree() -> bool:
-    """Ours, without overlap and with, are those of lm_eval's own models."""
+    """Check that our windows, with and without overlap, are those of lm_eval's own models."""
     for size in range(12):
         for length in range(1, 7):
             for stride in range(1, length + 1):

@@ -1,4 +1,4 @@
-"""Runs of the program on forked ranks, and what they leave behind, read without the program's own readers."""
+"""Runs of the program on forked ranks, and readers of their results that do not use the program's own readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVALUATE = ROOT / "tools" / "evaluate.py"
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Flags, written as in a shell."""
+    """Split flags as a shell does."""
     return tuple(shlex.split(text))
 
 
@@ -44,22 +44,22 @@ _OF_THE_MACHINE = ("time", "per_second", "tflops", "mfu", "memory")
 
 @dataclass(frozen=True)
 class Ended:
-    """A job that has ended."""
+    """Job that has ended."""
 
     codes: list[int]
     stdout: str
-    """Rank 0's; the others are silent (`run` asserts it)."""
+    """Output of rank 0; the others print nothing (`run` asserts it)."""
     stderr: str
-    """All ranks' together."""
+    """Stderr of all ranks together."""
 
 
 Run = Callable[..., Ended]
-"""`run("--flag", value, ..., world_size=1, expected=0)` trains and asserts that each rank ends with `expected`."""
+"""Function `run("--flag", value, ..., world_size=1, expected=0)` that trains; each rank must end with `expected`."""
 Start = Callable[..., Job]
 
 
 def ended(job: Job, expected: int | None = 0, timeout: float = 240.0) -> Ended:
-    """Waits for the job; asserts each rank's exit code, silence of all but rank 0, and complaints with errors only."""
+    """Wait for the job; assert exit codes, that only rank 0 prints, and that only failed jobs write error messages."""
     codes = job.wait(timeout)
     stderr = "".join(job.stderr(rank) for rank in range(job.world_size))
     if expected is not None:
@@ -74,28 +74,28 @@ def ended(job: Job, expected: int | None = 0, timeout: float = 240.0) -> Ended:
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the machine's speed decides."""
+    """Return the lines of metrics.jsonl without values that depend on the machine's speed."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not any(part in k for part in _OF_THE_MACHINE)} for line in lines]
 
 
 def iterations(directory: Path) -> list[int]:
-    """Of the training steps in metrics.jsonl, in the order of the lines."""
+    """Return the iterations of the training steps in metrics.jsonl, in the order of the lines."""
     return [line["iteration"] for line in metrics(directory) if "lm_loss" in line]
 
 
 def losses(directory: Path) -> list[float]:
-    """Of the training steps."""
+    """Return the losses of the training steps."""
     return [line["lm_loss"] for line in metrics(directory) if "lm_loss" in line]
 
 
 def latest_iteration(directory: Path) -> int:
-    """By the tracker file."""
+    """Return the iteration in the tracker file."""
     return int((directory / "latest_checkpointed_iteration.txt").read_text())
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The global tensors of a checkpoint by name, put together from its boxes; asserts that they are complete."""
+    """Return the logical tensors of a checkpoint by name, assembled from its boxes; assert that they are complete."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     tensors = {}
     for name, entry in manifest["tensors"].items():
@@ -112,13 +112,13 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint by logical name, as the oracle takes them."""
+    """Return the weights in a checkpoint by logical name, as the oracle takes them."""
     tensors = saved_tensors(checkpoint)
     return {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
 
 
 def assert_same_checkpoint(actual: Path, expected: Path) -> None:
-    """Asserts the same tensors, bit for bit, and the same place in the run."""
+    """Assert the same tensors, bit for bit, and the same consumed samples and iteration."""
     ours, theirs = saved_tensors(actual), saved_tensors(expected)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -128,5 +128,5 @@ def assert_same_checkpoint(actual: Path, expected: Path) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a folder, to see that nothing has changed."""
+    """Return every file below a folder, to check that nothing has changed."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}

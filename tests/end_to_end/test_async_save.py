@@ -1,4 +1,4 @@
-"""--async-save: the same checkpoints as without it, whatever happens while they are written."""
+"""--async-save: the same checkpoints as without it, even with faults while they are written."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def faulty(spawn: Spawn, tmp_path: Path) -> Callable[..., Job]:
-    """Starts two ranks with --async-save: something `happens` before what `concerned` tells is opened or written to."""
+    """Start two ranks with --async-save; `happens` runs before files that `concerned` selects are opened or written
+    to."""
 
     def start(directory: Path, *flags: Any, concerned: str, happens: str) -> Job:
         entry = tmp_path / "entry.py"
@@ -67,7 +68,7 @@ def step(directory: Path, iteration: int) -> Path:
 
 
 def order(text: str, parts: Sequence[str]) -> list[int]:
-    """Where the parts stand; asserts that each is there."""
+    """Return the positions of the parts; assert that each is there."""
     for part in parts:
         assert part in text, f"{part!r} is missing in:\n{text}"
     return [text.index(part) for part in parts]
@@ -75,7 +76,7 @@ def order(text: str, parts: Sequence[str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 7 steps that saves each without --async-save."""
+    """Return a run of 7 steps that saves each step without --async-save."""
     folder = tmp_path_factory.mktemp("whole")
     flags = ["--train-iters", 7, "--save", folder / "run", "--save-interval", 1]
     with Job([PRETRAIN, *MOCK, *CONSTANT, *map(str, flags)], 2, folder / "job") as job:
@@ -158,7 +159,7 @@ def test_a_stop_while_one_is_written_leaves_two_that_are_whole(
 def test_a_disk_that_is_full_until_the_failed_save_is_removed_does_not_end_the_run(
     faulty: Callable[..., Job], whole: Path, tmp_path: Path
 ) -> None:
-    """What is written takes the space that metrics need, too."""
+    """The checkpoint takes the disk space that metrics need, too."""
     directory = tmp_path / "run"
     flags = ["--train-iters", 7, "--save-interval", 3, "--tensorboard-dir", directory / "events"]
     concerned = f"os.path.exists({str(step(directory, 3))!r} + '.tmp')"

@@ -1,4 +1,4 @@
-"""What is wrong is said once, in one message on what to change, on however many ranks; what was good stays good."""
+"""Errors are reported once, in one message on what to change, on any number of ranks; good files stay good."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.job import Job
 BYTES = words("--tokenizer-type ByteTokenizer")
 SHORT = (*GPT2, "--train-iters", 3)
 
-# What an entry script does before it becomes the program, on the rank it concerns.
+# Code that an entry script runs before the program, on the affected rank.
 BEFORE = """
 import os, resource, runpy, sys
 rank = int(os.environ["RANK"])
@@ -32,20 +32,20 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Place:
-    """What the cases find: a good token file, a good checkpoint of SHORT on mock data, and a folder of their own."""
+    """Files for the cases: a good token file, a good checkpoint of SHORT on mock data, and a folder for each case."""
 
     prefix: str
     good: Path
     folder: Path
 
     def copy_of_data(self) -> str:
-        """A token file that a case may damage."""
+        """Return a token file that a case may damage."""
         for suffix in ("bin", "idx", "megalite.json"):
             shutil.copy(f"{self.prefix}.{suffix}", self.folder / f"copy.{suffix}")
         return str(self.folder / "copy")
 
     def copy_of_good(self) -> Path:
-        """A run directory that a case may damage."""
+        """Return a run directory that a case may damage."""
         return Path(shutil.copytree(self.good, self.folder / "run"))
 
 
@@ -73,7 +73,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
-    """Runs a command that must fail with an exit code and one message, which is returned."""
+    """Run a command that must fail with an exit code and one message; return the message."""
 
     def run(code: int, *argv: Any, world_size: int = 2, before: str = "") -> str:
         command = list(argv)
@@ -345,7 +345,7 @@ def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
 
 
 def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
-    """Two failed saves are told and tolerated, the third is one too many."""
+    """Two failed saves are reported and tolerated; the third ends the run."""
     run = place.copy_of_good()
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == 1 else None"
     flags = [*MOCK, *SHORT, "--train-iters", 20, "--save", run, "--save-interval", 2, "--resume", "auto"]
@@ -389,7 +389,7 @@ FileFaults(Path({str(run)!r}), 0, fail_with(errno.EROFS), lasting=True).__enter_
 
 
 def test_a_folder_that_the_ranks_do_not_share(place: Place, refused: Refused) -> None:
-    """Each rank has a disk of its own, with a folder of the same name."""
+    """Each rank has its own disk, with a folder of the same name."""
     for rank in range(2):
         (place.folder / str(rank)).mkdir()
     apart = f"""

@@ -1,4 +1,4 @@
-"""What the README and examples/ say is what happens: each command, run by a shell as it stands."""
+"""The commands in the README and examples/ work as written: each is run by a shell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = words(
 
 
 def shell(command: str, directory: Path, expected: int = 0, **environment: str) -> str:
-    """Runs a command with this interpreter's `python` and `torchrun`; returns what it printed."""
+    """Run a command with this interpreter's `python` and `torchrun`; return its output."""
     result = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=directory,
@@ -51,7 +51,7 @@ def shell(command: str, directory: Path, expected: int = 0, **environment: str) 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a checkout, with a corpus of its own, so that nothing is written into the real one."""
+    """Return a folder like a checkout, with its own corpus, so that nothing is written into the real one."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pretrain_gpt.py", "tools", "examples", "README.md"):
         (folder / name).symlink_to(ROOT / name)
@@ -65,7 +65,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_run(checkout: Path) -> str:
-    """What `make train STEPS=2` shows."""
+    """Return the output of `make train STEPS=2`."""
     return shell("examples/train_small_llama.sh", checkout, STEPS="2")
 
 
@@ -94,10 +94,10 @@ def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
 
 
 def test_every_training_of_the_readme_is_configured() -> None:
-    """What the commands say, without the seconds that each takes to start."""
+    """Check the commands' configurations, without the seconds that each start takes."""
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    trainings = [c for c in commands if "pretrain_gpt.py" in c and "--load" not in c]  # a folder that is not there
+    trainings = [c for c in commands if "pretrain_gpt.py" in c and "--load" not in c]  # that folder does not exist here
     assert len(trainings) >= 3
     for command in trainings:
         ranks = int(command[command.index("--nproc-per-node") + 1]) if "torchrun" in command else 1
@@ -107,7 +107,7 @@ def test_every_training_of_the_readme_is_configured() -> None:
 @pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
-    """Those that need no GPU."""
+    """Run the commands that need no GPU."""
     (tmp_path / "run").mkdir()
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
@@ -125,7 +125,7 @@ def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
 
 
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
-    """Also those in the text around the commands."""
+    """Check flags in the text around the commands, too."""
     known = shell(f"python pretrain_gpt.py --help; cat {ROOT}/megalite/commands/*.py examples/*", checkout)
     known = known.replace("_", "-")
     for flag in set(re.findall(r"`(?:[^`]* )?--([a-z][a-z-]+)", (ROOT / "README.md").read_text())):
@@ -136,7 +136,7 @@ def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
 
 
 def recipe_flags(name: str, tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
-    """What a recipe gives to the program: torchrun is replaced by something that prints its arguments."""
+    """Return the arguments that a recipe gives to the program: torchrun is replaced by a script that prints them."""
     if name.endswith(".yaml"):
         return ["--config", str(ROOT / "examples" / name), *arguments]
     (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -150,7 +150,7 @@ def recipe_flags(name: str, tmp_path: Path, *arguments: str, **environment: str)
 
 @pytest.fixture
 def train(spawn: Callable[..., Job], tmp_path: Path) -> Callable[..., str]:
-    """Trains with a recipe's flags on 2 ranks; returns what is shown."""
+    """Train with a recipe's flags on 2 ranks; return the output."""
 
     def run(name: str, *arguments: str, **environment: str) -> str:
         flags = recipe_flags(name, tmp_path, *arguments, **environment)
@@ -199,7 +199,7 @@ def test_recipes_are_of_the_size_they_name(
 ) -> None:
     config = resolve(parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 2)
     assert config.model.vocab_size is not None
-    model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document comes on top
+    model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document is added
     mesh = ParallelMesh(rank=0, world_size=1, tensor_parallel_size=1, device=torch.device("meta"))
     chunks = make_chunks(config, model, mesh, make_stages(config))
     assert abs(count_parameters(chunks, mesh) / 1e6 - millions) < 0.001 * millions
@@ -222,7 +222,7 @@ def test_under_torchrun_our_message_stands_once_before_its_block(checkout: Path)
 
 
 def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
-    out = shell(f"{TORCHRUN} --save {tmp_path} --exit-interval 2", checkout, expected=1)  # its status for all but 0
+    out = shell(f"{TORCHRUN} --save {tmp_path} --exit-interval 2", checkout, expected=1)  # its exit code for all errors
     assert re.search(r"exitcode *: 85", out)
     assert not re.search("^error", out, re.MULTILINE)
     assert not (tmp_path / "DONE").exists()

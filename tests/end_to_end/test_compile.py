@@ -21,7 +21,7 @@ FLAGS = (
 def test_compiled_layers_train_the_same_model(run: Run, tmp_path: Path) -> None:
     inductor = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a pool of processes starts for these few
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise a pool of processes starts for these few
     }
     plain = run(*FLAGS, "--save", tmp_path / "plain")
     compiled = run(*FLAGS, "--save", tmp_path / "compiled", "--compile", **inductor)

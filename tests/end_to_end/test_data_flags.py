@@ -1,4 +1,4 @@
-"""What the flags of the data do to a run: where it reads, how its batch grows, what it is tested on."""
+"""Effects of the data flags on a run: where it reads, how its batch grows, what it is tested on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVALUATED = (*GPT2, *NO_DROPOUT, "--eval-iters", 2, "--train-iters", 5)
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Documents of numbers that count up."""
+    """Return documents of numbers that count up."""
     with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
         for document in range(60):
             writer.add_document([*(np.arange(document, document + 20) % 50), 60])
@@ -29,7 +29,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_the_test_set_is_read_once_at_the_end(corpus: Path, run: Run, tmp_path: Path) -> None:
-    """Validated and tested on the same file, with as many samples, a model has the same loss twice."""
+    """A model that is validated and tested on the same file, with as many samples, has the same loss twice."""
     data = ("--train-data-path", corpus, "--valid-data-path", corpus, "--test-data-path", corpus)
     ended = run(*EVALUATED, "--save", tmp_path / "run", data=(*NULL, *data))
     valid, test = metrics(tmp_path / "run")[-2:]

@@ -1,6 +1,6 @@
-"""tools/doctor.py on real ranks: what it says of two nodes that are well, and of each way in which they may not be.
+"""tools/doctor.py on real ranks: its report on two healthy nodes, and on each kind of fault.
 
-A rank's node is what SLURM calls it, so that four processes of one machine are two nodes.
+A rank's node has the name that SLURM gives, so that four processes of one machine can be two nodes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ IMPATIENT = ("--patience", 6, "--max-bytes", 0)
 
 @dataclass(frozen=True)
 class Examined:
-    """What came of it."""
+    """Result of an examination."""
 
     codes: list[int]
     stdout: str
     stderr: str
     found: dict[str, Any]
-    """The file of --json."""
+    """Contents of the file of --json."""
 
     def of(self, severity: str) -> list[tuple[str | None, str]]:
-        """The node and the text of each finding of a severity."""
+        """Return the node and the text of each finding of a severity."""
         return [(each["node"], each["text"]) for each in self.found["findings"] if each["severity"] == severity]
 
     def only(self, severity: str, node: str | None, *texts: str) -> None:
-        """Asserts that this is all that is told but for warnings: one finding, with texts in it."""
+        """Assert that, besides warnings, there is one finding, with these texts in it."""
         told = [*self.of("sick"), *self.of("wrong")]
         assert [each[0] for each in told] == [node], self.found["findings"]
         assert self.of(severity) == told
@@ -65,7 +65,7 @@ Doctor = Callable[..., Examined]
 def doctor(spawn: Callable[..., Job], tmp_path: Path) -> Doctor:
     """`doctor("--flag", value, ranks=4, before="what each rank runs first")`.
 
-    `stopped`: a rank that stands still for ever. `launcher`: the others are ended when a rank has died.
+    `stopped`: a rank that is suspended for ever. `launcher`: end the other ranks when one has died.
     """
 
     def examine(
@@ -255,7 +255,7 @@ if rank == 2:
 
 
 def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Callable[..., Job], tmp_path: Path) -> None:
-    """No limit of torch's holds then."""
+    """None of torch's time limits applies then."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Stages that hold the embedding alone, the loss alone or nothing at all train, save and resume like any other."""
+"""Stages with only the embedding, only the loss or nothing at all train, save and resume like any other stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EMPTY = words("--pp 4 --pipeline-model-parallel-layout E||tt|L")
     "dtype", [pytest.param("--fp64", marks=pytest.mark.wide), "--bf16"]
 )  # with masters beside the parameters, and without
 def test_a_run_goes_on_over_stages_that_hold_nothing(dtype: str, run: Run, tmp_path: Path) -> None:
-    """One micro-batch of a step goes backward through a stage right behind its forward."""
+    """One micro-batch of a step runs backward through a stage directly after its forward."""
     flags = (*FLAGS, dtype, "--micro-batch-size", 4)
     run(*flags, "--save", tmp_path / "alone")
     run(*flags, *EMPTY, "--save", tmp_path / "empty", world_size=4)

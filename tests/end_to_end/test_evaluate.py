@@ -25,7 +25,7 @@ TRAINED = 16  # the run's --seq-length
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents as JSON lines, and as token files with the end of each document and without."""
+    """Return documents as JSON lines, and as token files with and without the end of each document."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     (folder / "notes.md").write_text("# Notes\n")
@@ -56,7 +56,7 @@ def assert_oracles(
 
 
 def alone(run: Path, output: Path, *flags: object) -> list[dict[str, Any]]:
-    """The figures by a process of its own."""
+    """Return the figures, computed by a new process."""
     result = run_tool("evaluate", "--load", run, "--output", output, *flags)
     assert result.code == 0, result.stderr
     assert result.stderr == ""

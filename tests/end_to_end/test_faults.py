@@ -1,7 +1,7 @@
-"""A fault of any kind, in any phase, on any rank: the run ends, names the culprit, and goes on as if nothing had been.
+"""A fault of any kind, in any phase, on any rank: the run ends, names the culprit, and resumes unchanged.
 
-A test is a campaign: one run directory, in which the next start follows each fault, and at the end the comparison with
-a run that was not disturbed.
+A test is a campaign: one run directory, a new start after each fault, and at the end a comparison with an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ FACTORS = {
     "launcher": (False, True),
 }
 PARTS = 4
-"""Of the faults of a layout: the first in `make test`, three in CI."""
+"""Parts of the faults of a layout: the first runs in `make test`, three run in CI."""
 
 
 def possible(row: Row) -> bool:
     if row["phase"] in OF_RANK_0 and row["rank"]:
         return False
     if row["launcher"] and row["rank"] == 0 and row["phase"] in START:
-        return False  # which may end all before one of them can speak
-    # Before all have met, a rank that stands still is one that has not come.
+        return False  # it may end all ranks before one of them can report
+    # Before all have connected, a suspended rank counts as one that has not come.
     return not (row["manner"] == "hang" and row["phase"] in (*UNWATCHED, *MEETING))
 
 
@@ -67,11 +67,12 @@ def steps_before(phase: str) -> int:
 
 
 Planned = tuple[Fault, dict[str, bool]]
-"""A fault, and the circumstances in which it falls, as `Campaign.disturb` takes them."""
+"""Fault with the arguments of `Campaign.disturb`."""
 
 
 def planned() -> dict[tuple[str, int], list[Planned]]:
-    """By layout and part: faults in which every two values of the factors meet, and in the first parts every value."""
+    """Return faults by layout and part that cover every two values of the factors; the first parts cover every
+    value."""
     generator = random.Random(0)
     found: dict[tuple[str, int], list[Planned]] = {}
     rows = covering_array(FACTORS, possible)
@@ -86,7 +87,7 @@ def planned() -> dict[tuple[str, int], list[Planned]]:
 
 
 def loads_last(faults: list[Planned]) -> list[Planned]:
-    """What falls while a checkpoint is loaded needs one."""
+    """Return the faults with those during a load at the end, because a load needs a checkpoint."""
     return sorted(faults, key=lambda planned: planned[0].phase == "loading")
 
 
@@ -123,13 +124,13 @@ def test_a_run_survives_every_fault(layout: str, kind: str, phase: str, tmp_path
 
 @dataclass
 class Chance:
-    """What a seed makes of one start."""
+    """Random disturbance of one start, drawn from a seed."""
 
     campaign: Campaign
     random: random.Random
 
     def disturb(self) -> None:
-        """Start, disturb, and assert that the run ends as the contract says, with one message at most."""
+        """Start, disturb, and assert the documented end of the run, with one message at most."""
         happens = self.random.choice(
             [self.fault, self.fault, self.two_faults, self.signal, self.signal, self.pause, self.pause_of_all]
         )
@@ -147,11 +148,11 @@ class Chance:
                 return Fault(phase, rank, 0 if at_start else self.random.randint(1, 3), kind)
 
     def fault(self) -> None:
-        """One, from inside."""
+        """Plant one fault inside."""
         self.campaign.disturb(self._fault(), store_of_rank_0=self.random.random() < 0.5)
 
     def two_faults(self) -> None:
-        """Two, from inside: which comes first, and whether the second comes at all, is left open."""
+        """Plant two faults inside: either may come first, and the second may not come at all."""
         first, second = self._fault(), self._fault()
         with self.campaign.start(f"{first};{second}", steps=6, least_seconds=2.0, longest_seconds=8.0) as job:
             job.wait_as_launcher()
@@ -160,7 +161,7 @@ class Chance:
             fault.record(self.campaign.folder).unlink(missing_ok=True)
 
     def signal(self) -> None:
-        """From outside, at any moment, to any ranks."""
+        """Send signals from outside, at any moment, to any ranks."""
         number = self.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGSTOP])
         ranks = self.random.sample(range(RANKS), self.random.randint(1, RANKS))
         times = self.random.randint(1, 5)
@@ -168,10 +169,10 @@ class Chance:
             for rank in ranks * times:
                 job.kill(rank, number)
             if number == signal.SIGSTOP and len(ranks) == RANKS:
-                job.kill_all(signal.SIGKILL)  # nobody is left who could notice
+                job.kill_all(signal.SIGKILL)  # no rank is left to notice
             wait_for_exit(job.ranks, 60.0)
             if over := "stopped after" in job.stdout(0):
-                job.kill_all(signal.SIGKILL)  # nobody watches a rank that stands still when all is done
+                job.kill_all(signal.SIGKILL)  # no watchdog watches a rank that is suspended after the end
             codes = job.wait()
             where = f"{number.name} to {ranks}: {codes}"
             self._assert_ended(job, where)
@@ -182,11 +183,11 @@ class Chance:
                 assert any(f"rank {rank} (process {job.ranks[rank].process.pid} " in said for rank in ranks), where
 
     def pause(self) -> None:
-        """Of one rank, shorter than the limits."""
+        """Suspend one rank, for less than the limits."""
         self._pause([self.random.randrange(RANKS)], seconds=0.5, least_seconds=30.0)
 
     def pause_of_all(self) -> None:
-        """As by Ctrl-Z, longer than the limit."""
+        """Suspend all ranks, as Ctrl-Z does, for longer than the limit."""
         self._pause(list(range(RANKS)), seconds=5.0, least_seconds=2.0)
 
     def _pause(self, ranks: list[int], seconds: float, least_seconds: float) -> None:
@@ -202,7 +203,7 @@ class Chance:
 
     @contextmanager
     def _slow_start(self, least_seconds: float) -> Iterator[Job]:
-        """Entered at a moment in one of its first steps."""
+        """Yield a job at a moment in one of its first steps."""
         with self.campaign.start(steps=8, least_seconds=least_seconds, longest_seconds=8.0, step_seconds=0.2) as job:
             job.wait_for_output(0, "  start  ")
             time.sleep(self.random.random())
@@ -216,7 +217,7 @@ class Chance:
 
 
 TRIALS = 6
-"""Starts of one campaign."""
+"""Starts per campaign."""
 
 
 def run_by_chance(seed: int, folder: Path) -> None:

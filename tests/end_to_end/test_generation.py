@@ -27,7 +27,7 @@ MODEL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory of a Llama with windows, hardly trained: each prompt goes on differently."""
+    """Return a run directory of a Llama with windows, trained very little: each prompt continues differently."""
     folder = tmp_path_factory.mktemp("trained")
     data = words("--mock-data --tokenizer-type ByteTokenizer")
     with Job([PRETRAIN, *data, *MODEL, "--train-iters", 1, "--save", folder / "run"], 1, folder / "job") as job:
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """Of prompts, with lines that are none."""
+    """Return a file of prompts, with lines that are not prompts."""
     path = tmp_path / "prompts.txt"
     path.write_text("\n".join([*PROMPTS, "", " \n"]))
     return path
@@ -119,12 +119,12 @@ def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, s
     job.kill_all(signal.SIGINT)
     assert job.wait(60) == [85] * world_size
     stderr = "".join(job.stderr(rank) for rank in range(world_size))
-    assert re.fullmatch(r"error( on rank 1)?: interrupted\n", stderr)  # once, by who was the first to be heard
+    assert re.fullmatch(r"error( on rank 1)?: interrupted\n", stderr)  # once, by the first rank that is heard
     assert job.stdout(0).endswith("e\n")
 
 
 def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
-    """Its vocabulary has more tokens than its tokenizer, as many have, and none of them is ever chosen."""
+    """As in many models, its vocabulary has more tokens than its tokenizer; none of those is ever chosen."""
     import tokenizers
 
     from tests.harness import huggingface

@@ -1,4 +1,4 @@
-"""The committed losses come out again (see tests/end_to_end/golden.py)."""
+"""The program gives the committed losses again (see tests/end_to_end/golden.py)."""
 
 from __future__ import annotations
 

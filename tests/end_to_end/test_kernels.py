@@ -1,4 +1,4 @@
-"""The whole program with its Triton kernels, in Triton's interpreter: the training that plain PyTorch gives."""
+"""The complete program with its Triton kernels, in Triton's interpreter: the same training as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {
     "layout", ["zero 3, recomputed", pytest.param("weight gradients put off", marks=pytest.mark.wide)]
 )
 def test_kernels_train_the_same_model(run: Run, tmp_path: Path, layout: str) -> None:
-    """In fp32: losses and norms of two steps are apart by some of its roundings."""
+    """In fp32, the losses and norms of two steps differ by a few roundings."""
     flags = (*FLAGS, *words(LAYOUTS[layout]))
     run(*flags, "--save", tmp_path / "plain", "--kernels", "reference", world_size=2)
     told = in_interpreter(*map(str, flags), "--save", str(tmp_path / "triton"), "--kernels", "triton")
@@ -40,7 +40,7 @@ def test_kernels_train_the_same_model(run: Run, tmp_path: Path, layout: str) -> 
 
 
 def in_interpreter(*flags: str) -> str:
-    """What a training on two ranks prints, in processes of their own: Triton decides when it is imported."""
+    """Return the output of a training on two ranks, in new processes: Triton reads its mode when it is imported."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(

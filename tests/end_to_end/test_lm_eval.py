@@ -1,4 +1,4 @@
-"""lm_eval asks a checkpoint, and is told what the oracle says, under every layout."""
+"""lm_eval gets the oracle's results from a checkpoint, under every layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tasks are."""
+    """Return the folder of the tasks."""
     return write_tasks(tmp_path_factory.mktemp("lm_eval") / "tasks")
 
 
@@ -36,7 +36,7 @@ def offline(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(byte_llama: Path, folder: Path) -> Results:
-    """What `lm_eval_run.py` finds on the first of two ranks, once the other has found the same."""
+    """Return the results of `lm_eval_run.py` on the first of two ranks; the other has found the same."""
     output = folder.parent / "results"
     command = [ROOT / "tests" / "end_to_end" / "lm_eval_run.py", byte_llama, folder, output, LENGTH]
     with Job(command, 2, folder.parent / "job", offline(folder)) as job:
@@ -52,15 +52,15 @@ LAYOUTS = ("alone", "dp2", "tp2", "pp2")
 
 @dataclass(frozen=True)
 class Expected:
-    """What the oracle says."""
+    """Results by the oracle."""
 
     choices: list[list[tuple[float, bool]]]
-    """Of each question, by choice: the log-probability, and whether it is the likeliest by each of its bytes."""
+    """Per question and choice: the log-probability, and whether each of its bytes is the most likely."""
     texts: list[float]
     prompts: list[str]
     unprompted: str
     bare: list[float]
-    """Of choices behind nothing, and behind spaces, which are then predicted with them."""
+    """Log-probabilities of choices after nothing, and after spaces, which are then predicted with them."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_the_perplexity_of_texts(layout: str, found: Results, expected: Expected
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written(layout: str, found: Results, expected: Expected) -> None:
-    assert len(set(expected.prompts)) == len(PROMPTS)  # else their order would not show
+    assert len(set(expected.prompts)) == len(PROMPTS)  # otherwise their order would not show
     assert [answer for [[answer]] in found[layout]["local_prompts"]] == expected.prompts
     assert found[layout]["unprompted"] == [expected.unprompted]
     exact = [text == record["answer"] for text, record in zip(expected.prompts, PROMPTS, strict=True)]
@@ -196,7 +196,7 @@ def test_the_command_shows_and_writes_the_results(
 def test_what_was_exported_is_told_apart_by_nothing(
     byte_llama: Path, folder: Path, found: Results, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:
-    """lm_eval's own model of a Hugging Face folder says what the checkpoint says that it was made from."""
+    """lm_eval's own model of an exported Hugging Face folder gives the same results as the checkpoint."""
     exported = tmp_path / "exported"
     write_byte_tokenizer(tmp_path / "tokenizer")
     flags = ["--loader", "megalite", "--saver", "hf", "--load-dir", byte_llama, "--save-dir", exported]
@@ -216,5 +216,5 @@ def test_what_was_exported_is_told_apart_by_nothing(
 
 
 def flat(samples: list[list[Any]]) -> list[Any]:
-    """The answers to all requests."""
+    """Return the answers to all requests."""
     return [answer for answers in samples for answer in answers]

@@ -1,4 +1,4 @@
-"""Every flag of choosing, loading and keeping checkpoints does what it says, and every mishap is told."""
+"""Every flag for choosing, loading and keeping checkpoints works, and every problem is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of four steps, a checkpoint of each."""
+    """Return the run directory of four steps, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("whole")
     mock = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60")
     argv: list[Any] = [PRETRAIN, *mock, *CONSTANT, "--train-iters", STEPS, "--save", folder / "run", *EACH]

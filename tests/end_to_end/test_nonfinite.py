@@ -1,4 +1,4 @@
-"""A step that is not finite says where that came from, and what becomes of the run does not depend on the saying."""
+"""A step that is not finite reports the origin, and the report does not change the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Ended, assert_same_checkpoint, ended, metrics, words
 from tests.harness.job import Job
 
-# An entry script: pretrain_gpt.py, with something amiss on one rank for some samples.
+# An entry script: pretrain_gpt.py with a fault on one rank for some samples.
 SPOILED = """
 import os, runpy, sys
 
@@ -45,7 +45,7 @@ SpoiledRun = Callable[..., Ended]
 
 @pytest.fixture
 def run_spoiled(spawn: Callable[..., Job], tmp_path: Path) -> SpoiledRun:
-    """Trains with what is amiss: `run_spoiled(*flags, samples="8 11", on_rank=1, where="attention", expected=0)`."""
+    """Train with a fault: `run_spoiled(*flags, samples="8 11", on_rank=1, where="attention", expected=0)`."""
     script = tmp_path / "spoiled.py"
     script.write_text(SPOILED)
 
@@ -75,7 +75,7 @@ def test_a_skipped_step_tells_and_the_run_goes_on_as_if_it_had_not(run_spoiled: 
 
 
 def test_a_run_that_has_diverged_tells_where_it_last_did(run_spoiled: SpoiledRun) -> None:
-    """In fp16 too, where a dynamic loss scale could go on shrinking: a loss that is not finite never was scaled."""
+    """This holds in fp16 too, where a dynamic loss scale could shrink for ever: the unscaled loss is not finite."""
     flags = words(
         "--train-iters 20 --fp16 --initial-loss-scale 256 --data-parallel-sharding-strategy optim_grads_params"
     )
@@ -96,7 +96,7 @@ def test_the_search_for_a_loss_scale_is_not_looked_into(run_spoiled: SpoiledRun,
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks(run_spoiled: SpoiledRun) -> None:
-    """Tensor-parallel ranks compute it each: here in a step that is skipped while the scale is searched for."""
+    """Each tensor-parallel rank computes the loss; here in a step that is skipped while the scale is searched for."""
     flags = words(f"--train-iters 3 --fp16 --initial-loss-scale {2.0**24} --tp 2")
     end = run_spoiled(*flags, samples="0 0", where="loss")
     assert "WARNING: step 1 was skipped" in end.stdout

@@ -1,4 +1,5 @@
-"""A run directory on an object store: saved to by several ranks, resumed from, loaded into another, looked into."""
+"""A run directory on an object store: several ranks save to it; it is resumed, loaded into another run and
+inspected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program on a pipeline: ranks that die or fail in mid-step, time lines, stopping and going on."""
+"""The program on a pipeline: ranks that die or fail during a step, time lines, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def start_failing(
     spawn: Spawn, directory: Path, fault: str, rank: int, *flags: str, call: int = 7, world_size: int = 3
 ) -> Job:
-    """Starts four micro-batches a step, of which a rank fails in one of the second step."""
+    """Start a run with four micro-batches per step; a rank fails in one of the second step."""
     entry = directory / "entry.py"
     entry.write_text(FAILS.format(fault=fault, call=call, program=str(PRETRAIN)))
     return spawn([entry, *MOCK, *FOUR_LAYERS, *flags, "--train-iters", "5"], world_size, FAILING=str(rank))
@@ -78,8 +78,8 @@ KILLED = [
 def test_a_rank_that_is_killed_ends_the_others(
     flags: str, rank: int, ranks: int, stage: str, spawn: Spawn, tmp_path: Path
 ) -> None:
-    """One of the others says which stage waited in which action for what; the watchdog would say first who died."""
-    kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"  # the others have come to what they wait for
+    """Another rank reports which stage waited for what; the watchdog would first report which rank died."""
+    kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"  # the others have reached their wait
     job = start_failing(spawn, tmp_path, kill, rank, *words(flags), "--no-watchdog", world_size=ranks)
     codes = job.wait(timeout=60)
     assert codes == [-signal.SIGKILL if number == rank else 85 for number in range(ranks)]
@@ -88,14 +88,14 @@ def test_a_rank_that_is_killed_ends_the_others(
 
 
 def errors(job: Job) -> list[str]:
-    """What all ranks together said."""
+    """Return the stderr of all ranks together."""
     lines = "".join(job.stderr(rank) for rank in range(job.world_size)).splitlines()
     assert not any("Traceback" in line for line in lines), "\n".join(lines)
     return [line for line in lines if line.startswith("error")]
 
 
 def assert_names(error: str, stage: str) -> None:
-    """The stage, and the action that was waited for."""
+    """Assert that the error names the stage and the action that was waited for."""
     assert re.search(rf"{stage}.* of micro-batch \d, chunk 0.*: waited ", error), error
     assert "another rank has ended" in error
 
@@ -183,7 +183,7 @@ CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zer
 
 
 def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: Path) -> None:
-    """I9. Evaluation's figures, too."""
+    """I9, for the results of evaluations, too."""
     flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4, "--hidden-dropout", 0.1, "--attention-dropout", 0.1]
     whole = tmp_path / "whole"
     run(*flags, "--save", whole)
@@ -204,7 +204,7 @@ def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: P
 @pytest.mark.bits
 @pytest.mark.parametrize("layout", [pytest.param("pp2 interleaved", marks=pytest.mark.wide), "pp4 zb-v"])
 def test_an_interrupted_pipeline_goes_on_to_the_bit(layout: str, start: Start, run: Run, tmp_path: Path) -> None:
-    """I8, from Ctrl-C on all ranks."""
+    """I8, after Ctrl-C on all ranks."""
     world_size, layout_flags = LAYOUTS[layout]
     flags = [*EIGHT_LAYERS, *EVALUATED, *words(layout_flags), "--hidden-dropout", 0.1]
     directory, whole = tmp_path / "broken", tmp_path / "whole"

@@ -1,4 +1,4 @@
-"""fp16 with a loss scale, and memory by ZeRO stage, in the whole program."""
+"""fp16 with a loss scale, and memory by ZeRO stage, in the complete program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def train(run: Run, directory: Path, flags: str, world_size: int = 1) -> Path:
 
 
 def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
-    """With plain SGD a scale left in the gradients is one in the updates; 1 % is what fp16's 11 bits leave."""
+    """With plain SGD, a scale that is left in gradients changes the updates; 1 % is the tolerance for fp16's 11
+    bits."""
     exact = losses(train(run, tmp_path / "fp32", "--lr 0.1"))
     scaled = losses(train(run, tmp_path / "fp16", "--lr 0.1 --fp16 --loss-scale 1024"))
     assert scaled == pytest.approx(exact, rel=0.01)
@@ -36,7 +37,7 @@ def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_path: Path) -> None:
-    """It starts too high, overflows, backs off by its rule, and goes on from where it was when the run is resumed."""
+    """It starts too high, overflows, decreases by its rule, and continues from its value when the run is resumed."""
     flags = f"--fp16 --initial-loss-scale {2.0**24} --hysteresis 2 --loss-scale-window 3 {layout}"
     world_size = 2 if layout else 1
     whole = metrics(train(run, tmp_path / "whole", flags, world_size))
@@ -71,7 +72,7 @@ def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path:
 
 
 def test_norms_and_zeros_are_recorded_on_request(run: Run, tmp_path: Path) -> None:
-    """The same on any layout."""
+    """The values are the same on any layout."""
     flags = "--fp64 --global-batch-size 8 --log-params-norm --log-num-zeros-in-grad --lr 0.1"
     alone = metrics(train(run, tmp_path / "alone", flags))
     split = metrics(train(run, tmp_path / "split", f"{flags} --data-parallel-sharding-strategy optim_grads", 2))
@@ -94,7 +95,8 @@ NARROW = words(
 
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.wide)])
 def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: Run, tmp_path: Path) -> None:
-    """2 % is what bf16's 8 bits leave of a loss of 4. Moments are saved as they are: a resumed run has its bits."""
+    """2 % is the tolerance for bf16's 8 bits and a loss of 4. Moments are saved as they are: a resumed run has its
+    bits."""
     flags = (*LLAMA, *NO_DROPOUT, "--optimizer", optimizer, "--train-iters", STEPS)
     run(*flags, *words("--adam-beta2 0.95 --lr 3e-3"), "--save", tmp_path / "wide")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -127,7 +129,7 @@ def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: 
 def test_a_resumed_run_has_the_bits_of_moments_in_8_bits(
     kept: str, layout: str, world_size: int, run: Run, tmp_path: Path
 ) -> None:
-    """And trains as well as one that keeps them in fp32."""
+    """It also trains as well as one that keeps them in fp32."""
     course = (*LLAMA, *NO_DROPOUT, *words(f"--train-iters {STEPS} --bf16 --lr 3e-3 --adam-beta2 0.95"))
     run(*course, "--save", tmp_path / "wide")
     flags = (*course, *words(f"--use-precision-aware-optimizer {kept} {layout} --log-params-norm"))
@@ -141,7 +143,7 @@ def test_a_resumed_run_has_the_bits_of_moments_in_8_bits(
 
 @pytest.mark.bits
 def test_remainders_are_masters_bit_for_bit(run: Run, tmp_path: Path) -> None:
-    """A run that keeps them and one that does not have the same steps, and each goes on from the other's checkpoint."""
+    """Runs with and without remainders have the same steps, and each resumes from the other's checkpoint."""
     course = (*LLAMA, *NO_DROPOUT, *words("--bf16 --use-distributed-optimizer --optimizer-backend megalite"))
     course = (*course, *words(f"--train-iters {STEPS} --log-params-norm"))
     kept = {"wide": (), "remainders": ("--store-param-remainders",)}

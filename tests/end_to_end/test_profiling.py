@@ -1,4 +1,4 @@
-"""Traces of steps, asked for by flags and by a file, that another program can read."""
+"""Traces of steps, requested by flags or by a file, that another program can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_TORCH = words("--profile --use-pytorch-profiler --profile-step-start 2 --prof
 
 
 def names(path: Path) -> list[str]:
-    """Of all that a trace shows."""
+    """Return the names of all events in a trace."""
     with gzip.open(path) as file:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 

@@ -1,4 +1,4 @@
-"""The flags of learning rates and weight decay reach the optimizer, in the whole program."""
+"""The flags of learning rates and weight decay reach the optimizer, in the complete program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that do not come together: who is missing is told, and the run ends."""
+"""Ranks that do not connect: the missing ones are reported, and the run ends."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ Start = Callable[[str, int], Job]
 
 
 def before_coming(code: str) -> str:
-    """The entry script, with code before the ranks' own way to the rendezvous is set."""
+    """Return the entry script, with code that runs before the rendezvous."""
     return ENTRY.replace("launch.wait_for_all_ranks = come", code + "launch.wait_for_all_ranks = come")
 
 
 @pytest.fixture(params=[False, True], ids=["store of the launcher", "store of rank 0"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """A run on so many ranks, of which the absent ones stand still before they meet; the others wait for 2 s then."""
+    """Start a run in which absent ranks stop before they connect; the others then wait for 2 s."""
     entry = tmp_path / "entry.py"
     entry.write_text(ENTRY)
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
 
 
 def said_by(job: Job, rank: int) -> list[str]:
-    """The lines of a rank, but for those on what it waits for."""
+    """Return the lines of a rank, without those on what it waits for."""
     return [line for line in job.stderr(rank).splitlines() if not line.startswith("waiting for ")]
 
 
@@ -129,7 +129,7 @@ def test_ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines(
 
 
 def test_who_comes_when_another_has_failed_and_rank_0_knows_it_ends_like_them(tmp_path: Path) -> None:
-    """Rank 0, which has the store, stays for those who are late."""
+    """Rank 0, which has the store, stays for late ranks."""
     entry = tmp_path / "entry.py"
     late = f"if os.environ['RANK'] == '2':\n    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
     heard = f"""

@@ -1,4 +1,4 @@
-"""Stopping and going on changes nothing: I8, to the bit on the same layout; I9, to rounding on another."""
+"""Stopping and resuming changes nothing: I8, to the bit on the same layout; I9, to rounding on another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run imports before its first step ends, and what it says before that."""
+"""Imports of a run before its first step ends, and its output before that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""However a run ends, what is on disk is whole, and the next start goes on from it."""
+"""After any end of a run, the files on disk are complete, and the next start resumes from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_for_step(job: Any, step: int) -> None:
 
 
 def assert_unbroken(directory: Path, run: Run, whole: Path) -> None:
-    """Goes on for two steps, and compares with a run that was never stopped."""
+    """Continue for two steps, and compare with a run that was never stopped."""
     last = latest_iteration(directory) + 2
     run(*ENDLESS, "--train-iters", last, "--save", directory, "--resume", "auto", world_size=2)
     run(*ENDLESS, "--train-iters", last, "--save", whole, world_size=2)
@@ -149,7 +149,7 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     directory, whole = tmp_path / "broken", tmp_path / "whole"
     run(*flags, "--save", whole, world_size=2)
     assert [*map(list, metrics(whole))][-1][-1] == "test_loss"
-    for fault in (Fault("test", 1, 2, "kill"), Fault("test", 0, 0, "kill")):  # again, in the start that makes up for it
+    for fault in (Fault("test", 1, 2, "kill"), Fault("test", 0, 0, "kill")):  # again, in the start that replaces it
         environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
         job = spawn([FAULTY, *MOCK, *flags, "--save", directory], 2, **environment)
         assert job.wait()[fault.rank] == -signal.SIGKILL
@@ -160,14 +160,14 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     assert "finished after step 2" in run(*flags, "--save", directory, world_size=2).stdout
     assert metrics(directory) == metrics(whole)
     assert contents(directory / "iter_0000002") == before
-    (directory / "DONE").unlink()  # as where the run was killed before it could write that
+    (directory / "DONE").unlink()  # as if the run was killed before it could write that
     assert "finished already: " in run(*flags, "--save", directory, world_size=2).stdout
     assert (directory / "DONE").read_text() == "2\n"
     assert metrics(directory) == metrics(whole)
 
 
 def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: Path) -> None:
-    """One line at the start, where somebody else has changed the file; and none else."""
+    """There is one line at the start if somebody else has changed the file, otherwise none."""
     flags = [*GPT2, "--lr-decay-style", "constant", "--eval-iters", 1, "--eval-interval", 2]
     flags += ["--save", tmp_path / "run", "--resume", "auto", "--train-iters"]
     file = tmp_path / "run" / "metrics.jsonl"
@@ -222,7 +222,7 @@ def test_a_rank_that_waits_for_the_others_can_be_ended(number: signal.Signals, s
 
 
 def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Job], tmp_path: Path) -> None:
-    entry = tmp_path / "entry.py"  # a program that is at its start for long
+    entry = tmp_path / "entry.py"  # a program with a long start
     entry.write_text(
         "import time\nfrom megalite.lifecycle.failure import run_main\n"
         "run_main(lambda: [print('starting'), *(time.sleep(0.05) for _ in range(10**6))])"

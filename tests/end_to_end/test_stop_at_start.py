@@ -1,4 +1,4 @@
-"""A run that is still starting is ended by DIR/STOP and by signals, in each of its phases, with 85."""
+"""A starting run is ended by DIR/STOP and by signals, in each of its phases, with exit code 85."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Hold = Callable[..., Job]
 
 @pytest.fixture
 def hold(spawn: Callable[..., Job], tmp_path: Path) -> Hold:
-    """Starts a run on two ranks of which one comes to a halt in a function, and waits until it has."""
+    """Start a run on two ranks, one of which halts in a function, and wait until it has."""
 
     def start(function: str, rank: int | None, directory: Path, *flags: Any, data: tuple[Any, ...] = MOCK) -> Job:
         entry = tmp_path / "entry.py"
@@ -85,8 +85,10 @@ def wait_until_others_are_missed(job: Job) -> None:
 
 
 def assert_stopped_by_file(job: Job, directory: Path) -> None:
-    """Touches a STOP that is there already, as slurm/pretrain_gpt.sbatch does: again and again, since a rank that has
-    only begun takes what it finds for old. Waits as a launcher does."""
+    """Touch a STOP that exists already, as slurm/pretrain_gpt.sbatch does, and wait as a launcher does.
+
+    Touch it repeatedly, because a rank that has just begun takes an existing file for an old one.
+    """
     assert (directory / "STOP").exists()
     deadline = time.monotonic() + 120
     while all(rank.exit_code is None for rank in job.ranks):

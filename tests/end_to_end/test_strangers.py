@@ -1,4 +1,4 @@
-"""Strangers on the network of a run: what they reach of it, what they can read, and what comes of what they send."""
+"""Strangers on the network of a run: what they can reach and read, and the effect of what they send."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 
 
 def listeners(process: int) -> list[tuple[str, int]]:
-    """Addresses, as the system writes them, and ports."""
+    """Return addresses, as the system writes them, and ports."""
     found = []
     sockets = {str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()}
     for table in ("tcp", "tcp6"):

@@ -40,7 +40,7 @@ PROMPT = "def main(argument"
 
 @pytest.fixture
 def data(corpus: Path) -> list[str]:
-    """The flags to train on the corpus."""
+    """Return the flags to train on the corpus."""
     tokenizer = words("--tokenizer-type SentencePieceTokenizer --tokenizer-model")
     prefix = str(corpus / "corpus_text_document")
     return ["--data-path", prefix, "--split", "90,10,0", *tokenizer, str(corpus / "tokenizer.model")]
@@ -48,7 +48,7 @@ def data(corpus: Path) -> list[str]:
 
 @pytest.fixture
 def generate(spawn: Spawn) -> Callable[..., str]:
-    """What `tools/generate.py` writes."""
+    """Return the output of `tools/generate.py`."""
 
     def run(load: Path, *flags: object, world_size: int = 1, prompt: str = PROMPT) -> str:
         command = [GENERATE, "--load", load, "--prompt", prompt, "--max-new-tokens", 12, *flags]
@@ -63,7 +63,7 @@ FLAGS = [*LLAMA, *NO_DROPOUT, "--fp64", "--seed", 5]
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path) -> Path:
-    """A run directory of a Llama trained for some steps under TP 2 with sequence parallelism."""
+    """Return a run directory of a Llama trained for some steps under TP 2 with sequence parallelism."""
     tokenizer = words("--tokenizer-type SentencePieceTokenizer --tokenizer-model")
     data = [
         "--data-path",

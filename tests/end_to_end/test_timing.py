@@ -1,4 +1,4 @@
-"""Every so many steps a run says where its ranks spend their time, and which of them the others wait for."""
+"""At regular intervals a run reports where its ranks spend their time, and which rank the others wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, installed into a fresh environment: its commands run away from the clone."""
+"""The wheel, installed into a new environment: its commands run outside the clone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(command: object, *arguments: object, directory: Path) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs in an environment with the wheel; all that the wheel needs is this environment's."""
+    """Return the folder of programs in an environment with the wheel; its dependencies come from this environment."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy: setuptools builds in the tree that it is given
     for name in ("megalite", "kernels"):
@@ -58,7 +58,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     put = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, directory=folder)
     assert put.returncode == 0, put.stderr
-    # Python takes no notice of .pth files in a folder that a .pth file names: this clone stays out, if it is installed.
+    # Python ignores .pth files in a folder that a .pth file names, so an installed clone is not visible.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
     rest = {sysconfig.get_path(kind): None for kind in ("purelib", "platlib")}
     (packages / "rest.pth").write_text("\n".join(rest) + "\n")

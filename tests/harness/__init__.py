@@ -1,3 +1,3 @@
-"""What the tests stand on: ranks that start in milliseconds, comparisons that explain themselves, covering arrays."""
+"""Tools for the tests: ranks that start within milliseconds, comparisons with clear messages, covering arrays."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints of given tensors, cut as a test says."""
+"""Checkpoints of given tensors, split into boxes that a test chooses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(
     config: dict[str, Any] | None = None,
     file_format: Format = NATIVE,
 ) -> Path:
-    """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
+    """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of unsplit tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
     attempt = FolderTransaction(folder, training.iteration)
     attempt.begin()
@@ -63,7 +63,7 @@ def write(
 
 
 def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, from the format as documented; its checksums are verified."""
+    """Return the tensors of a checkpoint, read by the documented format; checksums are verified."""
     described = json.loads((path / "manifest.json").read_text())
     tensors = {}
     for name, tensor in described["tensors"].items():
@@ -87,7 +87,7 @@ def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Gives what is read of tensors within it, in bytes of each reading."""
+    """Yield a list of the reads of tensors within the context, in bytes per read."""
     read: list[int] = []
     real = os.preadv
 
@@ -102,7 +102,7 @@ def counted_bytes() -> Iterator[list[int]]:
 
 @st.composite
 def cuts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> list[list[Placed]]:
-    """Any way to cut the tensors into boxes, by splits along any dimension, dealt to any files in any order."""
+    """Draw a split of the tensors into boxes, along any dimensions, distributed over files in any order."""
     files: list[list[Placed]] = [[] for _ in range(draw(st.integers(1, 3)))]
     for name, tensor in tensors.items():
         boxes = [Box((0,) * tensor.ndim, tuple(tensor.shape))]
@@ -116,7 +116,8 @@ def cuts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> list[list[Placed]]:
 
 
 def split(box: Box, dimension: int, at: int) -> list[Box]:
-    """The two parts of a box before and behind an index of a dimension, counted in the box; none that are empty."""
+    """Return the two parts of a box before and after an index of a dimension (counted within the box), without empty
+    ones."""
 
     def part(start: int, length: int) -> Box:
         offset, size = list(box.offset), list(box.size)

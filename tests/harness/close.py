@@ -1,19 +1,19 @@
-"""Comparisons with a tolerance that is stated once, and messages that say what differs."""
+"""Comparisons with one stated tolerance, and messages that show the difference."""
 
 from __future__ import annotations
 
 import torch
 
-RELATIVE = 1e-10  # of float64 results that differ only in the order of sums
+RELATIVE = 1e-10  # of float64 results that differ only in the order of summation
 
 
 def assert_gradient_close(
     actual: torch.Tensor, expected: torch.Tensor, global_norm: float, name: str = "", relative: float = RELATIVE
 ) -> None:
-    """Asserts ‖actual − expected‖ ≤ relative · max(‖expected‖, 1e-3 · global_norm).
+    """Assert ‖actual − expected‖ ≤ relative · max(‖expected‖, 1e-3 · global_norm).
 
-    Some gradients are zero but for rounding (a key's bias, for one): they are measured against the norm of all
-    gradients together.
+    Some gradients are zero except for rounding (for example a key's bias). They are compared relative to the norm of
+    all gradients together.
     """
     _assert_distance(actual, expected, relative, 1e-3 * global_norm, name or "gradient")
 
@@ -21,23 +21,23 @@ def assert_gradient_close(
 def assert_parameter_close(
     actual: torch.Tensor, expected: torch.Tensor, learning_rate: float, name: str = "", relative: float = RELATIVE
 ) -> None:
-    """Asserts ‖actual − expected‖ ≤ relative · max(‖expected‖, learning_rate · √n), n the number of elements.
+    """Assert ‖actual − expected‖ ≤ relative · max(‖expected‖, learning_rate · √n), with n elements.
 
-    The second term is how far one Adam step moves: what started at zero is measured against that.
+    The second term is the length of one Adam step. Parameters that started at zero are compared relative to it.
     """
     _assert_distance(actual, expected, relative, learning_rate * expected.numel() ** 0.5, name or "parameter")
 
 
 def assert_number_close(actual: float, expected: float, name: str = "", relative: float = RELATIVE) -> None:
-    """Asserts |actual − expected| ≤ relative · |expected|."""
+    """Assert |actual − expected| ≤ relative · |expected|."""
     distance, bound = abs(actual - expected), relative * abs(expected)
     assert distance <= bound, f"{name or 'number'}: {actual!r} is not {expected!r}: off by {distance:.3g} > {bound:.3g}"
 
 
 def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, name: str = "") -> None:
-    """Asserts that float64's result is off by the rounding to the dtype of `actual` and by next to nothing more.
+    """Assert that `actual` differs from the float64 result by one rounding to its dtype, and by almost nothing more.
 
-    A second rounding to bf16 or fp16, anywhere on the way, would add some 40 %.
+    A second rounding to bf16 or fp16 anywhere in the computation would add about 40 %.
     """
     rounding = torch.linalg.vector_norm(exact.to(actual.dtype).double() - exact).item()
     distance = torch.linalg.vector_norm(actual.detach().double() - exact).item()
@@ -46,7 +46,7 @@ def assert_rounded_once(actual: torch.Tensor, exact: torch.Tensor, name: str = "
 
 
 def assert_bits_equal(actual: torch.Tensor, expected: torch.Tensor, name: str = "") -> None:
-    """Asserts the same shape, dtype and bits: 0.0 is not -0.0, and a NaN equals the same NaN."""
+    """Assert the same shape, dtype and bits: 0.0 is not -0.0, and a NaN equals only the same NaN."""
     name = name or "tensor"
     _assert_same_kind(actual, expected, name)
     differs = (_bits(actual) != _bits(expected)).any(dim=1)
@@ -64,7 +64,7 @@ def assert_bits_equal(actual: torch.Tensor, expected: torch.Tensor, name: str = 
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """`[elements, bytes]`."""
+    """Return the bytes of each element, `[elements, bytes]`."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
@@ -81,7 +81,7 @@ def _assert_distance(
     norm = torch.linalg.vector_norm(expected.detach().double()).item()
     distance = torch.linalg.vector_norm(difference).item()
     scale = max(norm, least_scale)
-    if distance <= relative * scale:  # a NaN is not
+    if distance <= relative * scale:  # false for a NaN
         return
     ratio = f"{distance / scale:.3g} > {relative:.3g} of {scale:.6g}" if scale else f"{distance:.3g}, expected zeros"
     worst = int(difference.abs().argmax())

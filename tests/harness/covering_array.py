@@ -1,6 +1,7 @@
-"""Covering arrays: few configurations in which every two values that can meet do meet.
+"""Covering arrays: a small set of rows that contains every pair of values that a valid row can contain.
 
-Reference: Cohen, Dalal, Fredman, Patton, "The AETG system" (1997): greedy rows, the value with the most news first.
+Reference: Cohen, Dalal, Fredman, Patton, "The AETG system" (1997): rows built greedily; the value that covers the most
+missing pairs comes first.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 Factors = Mapping[str, tuple[Any, ...]]
 Row = dict[str, Any]
 Valid = Callable[[Row], bool]
-Target = frozenset[tuple[str, Any]]  # the values of two or three factors, to be met in one row
+Target = frozenset[tuple[str, Any]]  # values of two or three factors, to occur together in one row
 
-CANDIDATES = 24  # rows built for each row kept
+CANDIDATES = 24  # rows built per row kept
 
 
 def covering_array(
@@ -26,15 +27,15 @@ def covering_array(
     seed: int = 0,
     cost: Callable[[Row], float] = lambda row: 1.0,
 ) -> list[Row]:
-    """Rows, all valid, such that every pair of values that a valid row can hold stands in one of them.
+    """Return valid rows that cover every pair of values that a valid row can contain.
 
     Args:
-        factors: the values of each factor.
-        valid: whether a row may be. It reads the row only by `row[name]`, and may be asked about incomplete rows:
-            there, reading a factor that is not decided yet raises KeyError and ends the call.
-        strength3: factors of which every three values that can meet do, too.
+        factors: values of each factor.
+        valid: returns True if a row is valid. It reads the row only by `row[name]`. It may be called with incomplete
+            rows: then reading an undecided factor raises KeyError, which ends the call.
+        strength3: factors for which also every possible triple of values is covered.
         seed: the same seed gives the same rows.
-        cost: what a row is to run; of the candidates that with the most news for it is kept.
+        cost: cost of running a row. The candidate that covers the most missing targets per cost is kept.
     """
     generator = random.Random(seed)
     missing = dict.fromkeys(coverable(factors, valid, strength3))  # an ordered set
@@ -51,14 +52,16 @@ def covering_array(
 
 
 def uncovered(factors: Factors, valid: Valid, rows: list[Row], strength3: tuple[str, ...] = ()) -> list[Row]:
-    """The pairs (and triples of `strength3`) that a valid row could hold and that none of `rows` holds."""
+    """Return the pairs (and triples of `strength3`) that a valid row could contain and none of `rows` contains."""
     covered = {target for row in rows for target in _targets(row, strength3)}
     return [dict(target) for target in coverable(factors, valid, strength3) if target not in covered]
 
 
 def every_value_once(rows: Sequence[Row]) -> list[Row]:
-    """A few of the rows, in which each value of each factor stands: always the row with the most news is next, of those
-    with as much the one whose values stand there the least.
+    """Return a few of the rows that contain each value of each factor.
+
+    The next row is always the one with the most new values; among equals, the one whose values occur in the fewest
+    rows.
     """
     missing, met, found = {item for row in rows for item in row.items()}, Counter[tuple[str, Any]](), []
     while missing:
@@ -70,7 +73,7 @@ def every_value_once(rows: Sequence[Row]) -> list[Row]:
 
 
 def coverable(factors: Factors, valid: Valid, strength3: tuple[str, ...] = ()) -> list[Target]:
-    """The pairs (and triples of `strength3`) of values that at least one valid row holds."""
+    """Return the pairs (and triples of `strength3`) of values that at least one valid row contains."""
     names = [*itertools.combinations(factors, 2), *itertools.combinations(strength3, 3)]
     choices = ((chosen, values) for chosen in names for values in itertools.product(*(factors[n] for n in chosen)))
     partials = [dict(zip(chosen, values, strict=True)) for chosen, values in choices]
@@ -83,16 +86,16 @@ def _targets(row: Row, strength3: tuple[str, ...]) -> list[Target]:
 
 
 def _can_complete(factors: Factors, valid: Valid, partial: Row) -> bool:
-    """Whether values for the undecided factors make `partial` a valid row.
+    """Tell whether values for the undecided factors exist that make `partial` a valid row.
 
-    The factor that `valid` asks for is the one decided next: so a contradiction is met as soon as it exists.
+    The factor that `valid` reads is the next one decided, so that a contradiction is found as soon as it exists.
     """
     try:
         return valid(partial)
     except KeyError as asked:
         name = asked.args[0]
     if name in partial or name not in factors:
-        raise KeyError(name)  # a mistake inside `valid`
+        raise KeyError(name)  # a bug in `valid`
     return any(_can_complete(factors, valid, {**partial, name: value}) for value in factors[name])
 
 
@@ -104,7 +107,8 @@ def _build_row(
     missing: Mapping[Target, None],
     generator: random.Random,
 ) -> Row:
-    """A valid row that holds `first`; the others, in random order, take the possible value with the most news."""
+    """Build a valid row that contains `first`. The other factors, in random order, take the value that covers the
+    most."""
     row = dict(first)
     undecided = [name for name in factors if name not in row]
     generator.shuffle(undecided)
@@ -116,7 +120,7 @@ def _build_row(
 
 
 def _news(row: Row, item: tuple[str, Any], strength3: tuple[str, ...], missing: Mapping[Target, None]) -> int:
-    """How many missing targets `item` completes beside the values already in `row`."""
+    """Count the missing targets that `item` completes together with the values already in `row`."""
     pairs = sum(frozenset((item, other)) in missing for other in row.items())
     if item[0] not in strength3:
         return pairs

@@ -1,4 +1,4 @@
-"""A fault that a test plants in a run: what is to happen, where, and when."""
+"""Fault that a test plants in a run: the kind of fault, the place and the time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Fault:
-    """It falls when its rank comes into the phase in that step of its process, or behind it."""
+    """Fault that occurs when its rank enters the phase in that step of its process, or in a later step."""
 
     phase: str
     rank: int
     step: int
-    """Of this process, from 1 on; 0 for what comes before the first."""
+    """Step of this process, from 1; 0 for the time before the first step."""
     kind: str
 
     def __str__(self) -> str:
@@ -21,10 +21,10 @@ class Fault:
 
     @staticmethod
     def read(text: str) -> Fault:
-        """As `str` writes it."""
+        """Parse the result of `str`."""
         phase, rank, step, kind = text.split("/")
         return Fault(phase, int(rank), int(step), kind)
 
     def record(self, folder: Path) -> Path:
-        """The file that it leaves there when it falls."""
+        """Return the path of the file that the fault creates when it occurs."""
         return folder / str(self).replace("/", "-")

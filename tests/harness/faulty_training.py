@@ -1,7 +1,7 @@
-"""pretrain_gpt.py that disturbs itself: FAULT="phase/rank/step/kind" says where, on which rank, and what happens.
+"""Wrapper of pretrain_gpt.py that plants a fault: FAULT="phase/rank/step/kind".
 
-A fault falls when its rank comes into the phase for the first time in that step of this process, or behind it. Before
-it does anything it leaves a file with its own text in the folder FAULT_RECORD: so a test knows that it fell inside.
+A fault occurs when its rank enters the phase for the first time in that step of this process, or later. Before that it
+creates a file, named after the fault, in the folder FAULT_RECORD. So a test knows that the fault has occurred.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from tests.harness.fault import Fault
 
 RANK = int(os.environ["RANK"])
 RECORD = Path(os.environ["FAULT_RECORD"])
-STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0"))  # that each step takes longer
-SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # that a start and a save may take
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0"))  # added to the duration of each step
+SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # limit for a start and for a save
 
 
 FAULTS = [Fault.read(text) for text in filter(None, os.environ.get("FAULT", "").split(";"))]
 
 
 class Steps:
-    """How many steps this process has begun."""
+    """Number of steps that this process has begun."""
 
     begun = 0
 
 
 class Skip(Exception):
-    """The wrapped function is not to be called."""
+    """Request not to call the wrapped function."""
 
 
 def reach(phase: str) -> None:
-    """Let the fault of this phase fall, if it is due. Raises Skip where what follows is to be left out."""
+    """Trigger the fault of this phase if it is due. Raises Skip if the wrapped function is to be skipped."""
     for fault in FAULTS:
         if (fault.phase, fault.rank) == (phase, RANK) and fault.step <= Steps.begun:
             FAULTS.remove(fault)
@@ -64,7 +64,7 @@ def reach(phase: str) -> None:
 
 
 def wrap(owner: Any, name: str, phase: str, only: Callable[[], bool] = lambda: True) -> None:
-    """Have a function of a module or class reach the phase before it does its own work."""
+    """Replace a function of a module or class by one that first reaches the phase."""
     original = getattr(owner, name)
 
     def wrapped(*arguments: Any, **named: Any) -> Any:
@@ -94,7 +94,7 @@ def _crash() -> None:
 
 def _loop() -> NoReturn:
     while True:
-        time.sleep(0.01)  # spares the machine
+        time.sleep(0.01)  # saves CPU time
 
 
 KINDS: dict[str, Callable[[], Any]] = {
@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "hold the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
     "term": lambda: _signal(signal.SIGTERM),
     "usr1": lambda: _signal(signal.SIGUSR1, 5),
-    "defect": lambda: _raise(AssertionError("planted")),  # no RuntimeError, which a store or a backend may mean
+    "defect": lambda: _raise(AssertionError("planted")),  # not a RuntimeError, which a store or a backend may raise
     "data": lambda: _raise(DataError("planted")),
     "skip": lambda: _raise(Skip()),
 }
@@ -116,7 +116,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def in_index_build() -> None:
-    """Only the first rank to come builds: the one that is to be disturbed."""
+    """Let the rank of the fault build the index: the other ranks wait for it."""
     get, builder = IndexCache.get, [fault for fault in FAULTS if fault.phase == "index build"]
 
     def disturbed_get(cache: IndexCache, path: str, description: Any, build: Callable[[], Any]) -> Any:
@@ -133,7 +133,7 @@ def in_index_build() -> None:
 
 
 def in_backward() -> None:
-    """Within autograd, behind the first gradient."""
+    """Trigger within autograd, after the first gradient."""
     backward = _Step._backward
 
     def disturbed_backward(step: Any, action: Any) -> None:
@@ -159,8 +159,11 @@ def in_reduction() -> None:
 
 
 def in_rendezvous() -> None:
-    """Any rank, when all have connected to the store ("connected"). Rank 0, when it alone has come ("came": the others
-    come later), and when all have ("meeting")."""
+    """Trigger in the rendezvous.
+
+    On any rank, after all have connected to the store ("connected"). On rank 0, while it is alone ("came": the others
+    come later), or after all have connected ("meeting").
+    """
     wait_for_all_ranks, wait_for_all = launch.wait_for_all_ranks, rendezvous._wait_as_host
     absent = [fault for fault in FAULTS if fault.phase == "came"]
     connected = [RECORD / f"connected {os.environ['MASTER_PORT']} {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
@@ -168,7 +171,7 @@ def in_rendezvous() -> None:
     def disturbed_wait_for_all_ranks(*arguments: Any) -> None:
         while any(fault.rank != RANK and not fault.record(RECORD).exists() for fault in absent):
             time.sleep(0.01)
-        time.sleep(0.5 * len(absent))  # until it has fallen
+        time.sleep(0.5 * len(absent))  # until the fault has occurred
         connected[RANK].touch()
         while any(fault.phase == "connected" for fault in FAULTS) and not all(map(Path.exists, connected)):
             time.sleep(0.01)
@@ -220,7 +223,7 @@ def disturb() -> None:
 
 
 def shorten() -> None:
-    """What may take an hour takes seconds here, and nobody waits long for an answer or a launcher on one machine."""
+    """Shorten times that may be an hour to seconds, and the waits for answers and launchers."""
     watchdog._LEAVING_SECONDS = 0.5
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
     watchdog._VERDICT_SECONDS = 5.0

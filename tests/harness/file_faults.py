@@ -1,9 +1,9 @@
-"""Faults of file operations: each operation by which a process changes a folder is counted, and one of them fails.
+"""Faults of file operations: each operation that changes a folder is counted, and one of them fails.
 
-An operation is a write (what the system is asked to write, not what stands in a buffer), a sync, a rename, an opening
-for writing, a change of length, a making or a removing of a file or a folder, by any thread. The functions of `os` and
-`open` are replaced while the faults are installed, so it does not matter how the code that is tested writes; code that
-writes past Python is not seen, which `FileFaults.written` tells.
+An operation is a write (a system call, not a write into a buffer), a sync, a rename, an opening for writing, a
+truncation, or the creation or removal of a file or folder, by any thread. The functions of `os` and `open` are replaced
+while the faults are installed, so all Python code that writes is covered. Code that writes without Python is not
+counted; `FileFaults.written` shows this.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 @dataclass(frozen=True)
 class Operation:
     name: str
-    """As in `fsync`, of the function of `os` that does it."""
+    """Name of the function of `os` that does it, such as `fsync`."""
     path: str
-    """The file or folder; of two, the one that comes to be."""
+    """File or folder; for operations on two paths, the target."""
     source: str | None = None
-    """Of two, the other."""
+    """Source, for operations on two paths."""
     size: int = 0
-    """Bytes, of a write."""
+    """Bytes written, for a write."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.path}{f' of {self.size} bytes' if self.size else ''}"
@@ -42,43 +42,43 @@ class Operation:
 
 @dataclass(frozen=True)
 class Moment:
-    """An operation that is about to be made."""
+    """Operation that is about to be executed."""
 
     operation: Operation
     faults: FileFaults
     perform: Callable[[], Any]
     write_half: Callable[[], int] | None
-    """Of a write: make it with half of the bytes."""
+    """Function that executes a write with half of the bytes; None for other operations."""
 
 
 Fault = Callable[[Moment], Any]
-"""What happens instead of an operation; the answer is the operation's."""
+"""Replacement of an operation; its result is the result of the operation."""
 
 
 def kill(moment: Moment) -> None:
-    """The process ends before the operation."""
+    """Kill the process before the operation."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_midway(moment: Moment) -> None:
-    """The process ends when half of a write is done, and after any other operation."""
+    """Kill the process after half of a write, or after any other operation."""
     (moment.write_half or moment.perform)()
     kill(moment)
 
 
 def cut_power(moment: Moment) -> None:
-    """The process ends before the operation, and what was not synced by then is lost: half of a file, a new name."""
+    """Kill the process before the operation, and lose all that was not synced: half of each file, and new names."""
     moment.faults.lose_unsynced()
     kill(moment)
 
 
 def write_less(moment: Moment) -> Any:
-    """A write writes half of its bytes, and says so, as the system may; other operations are made."""
+    """Write half of the bytes and return that number, as the system may; execute other operations."""
     return (moment.write_half or moment.perform)()
 
 
 def fail_with(number: int) -> Fault:
-    """The operation fails with an error number of the system; half of a write has been made by then."""
+    """Return a fault that fails with an error number of the system, after half of a write."""
 
     def fail(moment: Moment) -> None:
         operation = moment.operation
@@ -88,7 +88,7 @@ def fail_with(number: int) -> Fault:
             *_ONE_PATH,
             *_TWO_PATHS,
             "open",
-        )  # the system names no file where it has a descriptor
+        )  # the system names no file if it has only a descriptor
         paths = (operation.source or operation.path, None, operation.source and operation.path) if named else ()
         raise OSError(number, os.strerror(number), *paths)
 
@@ -96,8 +96,10 @@ def fail_with(number: int) -> Fault:
 
 
 class FileFaults:
-    """While entered, counts the operations on `folder` and what is below it, and lets `fault` take the place of number
-    `at` (from 0; None: of none), or of each from there on if it is `lasting`."""
+    """Context that counts the operations on `folder` and below it, and replaces one of them by `fault`.
+
+    `at`: number of that operation, from 0; None: no operation. `lasting`: replace also all later operations.
+    """
 
     def __init__(
         self, folder: Path, at: int | None = None, fault: Fault | None = None, *, lasting: bool = False
@@ -108,7 +110,7 @@ class FileFaults:
         self._lock = threading.Lock()
         self._unsynced: set[tuple[int, int]] = set()  # device and inode
         self._written: dict[tuple[int, int], int] = {}  # bytes
-        self._new_names: list[tuple[str, str]] = []  # source and target of renames of which the folder is not synced
+        self._new_names: list[tuple[str, str]] = []  # source and target of renames without a sync of the folder
         self._replaced: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> FileFaults:
@@ -131,16 +133,16 @@ class FileFaults:
 
     @property
     def struck(self) -> bool:
-        """Whether it came to the fault."""
+        """Tell whether the operation of the fault was reached."""
         return self._at is not None and len(self.operations) > self._at
 
     def written(self, path: Path) -> int:
-        """How many bytes were written to the file that is at `path` now, whatever its name was then."""
+        """Return the number of bytes written to the file that is now at `path`, whatever its name was then."""
         status = path.stat()
         return self._written.get((status.st_dev, status.st_ino), 0)
 
     def lose_unsynced(self) -> None:
-        """Cut files that were written to since they were synced to half, and take back renames that were not."""
+        """Cut files that were written to after their last sync to half, and undo renames that were not synced."""
         for source, target in reversed(self._new_names):
             if os.path.exists(target) and not os.path.exists(source):
                 self._real("rename")(target, source)
@@ -162,7 +164,7 @@ class FileFaults:
     def make(
         self, operation: Operation, perform: Callable[[], Any], write_half: Callable[[], int] | None = None
     ) -> Any:
-        """Count an operation and make it, or let the fault take its place."""
+        """Count an operation and execute it, or its replacement by the fault."""
         with self._lock:
             number = len(self.operations)
             self.operations.append(operation)
@@ -171,7 +173,7 @@ class FileFaults:
         return self._fault(Moment(operation, self, perform, write_half))
 
     def note_write(self, descriptor: int, size: int) -> None:
-        """A file is about to be written to."""
+        """Record that a file is about to be written to."""
         identity = _identity(descriptor)
         self._unsynced.add(identity)
         self._written[identity] = self._written.get(identity, 0) + size
@@ -256,7 +258,7 @@ class FileFaults:
 
 
 class _WatchedFile(io.FileIO):
-    """What stands below every buffer."""
+    """Raw file below every buffer."""
 
     watched_by: FileFaults
     path: str

@@ -1,7 +1,7 @@
-"""A process that imported torch once and has run nothing since: ranks are forked from it.
+"""Process that has imported torch and has run nothing since: ranks are forked from it.
 
-Forking the test process itself is not safe once it has run a backward pass or an OpenMP region, and a fresh
-interpreter spends seconds importing torch. This is the standard library's fork server, with our modules preloaded.
+Forking the test process itself is not safe once it has run a backward pass or an OpenMP region, and a new interpreter
+needs seconds to import torch. This is the standard library's fork server, with preloaded modules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 
 class RankFailure(Exception):
-    """Ranks raised, died or did not answer; `failures` tells of each (rank: traceback, signal or stacks)."""
+    """Error of ranks that raised, died or did not answer; `failures` has the traceback, signal or stacks of each."""
 
     def __init__(self, message: str, failures: dict[int, str]) -> None:
         super().__init__(message)
@@ -31,29 +31,30 @@ class RankFailure(Exception):
 
 
 class RankTimeout(RankFailure):
-    """Ranks did not answer, or did not end, in time; `failures` holds their stacks."""
+    """Error of ranks that did not answer, or did not end, in time; `failures` has their stacks."""
 
 
 def fork_context() -> ForkServerContext:
-    """The fork server's context; the server is started at the first call and ends with this process."""
+    """Return the fork server's context; the server starts at the first call and ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])
-    # Thread pools are sized when a library is loaded: one thread a rank, for results that do not depend on the machine.
+    # Thread pools get their size when a library is loaded: one thread per rank, for results that do not depend on the
+    # machine.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    # The server looks for modules where this process does.
+    # The server searches for modules in the same folders as this process.
     with _environment(threads | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
         forkserver.ensure_running()
     return context
 
 
 class Rank:
-    """One process forked from the server.
+    """Process forked from the server.
 
     Args:
-        number: the rank, for messages.
-        stacks: the file that its stacks are written to on SIGUSR2.
-        target, arguments: what it runs, `target(*arguments)`; an exception ends it as it ends the interpreter.
-        daemon: a daemon may have no children of its own, and does not outlive this process.
+        number: rank, for messages.
+        stacks: file for its stacks, written on SIGUSR2.
+        target, arguments: it runs `target(*arguments)`; an exception ends it as it ends the interpreter.
+        daemon: True for a process that ends with this process and may have no children.
     """
 
     def __init__(
@@ -68,29 +69,29 @@ class Rank:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal's number when a signal ended it."""
+        """Return the exit code, minus the signal's number if a signal ended the process; None while it runs."""
         return self.process.exitcode
 
     def describe_exit(self) -> str:
-        """How the process ended, in words, e.g. 'was killed by SIGKILL'; waits for the end."""
+        """Describe how the process ended, for example 'was killed by SIGKILL', after waiting for its end."""
         self.process.join()
         code = self.process.exitcode
         assert code is not None
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process; nothing happens if it has ended."""
+        """Send a signal to the process; nothing happens if it has ended."""
         if self.process.pid is not None and self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Ends the process and waits for its end."""
+        """Kill the process and wait for its end."""
         self.process.kill()
         self.process.join()
 
     def stacks(self, seconds: float = 5.0) -> str:
-        """Where every thread of the process stands now, in Python, most recent call first."""
+        """Return the current Python stacks of all threads of the process, most recent call first."""
         before = self._stacks.stat().st_size if self._stacks.exists() else -1
         if before < 0 or self.exit_code is not None:
             return "(it has not started, or has ended)"
@@ -99,13 +100,13 @@ class Rank:
         while time.monotonic() < deadline:
             time.sleep(0.05)
             previous, size = size, self._stacks.stat().st_size
-            if size == previous > before:  # the dump has stopped growing
+            if size == previous > before:  # the dump is complete: it no longer grows
                 break
         return self._stacks.read_bytes()[before:].decode(errors="replace").rstrip() or "(no stacks came)"
 
 
 def wait_for_exit(ranks: list[Rank], seconds: float) -> list[Rank]:
-    """Waits until all of `ranks` have ended or `seconds` have passed; returns those still running."""
+    """Wait until all of `ranks` have ended or `seconds` have passed; return those still running."""
     deadline = time.monotonic() + seconds
     while running := [rank for rank in ranks if rank.exit_code is None]:
         left = deadline - time.monotonic()
@@ -116,7 +117,7 @@ def wait_for_exit(ranks: list[Rank], seconds: float) -> list[Rank]:
 
 
 def running(process_id: int) -> bool:
-    """Whether a process, not necessarily a child, runs (a zombie does not)."""
+    """Tell whether a process, not necessarily a child, is running (a zombie is not)."""
     try:
         status = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -125,7 +126,7 @@ def running(process_id: int) -> bool:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback network interface, which gloo is told to use: it would look up the host's name."""
+    """Return the name of the loopback network interface, for gloo, which would otherwise look up the host's name."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
@@ -144,15 +145,15 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _run(stacks: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """The first thing that runs in a forked process."""
-    stacks_file = stacks.open("wb")  # held open for as long as the process lives
+    """Entry point of a forked process."""
+    stacks_file = stacks.open("wb")  # stays open until the process ends
     faulthandler.register(signal.SIGUSR2, file=stacks_file, all_threads=True)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     target(*arguments)
 
 
 def _end_with_parent() -> None:
-    """A rank stuck in a collective would otherwise outlive a test process that was killed."""
+    """End with the parent: a rank stuck in a collective would otherwise outlive a killed test process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Copies of a process that a test may kill: a clean process, forked from the server, forks them in its turn."""
+"""Processes that a test may kill: copies of a clean process, which is itself forked from the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.fork_server import Rank, RankFailure, RankTimeout, fork_conte
 
 
 def in_clean_process(function: Callable[..., Any], *arguments: Any, seconds: float = 240.0) -> Any:
-    """What `function(*arguments)` gives in a process of its own, which may fork: it has nothing but what was imported.
+    """Return the result of `function(*arguments)` in a new process, which may fork: it has only imported modules.
 
     Raises:
         RankFailure: it raised; the message has its traceback.
@@ -48,7 +48,7 @@ def _answer(connection: Connection, function: Callable[..., Any], arguments: tup
 
 
 def fork(function: Callable[..., None], *arguments: Any) -> int:
-    """Start `function(*arguments)` in a copy of this process; returns its process id."""
+    """Start `function(*arguments)` in a copy of this process; return its process id."""
     process = os.fork()
     if process:
         return process
@@ -63,6 +63,6 @@ def fork(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def exit_code(process: int) -> int:
-    """Waits for the end of a copy; minus the signal's number where one ended it."""
+    """Wait for the end of a copy; return its exit code, minus the signal's number if a signal ended it."""
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status)

@@ -1,4 +1,4 @@
-"""Small models of transformers, of every family that is converted, with no parameter left at its initial value."""
+"""Small models of transformers, of every family that is converted; no parameter keeps its initial value."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
-    """The configuration of a model of `CONFIGS`."""
+    """Return the configuration of a model of `CONFIGS`."""
     kind, own = CONFIGS[name]
     sizes = dict(_SIZES)
     if kind is transformers.GPT2Config:
@@ -110,13 +110,13 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
 
 
 def as_written(config: PretrainedConfig) -> dict[str, Any]:
-    """What its config.json holds."""
+    """Return the contents of its config.json."""
     written: dict[str, Any] = json.loads(config.to_json_string())
     return written
 
 
 def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """In fp32, for evaluation: matrices are wide and norms are not at 1, so that no mistake hides in small numbers.
+    """Return an fp32 model for evaluation, with large matrices and norms that are not 1, so that errors are visible.
 
     The last norm is small, so that logits are about 1.
     """
@@ -141,7 +141,7 @@ def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **op
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Read a folder in fp32: the model, and what of its tensors was missing, left over or of another shape."""
+    """Read a folder in fp32; return the model, and its tensors that were missing, unexpected or of another shape."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
@@ -149,12 +149,12 @@ def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def tokens(seed: int = 1) -> Tensor:
-    """[batch, sequence], more than 32 of them in a row."""
+    """Return tokens [batch, sequence], more than 32 of them per sequence."""
     return torch.randint(0, _SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """[batch, sequence, vocabulary]"""
+    """Return logits [batch, sequence, vocabulary]."""
     found: Tensor = model(input_ids=ids).logits
     return found

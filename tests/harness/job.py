@@ -1,4 +1,4 @@
-"""A run of an entry script on several ranks, as torchrun starts it, but forked: for tests that kill and restart."""
+"""Run of an entry script on several ranks, as under torchrun but forked: for tests that kill and restart."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.distributed import TCPStore
 
 from tests.harness.fork_server import Rank, RankFailure, RankTimeout, loopback_interface, wait_for_exit
 
-_GRACE_SECONDS = 15.0  # torchrun gives 30
+_GRACE_SECONDS = 15.0  # 30 in torchrun
 
 
 class Job:
-    """`argv` (script and arguments) run as `__main__` by `world_size` processes. Use it as a context manager.
+    """Run of `argv` (script and arguments) as `__main__` in `world_size` processes, as a context manager.
 
-    Each process finds the environment torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, ...) and
-    `environment` on top; the rendezvous store is hosted here, as torchrun's agent hosts it, so no port is raced for.
-    Variables read when torch is imported (OMP_NUM_THREADS, which is 1) come too late. Each process leads its own
-    process group, so that its own children end with it when the job is closed.
+    Each process gets the environment that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, ...)
+    and `environment`. This process hosts the rendezvous store, as torchrun's agent does, so that no other process can
+    take its port. Variables that torch reads when it is imported (OMP_NUM_THREADS, which is 1) have no effect. Each
+    process leads a process group, so that its children end with it when the job is closed.
 
     Args:
-        directory: where `rank0.stdout`, `rank0.stderr`, ... are written.
-        store_of_rank_0: rank 0's process hosts the rendezvous store, as where it is started by srun, or by torchrun
-            with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        directory: folder for `rank0.stdout`, `rank0.stderr`, ...
+        store_of_rank_0: rank 0's process hosts the rendezvous store, as under srun, or under torchrun with
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
 
     def __init__(
@@ -68,24 +68,25 @@ class Job:
         self.close()
 
     def stdout(self, rank: int) -> str:
-        """What the rank has written to standard output so far."""
+        """Return the standard output of the rank so far."""
         return _read(self.directory / f"rank{rank}.stdout")
 
     def stderr(self, rank: int) -> str:
-        """What the rank has written to standard error so far."""
+        """Return the standard error of the rank so far."""
         return _read(self.directory / f"rank{rank}.stderr")
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to one rank (not to its children)."""
+        """Send a signal to one rank (not to its children)."""
         self.ranks[rank].send_signal(number)
 
     def kill_all(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to every rank, as a terminal's Ctrl-C or a cluster's time limit does."""
+        """Send a signal to every rank, as Ctrl-C in a terminal or the time limit of a cluster does."""
         for rank in self.ranks:
             rank.send_signal(number)
 
     def wait(self, timeout: float = 240.0) -> list[int]:
-        """Waits for every rank to end; returns exit codes in rank order, minus the signal's number where one ended it.
+        """Wait for every rank to end; return the exit codes in rank order, minus the signal's number if a signal ended
+        it.
 
         Raises:
             RankTimeout: ranks were still running after `timeout` seconds; the message has their stacks and stderr.
@@ -97,8 +98,7 @@ class Job:
         return [rank.exit_code for rank in self.ranks if rank.exit_code is not None]
 
     def wait_as_launcher(self, timeout: float = 240.0) -> int:
-        """Waits as torchrun does: once a rank has failed, the others are ended by SIGTERM, and by SIGKILL those that
-        do not end by it.
+        """Wait as torchrun does: after a rank has failed, end the others with SIGTERM, then with SIGKILL.
 
         Returns the exit code of the first that failed, or 0. Raises RankTimeout as `wait` does.
         """
@@ -117,7 +117,7 @@ class Job:
         return failed[0] if failed else 0
 
     def wait_for_output(self, rank: int, text: str, timeout: float = 240.0) -> None:
-        """Returns when `text` stands in the rank's standard output.
+        """Wait until the rank's standard output contains `text`.
 
         Raises:
             RankFailure: the rank ended without it.
@@ -125,7 +125,7 @@ class Job:
         """
         deadline = time.monotonic() + timeout
         while True:
-            ended = self.ranks[rank].exit_code is not None  # asked first: what it wrote last is then in the file
+            ended = self.ranks[rank].exit_code is not None  # first, so that the file has all output of an ended rank
             if text in self.stdout(rank):
                 return
             if ended:
@@ -138,7 +138,7 @@ class Job:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Kills the ranks that still run, and their children."""
+        """Kill the ranks that still run, and their children."""
         for rank in self.ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 assert rank.process.pid is not None
@@ -178,7 +178,7 @@ def _read(path: Path) -> str:
 
 
 def _enter(argv: list[str], environment: dict[str, str], output: Path) -> None:
-    """Becomes the process that `python argv...` would be."""
+    """Become the process that `python argv...` would be."""
     os.setpgid(0, 0)
     for stream, suffix in ((sys.stdout, ".stdout"), (sys.stderr, ".stderr")):
         with output.with_suffix(suffix).open("wb") as file:
@@ -190,9 +190,9 @@ def _enter(argv: list[str], environment: dict[str, str], output: Path) -> None:
     try:
         runpy.run_path(argv[0], run_name="__main__")
     except SystemExit:
-        raise  # its code becomes the process's
+        raise  # its code becomes the exit code of the process
     except BaseException:
         sys.excepthook(*sys.exc_info())
         raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # a forked process ends without
+        atexit._run_exitfuncs()  # a forked process does not run them

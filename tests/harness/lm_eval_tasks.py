@@ -1,4 +1,4 @@
-"""Tasks for lm_eval that need no network: a choice, a text to predict, a text to write."""
+"""Tasks for lm_eval that need no network: a choice, a text to predict, a text to generate."""
 
 from __future__ import annotations
 
@@ -68,11 +68,12 @@ metric_list:
 }
 NAMES = tuple(_TASKS)
 BROKEN = "broken"
-"""A task whose data are nowhere."""
+"""Task whose data do not exist."""
 
 
 def write_tasks(folder: Path) -> Path:
-    """The folder, made, for lm_eval's `include_path`. All of it is written before ranks start, which only read."""
+    """Create the folder for lm_eval's `include_path` and return it. It is complete before ranks start, which only
+    read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (records, description) in _TASKS.items():
         data = folder / f"{name}.jsonl"

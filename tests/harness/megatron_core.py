@@ -1,6 +1,6 @@
-"""Megatron-LM's own GPT and its own checkpoints, the wheel megatron-core 0.16.1, run on ranks without a GPU.
+"""Megatron-LM's own GPT and checkpoints, from the wheel megatron-core 0.16.1, on ranks without a GPU.
 
-It is installed beside the project without its dependencies (see the Makefile), and imported only in a rank.
+The wheel is installed without its dependencies (see the Makefile), and imported only in ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from megalite.config import ModelConfig
 
 Form = Literal["stacked", "per layer", "legacy"]
-"""One key for all layers, one for each, or a file for each rank."""
+"""Form of a checkpoint: one key for all layers, one key per layer, or one file per rank."""
 
 
 def save(
     model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
 ) -> Tensor:
-    """Save a network of random weights as Megatron-LM does, and give its logits."""
+    """Save a network of random weights as Megatron-LM does, and return its logits."""
     with _ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -35,7 +35,7 @@ def save(
         for name, parameter in network.named_parameters():
             with torch.no_grad():
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
-                if not getattr(parameter, "tensor_model_parallel", False):  # the same on every rank
+                if not getattr(parameter, "tensor_model_parallel", False):  # replicated
                     torch.distributed.broadcast(parameter, 0)
         common: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
         if form == "legacy":
@@ -45,7 +45,7 @@ def save(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             metadata = {"singleton_local_shards": form == "per layer"}
-            if form == "stacked":  # as newer versions do, among the tensors
+            if form == "stacked":  # as newer versions do
                 rank = torch.distributed.get_rank()
                 common = {"common": ShardedObject("common_state", common, (1,), (0,), replica_id=rank)}
             dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
@@ -53,7 +53,8 @@ def save(
 
 
 def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int) -> tuple[Tensor, Any]:
-    """The logits of a network loaded from a folder, each tensor of which it must use; and what else is in it."""
+    """Return the logits of a network loaded from a folder, all of whose tensors it must use, and the rest of the
+    checkpoint."""
     with _ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
 
@@ -132,7 +133,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
 
 @contextlib.contextmanager
 def _ready(tensor_parallel_size: int) -> Iterator[None]:
-    """What it asks of a GPU, of other packages and of other processes, answered here."""
+    """Replace the features of a GPU, of other packages and of other processes that it needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import parallel_state
@@ -141,7 +142,7 @@ def _ready(tensor_parallel_size: int) -> Iterator[None]:
     results: queue.Queue[Any] = queue.Queue()
 
     def write(transforms: Any, _: bool, rank: int, buckets: Any, results: Any) -> None:
-        """In this process, where it would fork others."""
+        """Write in this process, instead of in forked ones."""
         written = {}
         for number, bucket in enumerate(buckets):
             done, count = queue.Queue[Any](), queue.Queue[Any]()

@@ -1,4 +1,4 @@
-"""Megatron-LM's older checkpoints, as its runs of any layout have written them, made of a network's logical tensors."""
+"""Megatron-LM's older checkpoints, as runs of any layout wrote them, made from a network's logical tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ OLD = {
 
 
 def whole(model: ModelConfig, weights: Mapping[str, Tensor], padding: int) -> dict[str, Tensor]:
-    """Megatron-LM's tensors by megatron-core's names, the vocabulary padded by so many rows of noise."""
+    """Return Megatron-LM's unsharded tensors by megatron-core's names; the vocabulary is padded with `padding` rows of
+    noise."""
     found: dict[str, Tensor] = {}
     pairs = [("embedding.word_embeddings.weight", "embedding.word"), ("output_layer.weight", "output")]
     for theirs, ours in pairs:
@@ -74,7 +75,7 @@ def _layer(model: ModelConfig, weights: Mapping[str, Tensor], prefix: str) -> di
 
 
 def shard(model: ModelConfig, name: str, values: Tensor, ranks: int, rank: int) -> Tensor:
-    """What a tensor-parallel rank holds, in memory of its own."""
+    """Return the part of a tensor-parallel rank, in its own memory."""
     if "layer_norm" in name or "layernorm" in name or "position" in name:
         return values
     if "linear_fc1" in name and model.activation.gated:
@@ -97,7 +98,8 @@ def write(
     padding: int = 3,
     version: float = 3.0,
 ) -> None:
-    """`stages`: for each model that a rank holds, in their order, the layers of each pipeline rank."""
+    """Write a checkpoint. `stages`: for each model chunk of a rank, in order, the number of layers on each pipeline
+    rank."""
     stages = stages or [[model.num_layers]]
     tensors = whole(model, weights, padding)
     pipeline_ranks, invented = len(stages[0]), ModuleType("invented_arguments")
@@ -148,7 +150,7 @@ def _stage(part: Mapping[str, Tensor], layers: range, begins: bool, ends: bool, 
 
 
 def _old(flat: Mapping[str, Tensor], names: Names) -> dict[str, Any]:
-    """Nested, by the names of language_model.py."""
+    """Return nested state, by the names of language_model.py."""
     body, model = ("encoder" if names == "old" else "transformer"), dict[str, Any]()
     for name, values in flat.items():
         first, rest = name.split(".", 1)

@@ -1,7 +1,7 @@
-"""An object store as cautious as any: objects appear whole when an upload ends, and that is all it can do.
+"""Object store with a minimal set of operations: an object appears, complete, when its upload ends.
 
-`objects:///a/folder/run` stands for what is in that folder, so that several processes share it and a test can look.
-There is no rename, append, copy or exclusive creation, and a folder that holds nothing is not there.
+`objects:///a/folder/run` stands for the files in that folder, so that several processes share it and a test can inspect
+it. There is no rename, append, copy or exclusive creation, and an empty folder does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fsspec.spec import AbstractFileSystem
 
 
 class ObjectStore(AbstractFileSystem):
-    """fsspec's view of it. `before_change` is called with what comes next, and the name, before anything changes."""
+    """Store as an fsspec file system. `before_change` is called with the next operation and the name, before each
+    change."""
 
     protocol = "objects"
     cachable = False
@@ -68,7 +69,7 @@ class ObjectStore(AbstractFileSystem):
 
 
 class Upload(io.BytesIO):
-    """What is written is an object once it is closed, at one moment."""
+    """Upload: its bytes become an object at one moment, when it is closed."""
 
     def __init__(self, place: Path) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class Upload(io.BytesIO):
         self.given_up = True
 
     def __exit__(self, *_: object) -> None:
-        self.close()  # after an error, too, and when it is collected, as stores' own clients do
+        self.close()  # after an error, too, and when it is garbage-collected, as real clients do
 
     __del__ = close
 

@@ -1,4 +1,4 @@
-"""Pipelines to test: every schedule on the pipelines that it is for."""
+"""Pipelines to test: every schedule with the sizes that it supports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pipeline:
 
 
 def every_pipeline(schedule: str, most_micro_batches: int = 32) -> Iterator[Pipeline]:
-    """Up to 8 ranks, 4 chunks and so many micro-batches."""
+    """Yield pipelines of up to 8 ranks, 4 chunks and `most_micro_batches` micro-batches."""
     for ranks in range(1, 9):
         for chunks in CHUNKS[schedule]:
             for micro_batches in range(1, most_micro_batches + 1):

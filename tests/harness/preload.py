@@ -1,6 +1,6 @@
-"""What the fork server imports once, so that the ranks forked from it start in milliseconds.
+"""Modules that the fork server imports once, so that the ranks forked from it start in milliseconds.
 
-Nothing here may start a thread: a fork keeps only one of them, and whatever lock another one held stays held.
+Nothing here may start a thread: a fork keeps only one thread, and a lock held by another one is never released.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MODULES = (
 )
 
 for module in MODULES:
-    # What cannot be imported here fails again, where it can be seen, in the rank that needs it.
+    # An import that fails here fails again, visibly, in the rank that needs it.
     with contextlib.suppress(Exception):
         importlib.import_module(module)
 
-# A collection in a rank would go through all of this, and so copy it: 0.2 s.
+# A garbage collection in a rank would visit all these objects and so copy their pages: 0.2 s.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Pools of ranks, joined by gloo, that are forked once and kept for the whole test run."""
+"""Pools of ranks, connected by gloo, that are forked once and kept for the whole test run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from torch.distributed import distributed_c10d
 
 from tests.harness.fork_server import Rank, RankFailure, RankTimeout, fork_context, loopback_interface
 
-GRACE_SECONDS = 1.0  # after a failure: long enough for the ranks that fail for the same reason
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # the pool's own timeout comes first, and shows the stacks
+GRACE_SECONDS = 1.0  # after a failure, for the ranks that fail for the same reason
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # the pool's own timeout is shorter, and shows the stacks
 
 
 class RankPool:
-    """`world_size` processes, each with the default gloo process group and one torch thread.
+    """Pool of `world_size` processes, each with the default gloo process group and one torch thread.
 
-    The processes start at the first call. Each call finds torch's generator at seed 0 and the default dtype at
-    float32, and the process groups it creates are destroyed after it; other state of the process (modules,
-    environment variables) stays. After a failure the processes are killed, and the next call starts new ones.
+    The processes start at the first call. Each call begins with torch's generator at seed 0 and the default dtype
+    float32. The process groups that it creates are destroyed after it. Other state of the process (modules, environment
+    variables) is kept. After a failure the processes are killed, and the next call starts new ones.
     """
 
     def __init__(self, world_size: int, timeout: float = 240.0) -> None:
@@ -44,10 +44,10 @@ class RankPool:
         self._connections: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls `function(*args, **kwargs)` on every rank; returns what each returned, in rank order.
+        """Call `function(*args, **kwargs)` on every rank; return the results in rank order.
 
-        `function` is a module's function (or anything else that pickles): ranks import it by name. Arguments and
-        results travel by pickle, tensors included, copied. A call may take `self.timeout` seconds.
+        `function` is a module-level function (or anything else that can be pickled): ranks import it by name. Arguments
+        and results, tensors included, are copied by pickle. A call may take `self.timeout` seconds.
 
         Raises:
             RankFailure: a rank raised (the message has the lowest such rank's traceback) or died.
@@ -56,14 +56,14 @@ class RankPool:
         return self.run_within(self.timeout, function, *args, **kwargs)
 
     def run_within(self, seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As `run`, with a time limit of its own."""
+        """Call as `run` does, with its own time limit."""
         request = _encode((function, args, kwargs))
         if not self._ranks:
             self._start()
         try:
             self._send(request)
             results = self._collect(seconds)
-            # Only now that all have answered: a group closed by one rank may still be in use by another.
+            # After all have answered: a group that one rank closes may still be in use on another.
             self._send(b"")
         except BaseException:
             self.close()
@@ -71,7 +71,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """Kills the processes; a later call starts new ones."""
+        """Kill the processes; a later call starts new ones."""
         for end in self._connections:
             end.close()
         for rank in self._ranks:
@@ -96,10 +96,10 @@ class RankPool:
             try:
                 end.send_bytes(message)
             except BrokenPipeError:
-                continue  # it died; collecting the answers tells how
+                continue  # it has died; `_collect` reports how
 
     def _collect(self, seconds: float) -> list[Any]:
-        """Receives every rank's result, or raises with what is known of each failure."""
+        """Receive every rank's result, or raise an error with the known facts about each failure."""
         results: dict[int, Any] = {}
         raised: dict[int, str] = {}
         died: dict[int, str] = {}
@@ -143,7 +143,7 @@ class RankPool:
 
 
 class RankPools:
-    """A pool for each world size, made when it is first asked for: `rank_pools(4)`."""
+    """Pools by world size, each created at its first use: `rank_pools(4)`."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -152,21 +152,21 @@ class RankPools:
         return self._pools.setdefault(world_size, RankPool(world_size))
 
     def close(self) -> None:
-        """Ends every process of every pool."""
+        """End every process of every pool."""
         for pool in self._pools.values():
             pool.close()
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What one process is told: where it stands, where the store is, and where its calls come from."""
+    """Place of one process: its rank, the address of the store, and the source of its calls."""
 
     rank: int
     world_size: int
     port: int
     listener: (
         socket.socket | None
-    )  # on rank 0: the store's socket, bound before any rank starts, so no port is raced for
+    )  # on rank 0: the store's socket, bound before any rank starts, so that no other process can take the port
     connection: Connection
 
 
@@ -177,8 +177,8 @@ class _Answer:
 
 
 def _serve(place: _Place) -> None:
-    """A rank's life: join the group, then answer calls until the other end closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
+    """Join the group, then answer calls until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C
     torch.set_num_threads(1)
     if interface := loopback_interface():
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -215,8 +215,10 @@ def _answer(request: bytes) -> bytes:
 
 
 def _destroy_groups() -> bool:
-    """Destroys the process groups that the call created; whether there were any. Each holds sockets and three threads
-    until it is collected, and what a call leaves behind refers to them in cycles.
+    """Destroy the process groups that the call created; tell whether there were any.
+
+    Each has sockets and three threads until it is garbage-collected, and objects that a call leaves behind refer to it
+    in cycles.
     """
     groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
@@ -225,8 +227,10 @@ def _destroy_groups() -> bool:
 
 
 def _collect_garbage(witness: list[None]) -> list[None]:
-    """Collects what this process has made. Where a test of memory has frozen that, with `witness`, it takes a new one,
-    and all that the fork server had frozen is gone through as well.
+    """Collect the garbage of this process.
+
+    If a memory test has called `gc.freeze`, `witness` is frozen. Then unfreeze, collect among all objects, also those
+    that the fork server had frozen, freeze again and return a new witness.
     """
     if any(found is witness for found in gc.get_objects()):
         gc.collect()
@@ -238,7 +242,7 @@ def _collect_garbage(witness: list[None]) -> list[None]:
 
 
 def _encode(value: Any) -> bytes:
-    """Pickles; torch.save does so several times faster than pickle where there are many tensors."""
+    """Pickle; `torch.save` does so several times faster than pickle if there are many tensors."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,6 +1,6 @@
-"""A small run whose every value follows from a number: saved, loaded and told from any other, whatever its layout.
+"""Small run whose values all follow from one number: saved, loaded and identified, under any layout.
 
-What tests of faults know of the ways to save and load stands here alone.
+Only this file of the fault tests depends on the ways to save and load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import LogicalTensor, Normal, Piece
 
 KINDS = ("synchronous", "asynchronous", "torch_dist")
-"""The ways to save."""
+"""Ways to save."""
 
 MODEL = ModelConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=130, make_vocab_size_divisible_by=1,
@@ -35,11 +35,11 @@ MODEL = ModelConfig(
 CONFIG = {"model": {}, "notes": {"text": "x" * 600}}
 
 Saved = tuple[int, int]
-"""The iteration of a checkpoint, and the number that its values follow from."""
+"""Iteration of a checkpoint, and the number that its values follow from."""
 
 
 class SavedRun:
-    """The model and the optimizer of a rank."""
+    """Model and optimizer of a rank."""
 
     def __init__(self, mesh: ParallelMesh | None = None) -> None:
         self.mesh = mesh or ParallelMesh()
@@ -54,22 +54,22 @@ class SavedRun:
         self._values: dict[int, list[Tensor]] = {}
 
     def save(self, directory: AnyPath, iteration: int, number: int, kind: str = "synchronous") -> None:
-        """Save the values of `number`; once it returns, everything is on disk."""
+        """Save the values of `number`; when it returns, everything is on disk."""
         self.fill(number)
         state = TrainingState(iteration, consumed_samples=number, optimizer_steps=number)
         file_format = FORMATS["torch_dist" if kind == "torch_dist" else "megalite"]
         asynchronous = kind == "asynchronous"
         saver = Saver(directory, self.optimizer, self.plan, file_format=file_format, asynchronous=asynchronous)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage, "BUFFER", 8192)  # so that even these small files take many writes
+            patch.setattr(storage, "BUFFER", 8192)  # makes even these small files take many writes
             saver.begin(state, CONFIG)
             if asynchronous:
-                self.fill(number + 1000)  # what training makes of the values is not saved
+                self.fill(number + 1000)  # changes by training during the save must not be saved
             while saver.under_way:
                 saver.advance()
 
     def load(self, path: AnyPath) -> Saved:
-        """Load the checkpoint in folder `path`, as a run does that starts; its values must be those of one save."""
+        """Load the checkpoint in folder `path`, as a starting run does; its values must be those of one save."""
         checkpoint.check_whole(path, self.mesh)
         for values, _, _ in self._held():
             values.fill_(torch.nan)
@@ -82,7 +82,7 @@ class SavedRun:
         return state.iteration, number
 
     def newest(self, directory: Path) -> tuple[Saved | None, tuple[str, ...]]:
-        """What a run loads that starts from `directory`, and what was wrong with newer ones."""
+        """Return the checkpoint that a run started from `directory` loads, and the problems of newer ones."""
         paths = checkpoint.find_candidates(directory, self.mesh).paths
         if not paths:
             return None, ()
@@ -99,7 +99,7 @@ class SavedRun:
         return self._values[number]
 
     def _held(self) -> Iterator[tuple[Tensor, Piece, str]]:
-        """Views of all values, each with its place in the whole and its name."""
+        """Yield views of all values, each with its place in the logical tensor and its name."""
         for parameter, piece in named_pieces(self.network):
             yield piece.view(parameter.detach()), piece, f"model/{piece.tensor.name}"
         for part in self.optimizer.slices():
@@ -114,13 +114,13 @@ def _drawn(piece: Piece, name: str, number: int) -> Tensor:
 
 
 def litter(directory: Path) -> set[str]:
-    """Names in a run directory that are no checkpoint's and not the tracker's."""
+    """Return names in a run directory that belong neither to a checkpoint nor to the tracker."""
     known = {"latest_checkpointed_iteration.txt"}
     return {path.name for path in directory.iterdir() if not path.name[5:].isdecimal()} - known
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """The bytes of every file below a folder; a folder has none."""
+    """Return the bytes of every file below a folder; a folder has none."""
     return {
         str(path.relative_to(directory)): path.read_bytes() if path.is_file() else b""
         for path in sorted(directory.rglob("*"))

@@ -14,11 +14,12 @@ from megalite.pipeline.stages import Stages
 
 HIDDEN, LOSS = "hidden_states", "lm_loss"
 Plain = Callable[[Tensor | None, Any], Tensor]
-"""From hidden states, None for the first stage, and a micro-batch to hidden states, or to the last stage's loss."""
+"""Function from hidden states (None for the first stage) and a micro-batch to hidden states, or the loss on the last
+stage."""
 
 
 def as_stage(plain: Plain, *, last: bool) -> Callable[[Mapping[str, Tensor], Any], StageOutput]:
-    """A stage of a pipeline."""
+    """Return a stage of a pipeline."""
 
     def stage(inputs: Mapping[str, Tensor], micro_batch: Any) -> StageOutput:
         output = plain(inputs.get(HIDDEN), micro_batch)
@@ -28,17 +29,17 @@ def as_stage(plain: Plain, *, last: bool) -> Callable[[Mapping[str, Tensor], Any
 
 
 def passing_hidden(stages: Stages, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Stages:
-    """The stages, each of which passes on hidden states of this kind."""
+    """Return the stages, each of which passes on hidden states of this shape and dtype."""
     return replace(stages, messages=((TensorSpec(HIDDEN, shape, dtype),),) * (stages.count - 1))
 
 
 def loss_of(network: nn.Module, micro_batch: Any) -> Tensor:
-    """The language-model loss of a whole network."""
+    """Return the language-model loss of an unsplit network."""
     output: StageOutput = network({}, micro_batch)
     return output.terms[LOSS]
 
 
 def logits_of(network: nn.Module, micro_batch: Any) -> Tensor:
-    """The logits of a whole network for a micro-batch without labels."""
+    """Return the logits of an unsplit network for a micro-batch without labels."""
     output: StageOutput = network({}, micro_batch)
     return output.tensors["logits"]

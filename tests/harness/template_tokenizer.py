@@ -1,4 +1,4 @@
-"""A vocabulary of words whose template puts a token before a document, and one behind it."""
+"""Vocabulary of words whose template puts one token before a document and one after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = {"<s>": 0, "</s>": 1, "0": 2, "a": 3, "b": 4}
 
 
 def write_template_tokenizer(folder: Path) -> Path:
-    """Its tokenizer.json in the folder."""
+    """Write its tokenizer.json into the folder."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(VOCABULARY, unk_token="</s>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>"])

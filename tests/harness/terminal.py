@@ -1,4 +1,4 @@
-"""The other side of a pseudo-terminal."""
+"""Reading end of a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def read_to_end(terminal: int) -> str:
-    """All that is shown until the terminal is closed; it comes little by little."""
+    """Return all output until the terminal is closed; it arrives in parts."""
     return b"".join(_pieces(terminal)).decode()
 
 
@@ -15,7 +15,7 @@ def _pieces(terminal: int) -> Iterator[bytes]:
     while True:
         try:
             piece = os.read(terminal, 1 << 16)
-        except OSError:  # how Linux tells the end
+        except OSError:  # Linux reports the end in this way
             return
         if not piece:
             return

@@ -1,4 +1,4 @@
-"""A command of megalite run inside the test's process, where starting another would cost seconds."""
+"""Commands of megalite run inside the test's process, because starting a new one would take seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ended:
 
 
 def run_tool(name: str, *arguments: object) -> Ended:
-    """Run `main` of this module of megalite.commands as its command does, signals apart."""
+    """Run `main` of this module of megalite.commands as the command does, except for signals."""
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         main = importlib.import_module(f"megalite.commands.{name}").main

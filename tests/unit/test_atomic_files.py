@@ -1,4 +1,4 @@
-"""Files that appear whole, and what killed processes leave of them."""
+"""Files that appear complete, and the removal of what killed processes leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalite.atomic_files import DAY, TEMPORARY, write_atomically
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
-    """And nothing that another process, or one of another machine, may still be writing."""
+    """Files that another process, or another machine's process, may still be writing are not removed."""
     path, host = tmp_path / "config.yaml", os.uname().nodename
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()

@@ -35,7 +35,8 @@ def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> Micr
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """FlexAttention as a GPU compiles it but for the last step, which leaves a CPU plain operations and gradients."""
+    """Compile FlexAttention as for a GPU except for the last step, which leaves plain operations and gradients for a
+    CPU."""
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *parts: None)
@@ -57,7 +58,7 @@ def test_the_blocks_are_those_in_which_something_is_seen(documents: bool, window
 
 
 def heads(sequence: int, count: int, generator: torch.Generator) -> Tensor:
-    """[batch, heads, sequence, width], as a layer has them."""
+    """Return [batch, heads, sequence, width] with the memory layout of a layer."""
     states = torch.randn(sequence, BATCH, count, 8, dtype=torch.float64, generator=generator)
     return states.permute(1, 2, 0, 3).requires_grad_()
 
@@ -66,7 +67,7 @@ def heads(sequence: int, count: int, generator: torch.Generator) -> Tensor:
 def test_attention_in_blocks_is_the_dense_one(
     groups: int, cap: float | None, scale: float | None, graphs: dict[str, int]
 ) -> None:
-    """And is compiled once, whichever documents and windows there are."""
+    """It is compiled once, for all documents and windows."""
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         parts = [heads(256, count, generator) for count in (4, groups, groups)]
@@ -84,7 +85,7 @@ def test_attention_in_blocks_is_the_dense_one(
 
 @pytest.mark.parametrize(("groups", "cap"), [(4, None), (2, 2.0)])
 def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
-    """And its gradient."""
+    """Its gradient is compared, too."""
     generator = torch.Generator().manual_seed(0)
     parts = [heads(256, count, generator) for count in (4, groups, groups)]
     first = first_visible(micro_batch(256), None)
@@ -146,7 +147,7 @@ def test_first_visible() -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
-    """With its window, and without any; against all keys, and by the kernel against those of a part."""
+    """With a window and without; against all keys, and in the kernel against the keys of a part."""
     made, whole = network(GEMMA), micro_batch(12, documents=documents)
     layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
     places = layout.places(torch.device("cpu"))
@@ -175,7 +176,7 @@ def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch
 def test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is(
     documents: bool, window: int | None, runs: tuple[range, ...], graphs: dict[str, int]
 ) -> None:
-    """Among its keys; the blocks of queries need not stand where blocks of keys do."""
+    """The blocks of queries need not have the positions of blocks of keys."""
     whole, places = micro_batch(768, documents=documents), SequenceLayout(768, runs).places(torch.device("cpu"))
     first = first_visible(whole, window).expand(BATCH, -1)[:, places]
     ours = kernel.block_mask(first, places, 768)

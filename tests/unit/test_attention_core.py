@@ -1,4 +1,4 @@
-"""The core of attention with its log-sum-exp: that of parts of the keys, put together, is the core of all."""
+"""Attention core with log-sum-exp: the results for parts of the keys, combined, equal the result for all keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def together(core: LocalCore, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention to the first keys and to the last, of which early queries see none."""
+    """Return attention to the first keys and to the last keys, combined; early queries see none of the last."""
     found = []
     for part in (slice(0, 2), slice(2, TOKENS)):
         found.append(core.with_lse(query, key[part], value[part], mask[..., part], KEY))
@@ -69,7 +69,7 @@ def test_parts_of_the_keys_together_are_the_core_of_all(core: LocalCore) -> None
 
 @pytest.mark.parametrize("mask", [CAUSAL, None], ids=["dense", "causal"])
 def test_backward_keeps_no_scores(mask: Mask) -> None:
-    """Of each query for each key; they are computed again."""
+    """Scores of queries and keys are computed again."""
     kept: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def test_backward_keeps_no_scores(mask: Mask) -> None:
 
 
 def test_what_is_dropped_of_parts_is_refused() -> None:
-    """And in an evaluation, where nothing is dropped, it is not."""
+    """In an evaluation, where nothing is dropped, it is accepted."""
     core = replace(CORE, dropout=0.1)
     with pytest.raises(ConfigurationError, match=r"--attention-dropout 0\.1: .* give --attention-dropout 0"):
         core.with_lse(*inputs(), CAUSAL, KEY)

@@ -1,4 +1,4 @@
-"""Attention with its log-sum-exp: both and their gradients by the formulas, and parts of keys put together."""
+"""Attention with its log-sum-exp: both and their gradients by the formulas, and combination of parts of the keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH, HEADS, TOKENS, WIDTH = 2, 4, 12, 6
 
 
 def masks() -> dict[str, Tensor | None]:
-    """Of documents, windows and both; of fewer queries than keys; and with queries that see no key."""
+    """Return masks of documents, windows and both; of fewer queries than keys; and with queries that see no key."""
     generator = torch.Generator().manual_seed(1)
     documents = first_keys((torch.rand(BATCH, TOKENS, generator=generator) < 0.3).cumsum(1))
     near = (torch.arange(TOKENS) - 3).clamp(min=0).unsqueeze(0)
@@ -49,7 +49,7 @@ def queries_of(name: str) -> int:
 def by_formula(
     parts: list[Tensor], mask: Tensor | None, scale: float, cap: float | None, upstream: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
-    """Output, log-sum-exp and the gradients of query, key and value, query by query, without autograd."""
+    """Return output, log-sum-exp and the gradients of query, key and value, query by query, without autograd."""
     query, key, value = (part.detach() for part in parts)
     grad_output, grad_lse = upstream
     output, lse = torch.zeros_like(grad_output), torch.full_like(grad_lse, -math.inf)
@@ -116,7 +116,7 @@ def test_a_query_that_sees_nothing_gives_nothing() -> None:
 @pytest.mark.parametrize("borders", [(0, 5, 12), (0, 1, 4, 12), tuple(range(13))], ids=["two", "three", "each"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "blind"])
 def test_parts_of_the_keys_together_are_the_whole(name: str, borders: tuple[int, ...]) -> None:
-    """Of which many see nothing: keys of other documents, outside the window, to come."""
+    """Many queries see nothing in a part: keys of other documents, outside the window, or in the future."""
     parts = inputs(queries_of(name), 2)
     query, key, value = parts
     whole = attention_with_lse(*parts, MASKS[name], scale=0.7, cap=3.0)
@@ -135,7 +135,7 @@ def test_parts_of_the_keys_together_are_the_whole(name: str, borders: tuple[int,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_log_sum_exp_is_in_fp32(dtype: torch.dtype) -> None:
-    """Of keys whose scores are all alike: the logarithm of how many there are, of which bf16 shows two digits."""
+    """All scores are equal: the result is the logarithm of their number, of which bf16 has only two digits."""
     query, key, value = (torch.ones(1, 1, tokens, 4, dtype=dtype) for tokens in (1, 1000, 1000))
     mask = torch.ones(1, 1, 1, 1000, dtype=torch.bool)
     output, lse = attention_with_lse(query, key, value, mask, scale=0.25, cap=None)

@@ -1,4 +1,4 @@
-"""What of a run's parts the flags decide, where it depends on the pipeline."""
+"""Parts of a run that depend on the flags and on the pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-len
     ],
 )
 def test_what_reduces_inside_backward(flags: str, chunks: int, overlaps: bool) -> None:
-    """Behind every micro-batch, and on a V, there is nothing to align."""
+    """Reductions after every micro-batch, and on a V, need no alignment."""
     config = parse_arguments(f"{SIZES} {flags}".split()).config
     assert data_parallel(config, ParallelMesh(), chunks).overlap_reduce is overlaps
 
@@ -66,7 +66,7 @@ class Rows:
 
 
 def test_other_data_than_those_of_a_checkpoint_are_told() -> None:
-    """By samples spread over all that were consumed, among them the first."""
+    """The check uses samples spread over all consumed ones, including the first."""
     rows = list(range(100))
     seen = seen_samples(Rows(rows), 64)
     assert [number for number, _ in seen] == list(range(0, 64, 4))

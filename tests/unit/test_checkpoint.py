@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and what is refused: in one process, on real files."""
+"""Contents of a checkpoint, and errors: in one process, on real files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MESH = ParallelMesh()
 def build(
     model: ModelConfig = MODEL, optimizer: OptimizerConfig = ADAM, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[GPT, Optimizer]:
-    """A model and an optimizer whose every element, padding apart, is drawn from `seed`."""
+    """Return a model and an optimizer whose elements, except padding, are drawn from `seed`."""
     network = GPT(model, MESH, dtype=dtype)
     initialize(network, seed)
     wide = torch.promote_types(dtype, torch.float32)
@@ -150,7 +150,7 @@ NEW = {
 
 
 def assert_new(optimizer: Optimizer, masters: Mapping[str, torch.Tensor]) -> None:
-    """No update was made; moments are zero, and masters, by name of the tensors, those given."""
+    """Assert that no update was made, moments are zero, and masters have the given values (by name)."""
     assert optimizer.steps == 0
     for state in optimizer.slices():
         kept = {name: v if isinstance(v, torch.Tensor) else v.read() for name, v in state.state.items()}
@@ -168,7 +168,7 @@ def named(network: GPT) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_optimizer_begins_from_the_weights_that_were_loaded(name: str, tmp_path: Path) -> None:
-    """Of 16 bits, whatever its masters and its state were."""
+    """The loaded weights have 16 bits, with any masters and state."""
     path = save(tmp_path, *build(dtype=torch.bfloat16))
     weights = named(build(dtype=torch.bfloat16)[0])
     network = GPT(MODEL, MESH, dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def test_a_new_optimizer_begins_from_the_weights_that_were_loaded(name: str, tmp
 
 
 class Given:
-    """A source of tensors."""
+    """Source of tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.values = tensors
@@ -204,7 +204,7 @@ def test_weights_of_others_are_rounded_and_their_masters_are_not(name: str) -> N
 
 
 def test_weights_of_another_precision_come_from_the_finest_there_are(tmp_path: Path) -> None:
-    """Those of more bits from masters, and masters from weights that had none."""
+    """Weights with more bits come from masters; masters come from weights without masters."""
     low, high = build(dtype=torch.bfloat16), build(seed=1)
     masters = {
         piece.tensor.name: piece.view(state.state["master"].view(state.parameter.shape))
@@ -230,7 +230,7 @@ def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> 
 
 
 def test_the_optimizers_state_is_cast_where_it_is_asked_for(tmp_path: Path) -> None:
-    """Into less it is rounded; back into more it is what it was."""
+    """A cast to fewer bits rounds; the cast back to more bits restores the same values."""
     narrow = replace(ADAM, main_params_dtype="fp16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     wide = build(dtype=torch.bfloat16)
     less = build(optimizer=narrow, dtype=torch.bfloat16, seed=1)

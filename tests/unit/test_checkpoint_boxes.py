@@ -1,4 +1,4 @@
-"""The arithmetic of boxes that every reshard stands on, against brute force."""
+"""Arithmetic of boxes, which all resharding uses, against brute force."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_boxes_with_the_right_sum_that_meet_do_not_cover() -> None:
 
 
 def spiral(turns: int) -> list[Box]:
-    """A row, a column of what is left, a row of what is left then, and so on."""
+    """Return a row, a column of the rest, a row of the new rest, and so on."""
     boxes = []
     for start in range(turns):
         boxes += [Box((start, start), (1, turns - start)), Box((start + 1, start), (turns - start - 1, 1))]
@@ -135,7 +135,7 @@ def spiral(turns: int) -> list[Box]:
 
 
 def wheels(count: int) -> list[Box]:
-    """A wheel of wheels: as many as give `count` boxes or more, each in the middle of the one before."""
+    """Return nested wheels of `count` boxes or more, each wheel in the middle of the one before."""
     boxes: list[Box] = []
     size = 2 * (count // 4) + 3
     for start in range(size // 2):
@@ -146,7 +146,7 @@ def wheels(count: int) -> list[Box]:
 
 
 def flat(columns: int, ranges: int) -> list[Box]:
-    """Columns of different widths, each cut into ranges of its elements."""
+    """Return columns of different widths, each split into ranges of its elements."""
     boxes = []
     for column in range(columns):
         start, length = partition_range(50 * columns - 1, columns, column)

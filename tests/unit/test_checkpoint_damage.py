@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint: it is refused, or makes no difference; and an older one is loaded instead."""
+"""Damage to the files of a checkpoint is refused or has no effect; an older checkpoint is loaded instead."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.harness.saved_run import SavedRun
 pytestmark = pytest.mark.costly
 
 POSITIONS = 200
-"""In each file, spread evenly; its first and its last bytes besides."""
+"""Positions per file, evenly spaced, in addition to its first and last bytes."""
 EDGE = 24
 INDEX = ".metadata"
-"""What others read, and `inspect --verify` checks."""
+"""File that other programs read, and that `inspect --verify` checks."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def run() -> SavedRun:
 
 @pytest.fixture(scope="module", params=["synchronous", "torch_dist"])
 def directory(run: SavedRun, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A run directory with two checkpoints."""
+    """Return a run directory with two checkpoints."""
     made = tmp_path_factory.mktemp("damaged")
     run.save(made, 1, 1, request.param)
     run.save(made, 2, 2, request.param)
@@ -42,7 +42,7 @@ def files(directory: Path) -> list[Path]:
 
 @contextmanager
 def replaced(path: Path, data: bytes | None) -> Iterator[None]:
-    """While the block runs a file has other bytes, or is gone."""
+    """Replace a file's bytes, or remove it, within the context."""
     good = path.read_bytes()
     try:
         path.unlink()
@@ -54,8 +54,10 @@ def replaced(path: Path, data: bytes | None) -> Iterator[None]:
 
 
 def refuses(run: SavedRun, path: Path) -> bool:
-    """Whether the checkpoint in a folder is found damaged; else it must be, to the bit, what was saved. Whatever it is,
-    a look at every byte finds it."""
+    """Tell whether the checkpoint in a folder is refused as damaged; otherwise it must have the saved bits.
+
+    In both cases a check of every byte must find the damage.
+    """
     try:
         found = verify(CheckpointReader(path), 1, lambda size: None)
     except CorruptCheckpointError:
@@ -105,7 +107,7 @@ def test_a_file_that_was_cut_off_or_lengthened_or_emptied_or_is_gone(run: SavedR
 
 
 def test_a_file_of_another_save(run: SavedRun, directory: Path) -> None:
-    """Each file whole, and yet no checkpoint."""
+    """Each file is intact, but they are not one checkpoint."""
     for path in files(directory):
         other = (directory / "iter_0000001" / path.name).read_bytes()
         if other != path.read_bytes():

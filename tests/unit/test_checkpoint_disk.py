@@ -1,4 +1,4 @@
-"""A disk that fails under a save, at every operation in turn: it is said, and what was saved before stays as it was."""
+"""A disk that fails during a save, at each operation in turn: the error is reported, and earlier saves stay intact."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def run() -> SavedRun:
 
 
 def stay_full(moment: Moment) -> Any:
-    """What needs space fails."""
+    """Fail operations that need space."""
     return moment.perform() if moment.operation.name in TAKES_NO_SPACE else fail_with(errno.ENOSPC)(moment)
 
 
 def failure(run: SavedRun, directory: Path, saved: Saved, kind: str) -> str:
-    """The message of a save that fails; empty where it does not."""
+    """Return the message of a save that fails, or an empty one."""
     try:
         run.save(directory, *saved, kind)
     except CheckpointError as error:
@@ -40,7 +40,8 @@ def failure(run: SavedRun, directory: Path, saved: Saved, kind: str) -> str:
 
 
 def failing_saves(run: SavedRun, folder: Path, saved: Saved, kind: str, fault: Fault, lasting: bool) -> list[Operation]:
-    """Let the save fail at each operation in turn; the operations at which it said nothing, being done all the same."""
+    """Let the save fail at each operation in turn; return the operations without an error, whose save must be
+    complete."""
     run.save(folder / "before", 1, 1)
     before = contents(folder / "before")
     directory = folder / "failing"
@@ -112,7 +113,7 @@ def test_the_file_is_named(run: SavedRun, tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_write_that_writes_less_than_it_was_given_is_gone_on_with(run: SavedRun, tmp_path: Path, kind: str) -> None:
-    """Which a system may do at any time; it is no error."""
+    """The system may write less at any time; it is not an error."""
     for at in itertools.count():
         with FileFaults(tmp_path, at, write_less) as faults:
             run.save(tmp_path, 1, at, kind)

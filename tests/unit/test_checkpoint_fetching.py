@@ -1,4 +1,4 @@
-"""Reading blocks into place: whatever cut was saved, whatever boxes are wanted, and no byte more than needed."""
+"""Reads of blocks into place: for any saved and any wanted boxes, and without a byte more than needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the inspection of checkpoints shows, the damage that it finds, and how it says that two differ."""
+"""Output of the inspection of checkpoints: the damage that it finds, and the differences between two."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 
 
 def halves(values: dict[str, Tensor]) -> list[list[tuple[str, Box]]]:
-    """Two files, the first with the upper rows."""
+    """Return two files, the first with the upper rows."""
     return [
         [
             (name, Box((start, *(0,) * (tensor.ndim - 1)), (length, *tensor.shape[1:])))
@@ -165,7 +165,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_itself(saved: Path) -> None:
-    """Its file has the name of a module of the standard library, which everything imports."""
+    """Its file has the name of a standard library module that everything imports."""
     command = [sys.executable, str(ROOT / "tools/checkpoint/inspect.py"), "--load", str(saved), "--verify"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
     (saved / "rank_00000.safetensors").unlink()
@@ -240,7 +240,7 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
-    """Of the same size, whole in itself: other values, or boxes of another cut."""
+    """That file has the same size and is intact: other values, or boxes of another split."""
     path = checkpoints.write(tmp_path / "a", tensors(), halves(tensors()))
     other = checkpoints.write(tmp_path / "b", tensors(1), halves(tensors()))
     shutil.copy(other / "rank_00000.safetensors", path / "rank_00000.safetensors")

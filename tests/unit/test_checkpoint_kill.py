@@ -30,7 +30,7 @@ def save_until(run: SavedRun, directory: Path, saved: Saved, kind: str, at: int,
 
 
 def operations_of(run: SavedRun, before: Path, saved: Saved, kind: str) -> list[Operation]:
-    """Those of a save into a copy of a run directory."""
+    """Return the operations of a save into a copy of a run directory."""
     directory = Path(shutil.copytree(before, before.with_name("whole")))
     with FileFaults(directory) as faults:
         run.save(directory, *saved, kind)
@@ -44,7 +44,8 @@ def operations_of(run: SavedRun, before: Path, saved: Saved, kind: str) -> list[
 def killed_saves(
     run: SavedRun, before: Path, saved: Saved, kind: str, fault: Fault, *, writes: bool = True
 ) -> Iterator[tuple[Path, str]]:
-    """A copy of the run directory `before` for each moment at which a save into it can be killed, and what moment."""
+    """Yield a copy of the run directory `before`, and the moment, for each moment at which a save into it can be
+    killed."""
     operations = operations_of(run, before, saved, kind)
     for at in itertools.count():
         operation = operations[at] if at < len(operations) else None
@@ -63,7 +64,7 @@ def killed_saves(
 
 
 def kill_everywhere(folder: Path, before: Saved | None, saved: Saved, kind: str, fault: Fault) -> set[Saved | None]:
-    """What was found after the kills."""
+    """Return the checkpoints found after the kills."""
     run = SavedRun()
     (folder / "before").mkdir()
     if before is not None:
@@ -110,7 +111,7 @@ def test_whatever_the_moment_a_whole_checkpoint_is_found(
 
 
 def kill_twice(folder: Path) -> int:
-    """A save is killed, and so is the next, which begins by clearing away; the number of pairs."""
+    """Kill a save, and the next save while it cleans up; return the number of pairs."""
     run = SavedRun()
     run.save(folder / "first" / "before", 1, 1)
     left: dict[tuple[str, ...], Path] = {}
@@ -137,7 +138,7 @@ def test_two_kills_one_after_the_other_lose_nothing_either(tmp_path: Path) -> No
 
 
 def save_again_and_again(run: SavedRun, directory: Path, number: int, kind: str, told: int) -> None:
-    """Each iteration is saved twice, so that every second save replaces one."""
+    """Save each iteration twice, so that every second save replaces one."""
     while True:
         os.write(told, b"begin %d\n" % number)
         run.save(directory, number // 2, number, kind)
@@ -148,7 +149,8 @@ def save_again_and_again(run: SavedRun, directory: Path, number: int, kind: str,
 
 
 def kill_at_random(folder: Path, kind: str, wanted: int) -> tuple[int, int]:
-    """Kill saves at random moments until `wanted` were inside of one; returns how many were, and the kills in all."""
+    """Kill saves at random moments until `wanted` kills were inside a save; return their number and that of all
+    kills."""
     generator = random.Random(0)
     run = SavedRun()
     number = 2
@@ -199,7 +201,7 @@ def save_beside_another(run: SavedRun, directory: Path, job: int, kind: str) -> 
 
 
 def load_beside_two_jobs(directory: Path, kind: str) -> int:
-    """How often a checkpoint was loaded, its values those of one save, while two jobs saved the same iterations."""
+    """Return the number of successful loads, each of one save's values, while two jobs save the same iterations."""
     run = SavedRun()
     run.save(directory, 1, 1, kind)
     jobs = [fork(save_beside_another, run, directory, job, kind) for job in (1, 2)]

@@ -1,4 +1,4 @@
-"""Manifests and trackers that none of this program has written are a reason to fall back, and never more."""
+"""Manifests and trackers from other programs cause a fallback at most."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(path: Path, fields: dict[str, Any]) -> None:
-    """A manifest with the checksum that its fields have."""
+    """Write a manifest with the right checksum for its fields."""
     fields.pop("checksum", None)
     checksum = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
     (path / "manifest.json").write_text(json.dumps(fields | {"checksum": checksum}))
@@ -77,7 +77,7 @@ def fifo(path: Path) -> None:
 
 
 def add_tensor(path: Path, shape: list[Any], size: list[Any] | None) -> None:
-    """Give a manifest a tensor, with a box of a size if there is one, in a file of sixteen bytes."""
+    """Add a tensor to a manifest, with a box if `size` is given, in a file of sixteen bytes."""
     file = "rank_00000.safetensors"
     box = {"offset": [0] * len(size or ()), "size": size, "file": file, "start": 0, "checksums": "0" * 8}
     fields = changed(path, "files", **{file: {"size": 16, "checksum": 0}})

@@ -29,7 +29,7 @@ MESH = ParallelMesh()
 
 
 class PowerCut(BaseException):
-    """What no `except Exception` catches."""
+    """Exception that no `except Exception` catches."""
 
 
 @cache
@@ -42,7 +42,7 @@ def save(directory: AnyPath, value: float, iteration: int) -> None:
 
 
 def loaded(directory: AnyPath) -> tuple[int, float] | None:
-    """Iteration and value of the latest checkpoint."""
+    """Return iteration and value of the latest checkpoint."""
     path = checkpoint.latest(directory)
     return None if path is None else small_run().load(path)
 
@@ -55,7 +55,7 @@ def objects(folder: Path) -> ObjectPath:
 
 @contextmanager
 def failing(at: int, error: type[BaseException]) -> Iterator[Callable[[], bool]]:
-    """Every change fails from change number `at` on. Gives a function that tells whether it came to that."""
+    """Fail every change from number `at` on. Yields a function that tells whether it was reached."""
     changes = 0
 
     def before_change(what: str, name: str) -> None:
@@ -85,7 +85,7 @@ def test_whatever_the_moment_a_whole_checkpoint_is_the_latest(
     possible: set[tuple[int, float] | None],
     error: type[BaseException],
 ) -> None:
-    """The machine stops, or the store fails with an error of its client's own."""
+    """The machine stops, or the store fails with an error of its client."""
     seen = set()
     for at in range(10):
         folder = tmp_path / str(at)
@@ -125,7 +125,7 @@ def test_a_failure_ends_in_one_message_and_leaves_nothing_behind(tmp_path: Path)
 
 
 def test_a_manifest_that_the_store_has_but_says_it_has_not_stays_whole(tmp_path: Path) -> None:
-    """The answer to the last request is lost: what the manifest names must not be cleared away."""
+    """The answer to the last request is lost: the objects that the manifest names must not be removed."""
     run = objects(tmp_path / "run")
     save(run, 1.0, 1)
     put = ObjectStore.pipe_file

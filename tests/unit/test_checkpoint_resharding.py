@@ -1,4 +1,4 @@
-"""A checkpoint rewritten with other cuts is the same checkpoint: in its values, in how it loads, in how it appears."""
+"""A checkpoint rewritten with other splits is the same checkpoint: same values, loads and atomicity."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_each_rank_of_the_layout_finds_what_is_its_own_in_its_file(
 
 
 def _held(rank: int, split: int, stages: list[tuple[int, int]]) -> set[tuple[str, Box]]:
-    """The boxes of weights that a rank of a layout holds; `stages`: the first layer and the layers of each."""
+    """Return the boxes of weights on a rank of a layout; `stages`: first layer and number of layers of each."""
     mesh = UnconnectedMesh(
         rank=rank,
         world_size=split * len(stages),
@@ -233,7 +233,7 @@ def _held(rank: int, split: int, stages: list[tuple[int, int]]) -> set[tuple[str
     ids=str,
 )
 def test_the_weights_of_ranks_of_any_view_are_the_model(sizes: dict[str, int], ranks: int) -> None:
-    """Of as few ranks as have both views."""
+    """The smallest number of ranks with both views."""
     by_rank = list(weights_of_ranks(MODEL, ParallelConfig(**sizes)))
     assert len(by_rank) == ranks
     for _, piece in named_pieces(GPT(MODEL, MESH)):

@@ -31,7 +31,7 @@ FILES = ("manifest.json", "rank_00000.safetensors")
 
 
 def save_each(directory: Path, *iterations: int) -> list[Path]:
-    """A checkpoint of each iteration, whose values are its own."""
+    """Save a checkpoint of each iteration, each with its own values."""
     return [save(directory, *build(seed=n), replace(STATE, iteration=n)) for n in iterations]
 
 
@@ -57,7 +57,7 @@ DAMAGES: tuple[Callable[[Path], None], ...] = (flip_a_bit, cut_off, add_a_byte, 
 
 
 def load_newest(directory: Path) -> tuple[Path, int, tuple[str, ...]]:
-    """The folder and the seed of the checkpoint that is loaded, and what was wrong with newer ones."""
+    """Return the folder and seed of the loaded checkpoint, and the problems of newer ones."""
     network, optimizer = build(seed=99)
 
     def use(path: Path) -> None:
@@ -234,7 +234,7 @@ def test_the_newest_two_whole_ones_and_every_kth_stay(
 
 
 def _tiny(directory: Path) -> Path:
-    """What retention looks at: a manifest and its one file."""
+    """Make a checkpoint with the files that retention reads: a manifest and its one file."""
     path = directory / "source"
     path.mkdir()
     (path / "rank_00000.safetensors").write_bytes(b"12345")
@@ -281,7 +281,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_goes_before_anything_is_written(tmp_path: Path) -> None:
-    """It may be what fills the disk."""
+    """Those files may be the reason for a full disk."""
     whole, left = tmp_path / "iter_0000004.replaced", tmp_path / "iter_0000008.tmp"
     for folder in (whole, left):
         folder.mkdir()

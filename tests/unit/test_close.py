@@ -1,4 +1,4 @@
-"""The comparisons: what they let pass and what they say."""
+"""The comparisons: values that they accept, and their messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row for each activation: the flags that choose it, its function, and its names elsewhere."""
+"""Table of activations: the flags that choose each, its function, and its names in other programs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_its_function_is_the_one_that_its_names_have_in_transformers(row: Activa
 
 @every_row
 def test_megatrons_arguments_choose_it_where_it_has_such(row: Activation) -> None:
-    """Else they choose another: that it is not the same the caller finds."""
+    """Otherwise they choose another one; the caller detects that it differs."""
     found = flags_by_megatron(megatron_of(row), biases=True)
     there = {flag for flag, value in found.items() if value}
     assert (there == row.flags) == (row.name not in ("geglu", "exact_geglu"))

@@ -1,4 +1,4 @@
-"""Which operations each of the fusion flags leaves to the reference, and that the tools choose kernels, too."""
+"""Operations for which each fusion flag selects the reference; the tools select kernels, too."""
 
 from __future__ import annotations
 

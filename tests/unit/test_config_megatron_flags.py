@@ -19,7 +19,7 @@ MINIMAL = [
 
 
 def megatron_options() -> list[tuple[list[str], str]]:
-    """Names (without dashes, with hyphens) and number of values of each option of Megatron-LM."""
+    """Return names (without dashes, with hyphens) and number of values of each option of Megatron-LM."""
     lines = (Path(__file__).parent / "megatron_flags.txt").read_text().splitlines()
     rows = (line.split() for line in lines if line.startswith("--"))
     return [([name[2:].replace("_", "-") for name in names], arity) for *names, arity in rows]
@@ -207,7 +207,7 @@ def test_aliases_set_their_field(alias: str, field: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
 def test_megatron_fsdp_shards_all_unless_told_otherwise(strategy: str, tmp_path: Path) -> None:
-    """As Megatron-LM's default has it, whichever comes first."""
+    """This is Megatron-LM's default, in any order of the flags."""
     fsdp = parse_arguments([*MINIMAL, "--use-megatron-fsdp", "--use-distributed-optimizer"]).config.parallel
     assert fsdp.zero_stage == 3
     named = ["--data-parallel-sharding-strategy", strategy]
@@ -220,7 +220,7 @@ def test_megatron_fsdp_shards_all_unless_told_otherwise(strategy: str, tmp_path:
 
 @pytest.mark.parametrize("masks", ["--sft", "--eod-mask-loss", "--fim-data"])
 def test_masked_losses_are_told_apart_from_megatrons(masks: str) -> None:
-    """Its gradient averages the means of micro-batches, unless --calculate-per-token-loss makes it this one's."""
+    """Megatron-LM averages the means of micro-batches, unless --calculate-per-token-loss selects our mean."""
     (note,) = parse_arguments([*MINIMAL, masks]).notes
     assert note.startswith(f"{masks}: losses are masked")
     assert "--calculate-per-token-loss" in note

@@ -32,7 +32,7 @@ training: {micro_batch_size: 4}
 
 
 def texts() -> set[str]:
-    """The flags that take any text."""
+    """Return the flags that take any text."""
     kinds = {name.replace("_", "-"): place.kind for name, place in fields_by_name().items()}
     return {flag for flag, kind in kinds.items() if str in (kind, *get_args(kind))}
 
@@ -48,7 +48,7 @@ def failure(argv: list[str]) -> str:
 def test_a_signal_while_flags_are_read_is_no_mistake_in_them(
     parse: Callable[[list[str]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher ends the ranks that are still reading them where one has refused them."""
+    """A launcher ends the ranks that are still reading them after one has refused them."""
     monkeypatch.setattr("tyro.cli", lambda *arguments, **options: sys.exit(85))
     with pytest.raises(SystemExit) as ending:
         parse(MINIMAL if parse is parse_arguments else [])
@@ -266,7 +266,7 @@ def test_layers_that_zero_3_has_whole_together_are_noted() -> None:
 
 
 def test_bf16_squares_stop_falling_where_the_note_says() -> None:
-    """What the note rests on, with no gradient at all."""
+    """This is the reason for the note; the gradient is zero."""
     squares = torch.linspace(1.0, 2.0, 129).bfloat16()  # every bf16 between
     falls = {beta2: (squares.float() * beta2).bfloat16() < squares for beta2 in (0.999, 0.99)}
     assert falls[0.999].sum() <= 1

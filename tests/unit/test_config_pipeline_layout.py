@@ -1,4 +1,4 @@
-"""Every layout holds each layer once, in order; what does not is refused with what was counted and what to change."""
+"""Every layout has each layer once, in order; others are refused with the counts and the flag to change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parallel(ranks: int, **flags: Any) -> ParallelConfig:
 
 
 def offsets(layers: int, ranks: int, **flags: Any) -> list[list[int]]:
-    """The first layer of each stage, by rank."""
+    """Return the first layer of each stage, by rank."""
     config = parallel(ranks, **flags)
     held = stage_layers(model(layers), config)
     stages = Stages(ranks, virtual_stages(model(layers), config), config.pipeline_schedule == "zb-v")
@@ -69,7 +69,7 @@ def test_letters_are_dealt_round_the_ranks() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[int, ParallelConfig]:
-    """Layers, and a layout that holds them."""
+    """Draw a number of layers, and a layout for them."""
     ranks = draw(st.integers(1, 6))
     schedule = draw(st.sampled_from([None, "zb-v"]))
     chunks = 2 if schedule == "zb-v" else draw(st.integers(1, 4)) if ranks > 1 else 1
@@ -155,7 +155,7 @@ def test_lines() -> None:
 
 @st.composite
 def letters(draw: st.DrawFn) -> tuple[str, str]:
-    """What a string means, and the string, with repeats and commas."""
+    """Draw the meaning of a string, and the string, with repeats and commas."""
     meaning, text = "", ""
     for _ in range(draw(st.integers(0, 6))):
         item = draw(st.text("EtL|", min_size=1, max_size=4))

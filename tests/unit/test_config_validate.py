@@ -1,4 +1,4 @@
-"""Every relation between fields that does not hold is named with its numbers and the flag to change."""
+"""Every violated relation between fields is reported with its numbers and the flag to change."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ training:
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Anything that a field of this type may hold."""
+    """Return a strategy for any value of a field of this type."""
     origin, options = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return st.none() | values(options[0])

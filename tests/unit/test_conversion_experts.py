@@ -59,7 +59,7 @@ def files_of_each() -> dict[str, Tensor]:
 
 
 def logical_of_each(files: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the files mean, put together by hand."""
+    """Return the logical tensors of the files, assembled by hand."""
     each = [[files[f"layers.1.experts.{expert}.{name}"] for name in ("w1", "w3", "w2")] for expert in range(EXPERTS)]
     return {
         "layers.0.mlp.down": files["layers.0.dense.w2"],
@@ -78,7 +78,7 @@ def files_of_all(logical: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Given:
-    """Logical tensors."""
+    """Source of logical tensors."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.values = tensors
@@ -102,7 +102,7 @@ def opened(folder: Path, tensors: dict[str, Tensor], rules: tuple[Rule, ...] = O
 
 
 def write(folder: Path, source: ToFiles) -> dict[str, Tensor]:
-    """Write a file for each tensor, as shards are."""
+    """Write one file per tensor, as in a sharded checkpoint."""
     file_format = Format("{number}", lambda parts: safetensors_byte_ranges(parts, lambda part: part.name), lambda _: {})
     cut = [[(name, Box.whole(kind.shape))] for name, kind in source.tensors.items()]
     FileWriter(source, folder, cut, file_format, lambda size: None).write(1)

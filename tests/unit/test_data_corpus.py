@@ -1,4 +1,4 @@
-"""Every kind of input gives the same documents, and what cannot be read is told."""
+"""Every kind of input gives the same documents, and unreadable input is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines(texts: list[str]) -> bytes:
 
 
 def write_zst(path: Path, content: bytes) -> None:
-    """Two frames, as concatenated files have."""
+    """Write two frames, as in concatenated files."""
     half = len(content) // 2
     path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]))
 

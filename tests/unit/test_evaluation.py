@@ -1,4 +1,4 @@
-"""What is evaluated: windows that predict each token once, documents without what is around them, figures."""
+"""Evaluation: windows that predict each token once, documents without their neighbours, figures."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_stands_before_a_document_is_the_templates_beginning_or_the_end_of_
 
 
 def write(prefix: Path, documents: list[list[list[int]]], identity: dict[str, object] | None = None) -> str:
-    """Documents of sequences of tokens, as a token file."""
+    """Write documents of sequences of tokens as a token file."""
     with IndexedDatasetWriter(prefix, np.uint16, identity) as writer:
         for document in documents:
             lengths = [len(sequence) for sequence in document]

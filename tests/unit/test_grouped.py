@@ -44,7 +44,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def expected(weight: Tensor, input: Tensor, output_gradient: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-    """Output, and gradients of input and weight."""
+    """Return the output, and the gradients of input and weight."""
     weight, input = weight.detach().clone().requires_grad_(), input.detach().clone().requires_grad_()
     of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     output = torch.einsum("ri,roi->ro", input, weight.view(-1, OUT, IN)[of_row])
@@ -127,7 +127,7 @@ def experts_tensor(name: str, experts: int) -> LogicalTensor:
 
 
 def fused() -> Sharding:
-    """Gates of two experts, and behind them their ups."""
+    """Return the sharding of the gates of two experts, followed by their ups."""
     return placement.stacked([placement.split(ParallelMesh(), experts_tensor(name, 2), {}) for name in ("gate", "up")])
 
 
@@ -152,7 +152,7 @@ def test_a_weight_that_is_not_one_tensor_of_experts_is_an_error(sharding: Shardi
     [([0, 4], IN), ([0, 1, 2, 2, 4], IN), ([0, 1, 4], 2 * IN), ([0, 1, 4], OUT), ([0, 1, 1, 1, 2, 4], 2 * IN)],
 )
 def test_rows_of_other_experts_than_the_weights_are_an_error(offsets: list[int], width: int) -> None:
-    """Though the weight's elements could be laid out so."""
+    """The weight's elements could be laid out in that way."""
     words = f"rows of {len(offsets) - 1} experts with {width} .* has 2 experts .* of {IN}"
     with pytest.raises(ValueError, match=words):
         grouped_linear(random(4, width, seed=1), Experts(2).weight, offsets)

@@ -45,15 +45,15 @@ def blamed(findings: Sequence[Diagnosis]) -> set[int]:
 
 @dataclass(frozen=True)
 class Program:
-    """Operations in an order that all ranks keep, and how many operations later each rank waits for each."""
+    """Operations in an order that all ranks keep, and the number of operations after which each rank waits for each."""
 
     world_size: int
     operations: Sequence[tuple[tuple[int, ...], bool]]
-    """The ranks, and whether it is a message from the first to the second."""
+    """Ranks, and whether the operation is a message from the first to the second."""
     delays: Sequence[int]
 
     def steps(self, rank: int) -> list[tuple[str, int]]:
-        """What the rank does: begin an operation, or wait for its end."""
+        """Return the rank's steps: begin an operation, or wait for its end."""
         own = [index for index, (ranks, _) in enumerate(self.operations) if rank in ranks]
         steps: list[tuple[str, int]] = []
         for place, index in enumerate(own):
@@ -80,8 +80,7 @@ def programs(draw: st.DrawFn) -> Program:
 
 
 def run(program: Program, stopped: int, after: int) -> tuple[dict[int, Snapshot], bool]:
-    """The snapshots when nothing moves any more, with rank `stopped` halted after so many steps; and whether any other
-    rank waits."""
+    """Return the final snapshots with rank `stopped` halted after some steps, and whether any other rank waits."""
     steps = {rank: program.steps(rank) for rank in range(program.world_size)}
     steps[stopped] = steps[stopped][:after]
     done = dict.fromkeys(steps, 0)
@@ -211,7 +210,7 @@ def test_a_collective_that_has_left_the_ring_still_counts() -> None:
 
 
 def test_a_message_that_has_arrived_keeps_nobody() -> None:
-    """NCCL takes small messages over before they are received."""
+    """NCCL takes small messages before they are received."""
     snapshots = {0: waits(link(0, 1, messages=3, finished=3), waiting=None), 1: busy(link(0, 1, messages=2))}
     assert missing(snapshots) == []
 

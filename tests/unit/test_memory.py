@@ -1,4 +1,4 @@
-"""What the start of a run measures and calculates of its memory, for states that are no parameters."""
+"""Memory that the start of a run measures and calculates, for states that are not parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(name: str, elements: int) -> State:
 
 
 class Counting(nn.Module):
-    """Counts its forwards in a state, as a router its tokens, and keeps the product for backward."""
+    """Module that counts its forwards in a state, as a router counts tokens, and keeps the product for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ def test_a_forward_at_the_start_leaves_states_as_they_were(monkeypatch: pytest.M
 
 
 def test_states_of_modules_and_rules_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As measured and by formula; and a module's state is no activation, though backward reads it."""
+    """Both the measurement and the formula count them; a module's state is not an activation, though backward reads
+    it."""
     network = Counting()
     optimizer = made(network, monkeypatch)
     sizes = 4 * (64 + 16), 4 * 64, 4 * (2 * 64 + 4)

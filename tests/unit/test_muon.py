@@ -44,7 +44,7 @@ RATES = Rates(0.1, 0.1, weight_decay=0.3)
 def trained(
     config: OptimizerConfig, steps: int = 3
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Weights before, the gradients of each step, weights after: by logical name, on one process in fp32."""
+    """Return initial weights, gradients of each step, and final weights, by logical name, on one process in fp32."""
     mesh = ParallelMesh()
     network = GPT(MODEL, mesh, dtype=torch.float32)
     initialize(network, seed=1)
@@ -75,7 +75,7 @@ def weights(network: GPT) -> dict[str, Tensor]:
 def expected(
     before: dict[str, Tensor], gradients: list[dict[str, Tensor]], adjust: str, nesterov: bool
 ) -> dict[str, Tensor]:
-    """The same by torch.optim on matrices written out by hand."""
+    """Compute the same with torch.optim on matrices written out by hand."""
     after = {}
     for name, value in before.items():
         matrices = oracle.matrices(name, value)
@@ -97,7 +97,7 @@ def expected(
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_one_process_in_fp32_gives_torchs_bits(nesterov: bool) -> None:
-    """Of these shapes the scale is 1 or 2, so that it does not matter whether rate or update is multiplied by it."""
+    """With these shapes the scale is 1 or 2, so it does not matter whether rate or update is multiplied by it."""
     before, gradients, after = trained(replace(MUON, muon_nesterov=nesterov))
     for name, value in expected(before, gradients, "original", nesterov).items():
         assert_bits_equal(after[name], value.contiguous(), name)
@@ -112,7 +112,7 @@ def test_spectral_at_a_fifth_is_torchs_match_rms_adamw() -> None:
 
 
 def test_unit_rms_norm_scales_by_the_root_of_rows_over_columns() -> None:
-    """Where there are more rows than columns that is torch's `original`."""
+    """With more rows than columns, that is torch's `original`."""
     before, gradients, after = trained(replace(MUON, muon_scale_mode="unit_rms_norm"))
     wanted = expected(before, gradients, "original", True)
     for layer in range(MODEL.num_layers):
@@ -155,7 +155,7 @@ def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> Non
 )
 @example(lengths=[(1, 0), (1, 1), (1, 0)], window=(0, 9))
 def test_elements_of_a_run_are_those_of_its_rows(lengths: list[tuple[int, int]], window: tuple[int, int]) -> None:
-    """In order, whatever their lengths and distances, and as views."""
+    """They are in order, for any lengths and distances, and are views."""
     runs, end = [], 0
     for length, gap in lengths:
         runs.append((end, end + length))

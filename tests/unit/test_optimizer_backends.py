@@ -41,7 +41,7 @@ CONFIGS = {
 
 
 def stepped(config: OptimizerConfig, steps: int = 4, gradients: torch.dtype = torch.float64) -> list[Tensor]:
-    """Masters and state after steps with drawn gradients, in float64; the second step is skipped."""
+    """Return masters and state after steps with drawn gradients, in float64; the second step is skipped."""
     network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
     initialize(network, seed=1)
     optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(gradients))
@@ -69,7 +69,7 @@ def sums(optimizer: Optimizer) -> list[float]:
 @pytest.mark.parametrize("backend", ["torch", "megalite"])
 @pytest.mark.parametrize("limit", [0.0, 0.25, 4.0])
 def test_gradients_are_clipped_by_their_norm_and_only_down(limit: float, backend: str) -> None:
-    """`limit` in norms of the gradient; 0: there is none. A step that is skipped changes nothing and is not counted."""
+    """`limit` is in norms of the gradient; 0: no limit. A skipped step changes nothing and is not counted."""
     flags: dict[str, Any] = {"lr": 0.0, "optimizer": "sgd", "sgd_momentum": 0.0, "optimizer_backend": backend}
 
     def changed(clip_grad: float) -> tuple[float, Tensor]:
@@ -168,7 +168,7 @@ BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 @pytest.mark.parametrize("name", NARROW)
 def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
-    """Each step is torch's in fp32 from what was kept before, then rounded."""
+    """Each step is torch's in fp32 from the stored values, then rounded."""
     config = OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, clip_grad=0.0, **NARROW[name])  # type: ignore[arg-type]
     network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16)
     initialize(network, seed=1)
@@ -212,7 +212,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class StandIn(torch.optim.Optimizer):
-    """AdamW as apex has it: state that is there is used, and updates are counted in the group."""
+    """AdamW with apex's interface: it uses existing state, and counts updates in the group."""
 
     def __init__(self, params: Any, *, lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
         assert adam_w_mode

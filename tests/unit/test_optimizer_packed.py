@@ -1,4 +1,4 @@
-"""State in fewer bits: it trains as promised, and a checkpoint knows nothing of it."""
+"""State in fewer bits: it trains as documented, and checkpoints do not depend on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REMAINDERS = OptimizerConfig(lr=0.0, store_param_remainders=True)
 
 
 class Run:
-    """A network in bf16, whose gradients are drawn by the number of the step."""
+    """bf16 network whose gradients are drawn by the number of the step."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.network = GPT(MODEL, MESH, dtype=torch.bfloat16)
@@ -69,7 +69,7 @@ class Run:
 
 
 def values(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters and all that is kept beside them, in the dtypes that a checkpoint has."""
+    """Return the parameters and all optimizer state, in the dtypes of a checkpoint."""
     found = [bucket.parameters.clone() for bucket in optimizer.buckets]
     for part in optimizer.slices():
         found += [kept.read() if isinstance(kept, View) else kept.clone() for kept in part.state.values()]
@@ -113,7 +113,7 @@ def test_a_master_is_its_parameter_and_a_remainder() -> None:
 @pytest.mark.bits
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_remainders_change_no_bit_and_no_checkpoint(optimizer: str, tmp_path: Path) -> None:
-    """Neither of the training, nor where one is saved with them and goes on without, and back."""
+    """The training has the same bits, also after a save with remainders and a resume without, and the reverse."""
     wide, packed = (
         Run(OptimizerConfig(lr=0.0, optimizer=optimizer, **given))  # type: ignore[arg-type]
         for given in ({"optimizer_backend": "megalite"}, {"store_param_remainders": True})
@@ -188,7 +188,7 @@ def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: Path) -> None:
-    """Values are rounded where they are loaded, by half a step of a block's codes at the most."""
+    """Loaded values are rounded by at most half a step of a block's codes."""
     config = eight_bits(name)
     wide, packed = Run(replace(config, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")), Run(config)
     wide.train(0, 3)
@@ -218,8 +218,10 @@ def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
 
 
 def test_an_update_draws_by_step_and_place() -> None:
-    """Two equal runs have the same bits, one that counts from another step, or place in the bucket, has not: else the
-    shards of a bucket would draw the same."""
+    """Equal runs have the same bits; runs with another step count, or place in the bucket, do not.
+
+    Otherwise the shards of a bucket would draw the same.
+    """
     runs = [Run(eight_bits("int8")) for _ in range(4)]
     runs[2].optimizer.steps = 7
     for part in (part for shard in runs[3].optimizer.shards for part in shard.segments):

@@ -1,4 +1,4 @@
-"""The oracle against what torch itself offers, and against facts that hold whatever the weights."""
+"""The oracle against torch's own functions, and against facts that hold for any weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def block_weights(groups: int, gated: bool, bias: bool, query_key_norm: bool) ->
 def random_weights(
     oracle: Oracle, groups: int = HEADS, tied: bool = True, query_key_norm: bool = False
 ) -> dict[str, Tensor]:
-    """GPT-2's or Llama's, by global logical name; biases where the normalization is LayerNorm."""
+    """Return weights of GPT-2 or Llama by logical name; biases if the normalization is LayerNorm."""
     torch.manual_seed(0)
     bias = oracle.normalization == "LayerNorm"
     weights = {"embedding.word": random(VOCABULARY, HIDDEN), "final_norm.weight": 1 + random(HIDDEN)}
@@ -69,7 +69,7 @@ def random_weights(
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Tokens and positions."""
+    """Return tokens and positions."""
     tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
     return tokens, torch.arange(SEQUENCE).expand(BATCH, -1)
 
@@ -139,7 +139,7 @@ def test_llama_block_is_torchs_parts(groups: int) -> None:
         return F.rms_norm(states, states.shape[-1:], own[name + ".weight"], 1e-5)
 
     def rotate(states: Tensor) -> Tensor:
-        """As complex numbers, [batch, heads, sequence, head_dim]."""
+        """Rotate as complex numbers, [batch, heads, sequence, head_dim]."""
         frequencies = torch.tensor([10000 ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)], dtype=torch.float64)
         turns = torch.polar(torch.ones((), dtype=torch.float64), positions[:, None, :, None] * frequencies)
         numbers = torch.complex(*states.chunk(2, dim=-1)) * turns

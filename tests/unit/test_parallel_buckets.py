@@ -1,4 +1,4 @@
-"""Flat buffers: where parameters stand, and the one door through which gradients enter."""
+"""Flat buffers: the places of parameters, and `accumulate_grad`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_parameters_keep_their_values_and_live_in_the_buffer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_first_gradient_of_a_step_replaces_what_was_left(dtype: torch.dtype) -> None:
-    """Even a NaN; the later ones are added. All kinds of gradient know how to do both."""
+    """Even a NaN is replaced; later gradients are added. All kinds of gradient can do both."""
     module = Two()
     bucket = one_bucket(module, dtype)
     x, y = torch.randn(5, 4), torch.randn(5, 3)
@@ -133,7 +133,7 @@ class Chunk(nn.Module):
 
 
 def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
-    """What two chunks use stands with the lower, with a sum for each."""
+    """A parameter that two chunks use is in the lower chunk's bucket, with a sum for each."""
     lower = Chunk(None, uses=(Use(), Use(chunk=1)))
     upper = Chunk(lower.tied)
     optimizer = make_optimizer([lower, upper], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32))
@@ -173,7 +173,7 @@ def test_a_missing_or_a_surplus_gradient_is_an_error_not_a_number(arrivals: int,
 
 
 def test_a_network_and_its_buckets_go_with_the_last_reference() -> None:
-    """A hook that torch held for ever would keep them, and their process groups with their threads."""
+    """A hook that torch keeps for ever would keep them, with their process groups and threads."""
     network = GPT(model_config(Cell()), ParallelMesh(), dtype=torch.float64)
     initialize(network, seed=1)
     options = DataParallel(torch.float64)
@@ -216,7 +216,7 @@ def test_instances_that_do_not_divide_the_experts_copies_are_an_error(ranks: int
 
 
 class Copies(TorchDispatchMode):
-    """Counts the elements that are copied."""
+    """Counter of the elements that are copied."""
 
     count = 0
 

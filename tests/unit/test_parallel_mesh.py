@@ -1,4 +1,4 @@
-"""Which ranks stand together, in both views of the mesh; and any rank of a large layout, built on one machine."""
+"""Groups of ranks in both views of the mesh; and any rank of a large layout, built on one machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def groups(axis: str, world_size: int = 8, **sizes: int) -> list[list[int]]:
-    """The groups along `axis` of all ranks, each once."""
+    """Return the groups along `axis` of all ranks, each once."""
     meshes = [ParallelMesh(rank=rank, world_size=world_size, **sizes) for rank in range(world_size)]
     return [list(ranks) for ranks in dict.fromkeys(mesh.ranks(axis) for mesh in meshes)]
 

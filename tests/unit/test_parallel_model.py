@@ -1,4 +1,4 @@
-"""The network on one process, with every feature of it, against the oracle."""
+"""The network on one process, with each of its features, against the oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LLAMA = replace(
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
 WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
-"""Of each layer, how many tokens one sees, by the two flags."""
+"""Number of tokens that a token sees in each layer, by the two flags."""
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
@@ -188,7 +188,7 @@ DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2]).expand(BATCH, -1)
 
 
 def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
-    """`far`: positions as if the sample began there."""
+    """Return a micro-batch. `far`: positions as if the sample began there."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
     first = first_keys(DOCUMENTS) if documents else None
@@ -199,7 +199,7 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
 
 
 def test_what_the_network_does_not_serve_it_refuses() -> None:
-    """Half a sequence on each of two ranks had wrong logits, and nothing said so."""
+    """Without the error, half a sequence on each of two ranks would silently give wrong logits."""
     with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
         GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
     half = replace(micro_batch(documents=False), layout=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
@@ -272,7 +272,7 @@ def test_terms_of_the_loss_are_for_training_alone(fused: bool) -> None:
     ("config", "kind"), [(GPT2, "hidden_dropout"), (GPT2, "attention_dropout"), (GEMMA, "attention_dropout")]
 )
 def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -> None:
-    """Of one text under many keys."""
+    """The samples have the same text and different keys."""
     made = network(replace(config, **{kind: 0.1}))
     batch = micro_batch(documents=False)
     losses = [loss_of(made, replace(batch, key=RandomKey(0, (*SAMPLES[:-1], sample)))).item() for sample in range(8)]

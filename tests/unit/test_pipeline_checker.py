@@ -21,7 +21,7 @@ from tests.harness.pipelines import CHUNKS, REDUCTIONS, Pipeline, every_pipeline
 
 
 def behind(pipeline: Pipeline) -> list[list[Collective]]:
-    """What comes behind the list of each rank: the sum of a tied weight, the norm, a gather."""
+    """Return the collectives after the list of each rank: the sum of a tied weight, the norm, a gather."""
     every = tuple(range(pipeline.ranks))
     ends = (0, pipeline.ranks - 1)
     tied = [Collective("sum of the tied weight", ends)] if pipeline.ranks > 1 else []
@@ -66,7 +66,7 @@ def test_the_report_counts_by_chunk() -> None:
 
 
 class Lists:
-    """A right step of three ranks, to be made wrong. `spot` finds an action of rank 1."""
+    """Correct step of three ranks, to be changed. `spot` finds an action of rank 1."""
 
     def __init__(self, schedule: str, reductions: Reductions) -> None:
         chunks = {"interleaved-1f1b": 2, "zb-v": 2}.get(schedule, 1)
@@ -91,7 +91,7 @@ class Lists:
         return index
 
     def move(self, index: int, to: int) -> Action:
-        """Moves an action of rank 1 before what now stands at `to`."""
+        """Move an action of rank 1 before the action that is now at `to`."""
         action = self.one[index]
         self.one.insert(to, action)
         del self.one[index + (to <= index)]
@@ -103,7 +103,7 @@ class Lists:
 
 
 Fault = Callable[[Lists], str]
-"""Makes lists wrong; returns what the message must say."""
+"""Change of the lists that makes them wrong; it returns the expected message."""
 
 
 def lost(kind: Kind, noticed: str) -> Fault:
@@ -142,7 +142,7 @@ def out_of_order(kind: Kind) -> Fault:
 
 
 def before(kind: Kind, other: Kind) -> Fault:
-    """An action right before one that it must come behind."""
+    """Return a fault: an action directly before one that it must follow."""
 
     def fault(lists: Lists) -> str:
         action = lists.move(lists.spot(kind), lists.spot(other))
@@ -157,7 +157,7 @@ def receive_behind_its_use(lists: Lists) -> str:
 
 
 def receives_behind_sends(lists: Lists) -> str:
-    """Each receive right before its use: ranks send to each other and have not posted the other's receive."""
+    """Put each receive directly before its use: ranks send to each other and have not posted the receives."""
     for rank, actions in enumerate(lists.lists):
         receives = {(a.kind, a.micro_batch, a.chunk): a for a in actions if a.kind.startswith("receive")}
         late: list[Action] = []
@@ -316,7 +316,7 @@ def test_reductions_that_nobody_asked_for() -> None:
 
 
 def test_a_reduction_behind_the_next_micro_batch() -> None:
-    """Which would take its gradients along."""
+    """The reduction would include its gradients."""
     lists = Lists("1f1b", Reductions(per_micro_batch=True))
     lists.check()
     lists.move(lists.spot("R"), lists.spot("R", 4))
@@ -331,7 +331,7 @@ def test_ranks_without_lists() -> None:
 
 
 def test_collectives_that_wait_in_a_ring() -> None:
-    """Every communicator sees one order, and yet each rank waits for the next."""
+    """Every communicator sees one order, but each rank waits for the next."""
     pipeline = Pipeline("gpipe", 3, 1, 1)
     rings = [[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]
     behind = [[Collective(f"sum over {ranks}", ranks) for ranks in ring] for ring in rings]
@@ -349,7 +349,7 @@ def test_a_collective_of_others() -> None:
 
 
 def test_two_that_send_to_each_other_before_they_receive_never_end() -> None:
-    """However little the backend buffers: each send waits for its receive."""
+    """Each send waits for its receive, if the backend does not buffer."""
     edges = Communicator((0, 1), edge=True), Communicator((1, 0), edge=True)
     programs = [Program("rank 0"), Program("rank 1")]
     for program, (there, back) in zip(programs, (edges, edges[::-1]), strict=True):

@@ -43,7 +43,8 @@ def time_line(name: str, stages: Stages, micro_batches: int, in_seconds: bool = 
 
 
 def measured(name: str, stages: Stages, micro_batches: int) -> TimeLine:
-    """Milliseconds, with the communication that the engine also measures behind each computation."""
+    """Return a time line in milliseconds, with the communication that the engine also measures after each
+    computation."""
     computed = time_line(name, stages, micro_batches, in_seconds=True, unit=0.003)
     lists = lower(stages, SCHEDULES[name].orders(stages, micro_batches), Reductions(overlap=True))
     spans: list[list[Span]] = []
@@ -58,7 +59,7 @@ def measured(name: str, stages: Stages, micro_batches: int) -> TimeLine:
 
 
 def boxes(svg: str) -> dict[tuple[str, str, str], list[tuple[ElementTree.Element, str | None]]]:
-    """Rectangles and their number by the words before the time: action, rank and stage."""
+    """Return rectangles and their number by the words before the time: action, rank and stage."""
     found: dict[tuple[str, str, str], list[tuple[ElementTree.Element, str | None]]] = {}
     for group in ElementTree.fromstring(svg).iter(f"{SVG}g"):
         if group.get("class") == "box":

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Stage(torch.nn.Module):
-    """(weight * x).square().sum(), with a note of what is alive when a forward begins."""
+    """(weight * x).square().sum(), with a record of the live tensors when a forward begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def engine_of(stage: Stage) -> PipelineEngine[Tensor]:
 
 
 class Gradients:
-    """Notes what is asked of the gradients' side."""
+    """Recorder of the calls to the gradients' side."""
 
     def __init__(self, stage: Stage | None = None) -> None:
         self.stage = stage
@@ -131,7 +131,7 @@ ON_ONE_RANK = Stages(1, 2, v_shaped=True)
 
 
 class First(torch.nn.Module):
-    """Hidden states of the wanted kind, made by the wanted last operation."""
+    """Stage that returns the wanted hidden states, made by the wanted last operation."""
 
     def __init__(self, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def test_an_engine_of_several_stages_needs_to_know_what_they_pass_on() -> None:
 
 
 class Mailbox(Links):
-    """Messages to a neighbour that is not there; what it answers is all ones."""
+    """Messages to a neighbour that does not exist; its answers are all ones."""
 
     def __init__(self) -> None:
         super().__init__({}, {})

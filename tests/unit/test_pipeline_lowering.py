@@ -31,7 +31,7 @@ def test_the_orders_stay_as_they_are(pipeline: Pipeline, reductions: Reductions 
 
 @given(pipeline=pipelines())
 def test_a_message_travels_beside_a_computation(pipeline: Pipeline) -> None:
-    """Its receive is posted at least one computation before it is needed, but for what a rank begins with."""
+    """A receive is posted at least one computation before its use, except those that a rank begins with."""
     for actions in pipeline.lists():
         posted: dict[tuple[str, int, int], int] = {}
         count = 0
@@ -79,7 +79,7 @@ def test_the_turn_of_a_v_needs_no_message() -> None:
 
 
 def _behind(actions: Sequence[Action]) -> list[tuple[Action, int]]:
-    """Each reduction and how many computations it stands behind."""
+    """Return each reduction and the number of computations before it."""
     return [(action, len(_computations(actions[:index]))) for index, action in enumerate(actions) if action.kind == "R"]
 
 
@@ -109,7 +109,7 @@ def test_each_micro_batch_may_be_reduced_by_itself(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 9), (3, 3, 7), (8, 4, 16)])
 def test_aligned_ranks_reduce_a_chunk_at_one_time(ranks: int, chunks: int, micro_batches: int) -> None:
-    """But for the first, which has nothing behind it for which to wait."""
+    """The first reduction is an exception: there is nothing after it to wait for."""
     pipeline = Pipeline("interleaved-1f1b", ranks, chunks, micro_batches)
     spans = simulate(pipeline.stages, pipeline.orders(), durations())
 

@@ -13,13 +13,14 @@ from tests.harness.pipelines import Pipeline, every_pipeline
 
 
 def _group(pipeline: Pipeline) -> int | None:
-    """Torch's size of a group: the micro-batches in as many equal rounds as they fill; None where it refuses them."""
+    """Return torch's size of a group: the micro-batches in as many equal rounds as they fill; None if torch refuses
+    them."""
     rounds = max(1, pipeline.micro_batches // pipeline.ranks)
     return None if pipeline.micro_batches % rounds else pipeline.micro_batches // rounds
 
 
 def _torchs(kind: Any, pipeline: Pipeline, group: int) -> list[list[str]]:
-    """Its table of each rank, without the stages and the processes that its constructor asks for."""
+    """Return torch's table of each rank, without the stages and processes that its constructor needs."""
     schedule = object.__new__(kind)
     schedule._num_stages = schedule.num_stages = pipeline.stages.count
     schedule._n_microbatches = pipeline.micro_batches

@@ -81,7 +81,7 @@ def test_bubble_of_zb_v_does_not_grow_with_the_micro_batches(
 
 
 def _in_flight(pipeline: Pipeline, rank: int) -> int:
-    """The closed form."""
+    """Return the number by the closed form."""
     m, ranks, chunks = pipeline.micro_batches, pipeline.ranks, pipeline.chunks
     largest_group = m if m < ranks else ranks + m % ranks
     return {

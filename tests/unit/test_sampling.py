@@ -1,4 +1,4 @@
-"""The next token: what each filter keeps, and that greedy is their common limit."""
+"""The next token: the tokens that each filter keeps; greedy is the limit of all filters."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 
 
 def any_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Among them those of NaNs."""
+    """Return a tensor of random bits, including those of NaNs."""
     values = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     return values.view(dtype).view(shape)
 
@@ -51,13 +51,13 @@ def part_of(name: str, values: Tensor, box: Box | None = None) -> TensorBox:
 
 
 def archive(values: Tensor) -> tuple[ByteRange, bytes]:
-    """A file of one whole tensor."""
+    """Return a file of one unsplit tensor."""
     (place,) = torch_file.byte_ranges([part_of("weight", values)])
     return place, place.before + raw(values) + place.after(zlib.crc32(raw(values)))
 
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], cut: Sequence[Sequence[Placed]]) -> None:
-    """Files as streams of boxes, and what describes them."""
+    """Write files as streams of boxes, and the files that describe them."""
     files = {}
     for rank, placed in enumerate(cut):
         parts = [part_of(name, tensors[name], box) for name, box in placed]

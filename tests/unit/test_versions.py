@@ -30,7 +30,7 @@ WRITTEN: dict[str, Any] = {
     "files": {},
     "tensors": {},
 }
-"""A manifest, key by key as checkpoints have it: their names never change, whatever the code calls the fields."""
+"""Keys of a manifest in checkpoints: they never change, whatever the fields are called in the code."""
 
 
 def read(**changed: Any) -> Manifest:

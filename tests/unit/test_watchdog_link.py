@@ -21,7 +21,8 @@ SECRET = b"what only the ranks know"
 
 
 class Other:
-    """The bare socket at the other end of a link, and what someone there writes who knows the secret, or another."""
+    """Bare socket at the other end of a link, with what a peer there writes that has the right secret, or a wrong
+    one."""
 
     def __init__(self, connection: socket.socket, secret: bytes = SECRET) -> None:
         self.connection, self.lines = connection, 0
@@ -31,7 +32,7 @@ class Other:
         connection.sendall(digits + b"\n")
 
     def line(self, data: bytes, number: int | None = None) -> bytes:
-        """A line with its code."""
+        """Return a line with its code."""
         self.lines = self.lines + 1 if number is None else number
         return hmac.digest(self.key, b"%d %s" % (self.lines, data), "sha256").hex().encode() + b" " + data + b"\n"
 
@@ -49,7 +50,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def ends(sockets: tuple[socket.socket, socket.socket]) -> tuple[Link, Other]:
-    """A rank's link to a monitor that has proved itself, and the other end."""
+    """Return a rank's link to a monitor that has proved its identity, and the other end."""
     end = Link(sockets[0], SECRET, RANK)
     other = Other(sockets[1])
     other.send(b"{}")
@@ -58,7 +59,7 @@ def ends(sockets: tuple[socket.socket, socket.socket]) -> tuple[Link, Other]:
 
 
 def linked(first: socket.socket, second: socket.socket) -> tuple[Link, Link]:
-    """A monitor and a rank that know each other."""
+    """Return a monitor's link and a rank's link that share the secret."""
     monitor, rank = Link(first, SECRET, MONITOR), Link(second, SECRET, RANK)
     monitor.receive()
     receive_all(rank, 1)

@@ -31,16 +31,16 @@ HERE, ELSEWHERE = "here", "elsewhere"
 SECRET = b"what only the ranks know"
 LATE = {"overdue": ["optimizer", 61.0, 60.0]}
 SECONDS = 60.0
-"""After which a test takes it that nothing comes."""
+"""Time after which a test assumes that nothing comes."""
 
 
 def peer_of(rank: int, space: str = HERE, section: str = "") -> Peer:
-    """A rank as it tells of itself."""
+    """Return a rank's own description of itself."""
     return Peer(rank, f"n{rank}", 1000 + rank, 5000 + rank, space, section)
 
 
 class FakeRank:
-    """A rank's end of its connection to the monitor."""
+    """Rank's end of its connection to the monitor."""
 
     def __init__(self, monitor: Monitor, rank: int, space: str = HERE, section: str = "") -> None:
         self.rank = rank
@@ -48,10 +48,10 @@ class FakeRank:
         self.link.send(**asdict(peer_of(rank, space, section)))
         self._unread: list[Message] = []
         self.heard: list[str] = []
-        """The keys of all messages that were waited for or passed over."""
+        """Keys of all messages that were waited for or skipped."""
 
     def wait_for(self, key: str) -> Any:
-        """The value of the next message that has the key; what comes before is passed over."""
+        """Return the value of the next message with the key; earlier messages are skipped."""
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:
             while self._unread:
@@ -64,7 +64,7 @@ class FakeRank:
         raise AssertionError(f"rank {self.rank} has heard nothing of {key!r}")
 
     def answer(self) -> None:
-        """What the monitor asks."""
+        """Answer the monitor's request."""
         assert self.wait_for("dump")
         self.link.send(dump=asdict(RankDump(self.rank, 4)))
 
@@ -73,7 +73,7 @@ class FakeRank:
 
 
 class Watch:
-    """A monitor, what it has reported, and its ranks."""
+    """Monitor, its reports, and its ranks."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ Begin = Callable[..., Watch]
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
-    """Begins a watch, whose ranks have but a second for an answer."""
+    """Begin a watch whose ranks have only a second for an answer."""
     monkeypatch.setattr(monitor_file, "ANSWER_SECONDS", 1.0)
     with ExitStack() as stack:
 
@@ -133,7 +133,7 @@ def test_a_death_is_told_with_the_age_of_what_is_known(watch: Begin) -> None:
     watched.ranks[1].link.send(section="optimizer", step=7)
     watched.ranks[2].link.send(section="step", step=8)
     time.sleep(0.6)
-    watched.ranks[2].link.send(dump=asdict(RankDump(2, 4)))  # it lives, and says nothing of its place
+    watched.ranks[2].link.send(dump=asdict(RankDump(2, 4)))  # it is alive, and sends nothing about its place
     for rank in watched.ranks[1:]:
         rank.dies()
     watched.ranks[0].wait_for("end")
@@ -292,7 +292,7 @@ def test_who_dies_while_the_others_are_asked_is_the_one(watch: Begin) -> None:
 
 
 def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> None:
-    """Else files of a hang would be left that there was not."""
+    """Otherwise dumps of a hang would be left although there was none."""
     watched = watch()
     watched.ranks[2].dies()
     watched.ranks[0].link.send(lost="a collective failed: reset by peer")
@@ -316,12 +316,12 @@ def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
 
 
 def strange(watched: Watch) -> socket.socket:
-    """A connection of a stranger."""
+    """Return a connection of a stranger."""
     return socket.create_connection(watched.monitor.address, timeout=SECONDS)
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Whether the monitor ends the connection; what it says before is only its random digits, and its proof."""
+    """Tell whether the monitor ends the connection; before that it sends only its random digits and its proof."""
     with suppress(ConnectionResetError):
         while said := stranger.recv(1000):
             assert re.fullmatch(rb"([0-9a-f]{64}( \{\})?\n)+", said)
@@ -329,7 +329,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 
 def test_strangers_disturb_nobody(watch: Begin) -> None:
-    """One line of them ended the monitor once, and the next hang had rank 0 kill itself."""
+    """A single line of a stranger once ended the monitor; at the next hang, rank 0 killed itself."""
     watched = watch()
     draw = random.Random(1)
     digits = b"0" * 64 + b"\n"

@@ -1,4 +1,4 @@
-"""The secret of a run's ranks, and the file that hands it over."""
+"""Secret of a run's ranks, and the file that passes it on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.watchdog.secret import find_secret, make_secret
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The system's folder for temporary files."""
+    """Return the system's folder for temporary files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

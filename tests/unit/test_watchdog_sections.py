@@ -1,4 +1,4 @@
-"""What a rank says that it is in, and when that is too long."""
+"""Sections of a rank, and their time limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = st.floats(0.0, 1e6)
 
 
 class Clock:
-    """Time that passes when the test says so."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now, self.waited = 100.0, 0.0
