@@ -314,7 +314,7 @@ def test_what_is_damaged_is_not_copied(tmp_path: Path, kind: str) -> None:
     result = run("--load", path, "--save", tmp_path / "b", "--files", 2)
     assert result.code == 93
     assert "rank_00000.safetensors: " in result.stderr
-    assert "inspect.py --verify lists all that is damaged" in result.stderr
+    assert "megalite-inspect-checkpoint --verify lists all that is damaged" in result.stderr
     assert list((tmp_path / "b").iterdir()) == []
 
 

@@ -240,7 +240,7 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path: Path, damage: str
     act(tmp_path / "tokens.bin", tmp_path / "tokens.idx")
     with pytest.raises(DataError, match=message) as error:
         IndexedDataset(tmp_path / "tokens")
-    assert "preprocess_data.py" in str(error.value)
+    assert "megalite-preprocess" in str(error.value)
     assert str(tmp_path) in str(error.value)
 
 
