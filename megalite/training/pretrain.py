@@ -140,8 +140,8 @@ def _run(
                 for note in trainer.notes():
                     display.message(note)
                 display.summary("megalite", summary(trainer) | {"start": begun.how})
-            if directory is not None and mesh.rank == 0:
-                _record_run(directory, config)
+                if directory is not None and mesh.rank == 0:
+                    _record_run(directory, config)
             code = TrainingLoop(trainer, display, startup).run()
             if code == EXIT_FINISHED:
                 display.message(f"finished after step {trainer.iteration}")

@@ -191,7 +191,8 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
     process = job.ranks[fault.rank].process.pid
     if fault.kind in DEATHS:
         gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a word, last heard of"
-        assert re.search(re.escape(gone) + r' in step \d+, "[a-z ]+", [\d.]+ s before: ', said[0]), where
+        # Without a section: the rank was between two of them when it was last heard of.
+        assert re.search(re.escape(gone) + r' in step \d+(, "[a-z ]+")?, [\d.]+ s before: ', said[0]), where
     elif fault.kind in STILL:
         assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) does not answer" in said[0], where
     elif fault.kind in ERRORS:
