@@ -3689,6 +3689,13 @@ MUTANTS = (
         "tests/unit/test_deadline.py::test_the_reason_has_its_figures",
     ),
     Mutant(
+        "the job's end forgets the last evaluation",
+        "megalite/training/trainer.py",
+        " == 0 or iteration == self.iterations",
+        " == 0",
+        "tests/unit/test_deadline.py::test_the_last_step_has_an_evaluation_too",
+    ),
+    Mutant(
         "a trace begins a step late",
         "megalite/training/profiling.py",
         "self._plan(config.profile_step_start + 1,",

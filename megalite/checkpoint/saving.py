@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from threading import Event
 from typing import Any
 
@@ -195,7 +195,7 @@ class Saver:
             done.set_exception(error)
         return done
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of bytes that this rank writes."""
         return sum(region.part.size for region in self._regions())

@@ -79,7 +79,7 @@ class TrainingLoop:
             while trainer.iteration < trainer.iterations or trainer.evaluation_left:
                 if not trainer.evaluation_left:
                     self._step()
-                if trainer.evaluates_now():
+                if trainer.evaluation_due(trainer.iteration):
                     self._validate()
                 with self.sections(AGREEMENT):
                     agreed = self._agree()
@@ -185,7 +185,7 @@ class TrainingLoop:
         delaying the others at a different time.
         """
         training = self.config.training
-        after_evaluation = training.manual_gc_eval and self.trainer.evaluates_now()
+        after_evaluation = training.manual_gc_eval and self.trainer.evaluation_due(self.trainer.iteration)
         return training.manual_gc and (self._every(training.manual_gc_interval) or after_evaluation)
 
     def _agree(self) -> _Agreed:
@@ -207,8 +207,8 @@ class TrainingLoop:
         if self._startup.job_end is None or self.mesh.rank != 0:
             return False
         left = self._startup.job_end - time.time()
-        due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
-        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # also 0 without validation data
+        due = trainer.evaluation_due(trainer.iteration + 1)
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
         self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)

@@ -159,9 +159,9 @@ class Trainer:
         """Return the number of micro-batches per rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
-    def evaluates_now(self) -> bool:
-        """Tell whether a validation is due after the last step."""
-        due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
+    def evaluation_due(self, iteration: int) -> bool:
+        """Tell if a validation is due after this step."""
+        due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
         return due and self.data.valid is not None
 
     def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
@@ -233,7 +233,7 @@ class Trainer:
         if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
-            self.evaluation_left = state.evaluation_left and self.evaluates_now()
+            self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             self.recorded = self._recorded(described) if path.parent == self.directory else None
             if self.mesh.rank == 0:
                 self._load_notes += order_notes(self.data.train, state.seen_samples or ())

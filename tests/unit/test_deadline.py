@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.lifecycle.deadline import Pace, job_end, why_stop
+from megalite.training.trainer import Trainer
 
 SECONDS = st.floats(0.0, 1e6)
 
@@ -58,3 +62,12 @@ def test_when_the_job_ends(text: str | None, end: float | None, note: str | None
     assert found == end
     assert (told is None) == (note is None)
     assert (note or "") in (told or "")
+
+
+def test_the_last_step_has_an_evaluation_too() -> None:
+    """It takes time before the last save, also where it is no multiple of --eval-interval."""
+    trainer = Mock(iterations=150, config=Mock(training=Mock(eval_interval=100)), data=Mock(valid=[0]))
+    due = partial(Trainer.evaluation_due, trainer)
+    assert [step for step in range(1, 151) if due(step)] == [100, 150]
+    trainer.data.valid = None
+    assert not due(150)
