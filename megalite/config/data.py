@@ -20,7 +20,7 @@ class DataConfig(TokenizerFlags):
     seq_length: PositiveInt
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files. If there are several, all or none have their weight before them."""
     train_data_path: tuple[str, ...] = ()
     """The same for training alone, instead of data-path with split."""
     valid_data_path: tuple[str, ...] = ()
@@ -28,15 +28,15 @@ class DataConfig(TokenizerFlags):
     test_data_path: tuple[str, ...] = ()
     """The same for the test at the end of training."""
     data_args_path: str | None = None
-    """A file that holds what would follow data-path."""
+    """File with the arguments of data-path."""
     per_split_data_args_path: str | None = None
-    """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
+    """JSON file with the arguments of train-, valid- and test-data-path under "train", "valid" and "test"."""
     data_cache_path: str | None = None
-    """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    """Directory of the sample indices; unset: `cache` in the directory of the data."""
     sft: bool = False
     """The data are JSONL files of conversations; the loss counts on answers only."""
     chat_template: str | None = None
-    """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
+    """Jinja template of a conversation, or a file that contains it, for sft; unset: the tokenizer's."""
     fim_data: bool = False
     """Rearrange documents to fill in their middle."""
     fim_rate: Share = 0.5
@@ -48,7 +48,7 @@ class DataConfig(TokenizerFlags):
     fim_fragment_rate: Share | None = None
     """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
     fim_no_prefix: str | None = None
-    """Leave texts that begin so as they are."""
+    """Do not rearrange texts that start with this."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -56,7 +56,7 @@ class DataConfig(TokenizerFlags):
     fim_suffix_token: str = "<fim_suffix>"
     """Token before the suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills up samples that become shorter; no loss counts there."""
+    """Token that fills samples that become shorter; it does not count in the loss."""
     fim_eod_token: str | None = None
     """Token that ends documents; unset: the tokenizer's."""
     mid_level_dataset_surplus: NonNegativeFloat = 0.005
@@ -74,7 +74,7 @@ class DataConfig(TokenizerFlags):
     reset_attention_mask: bool = False
     """Tokens attend only to their own document."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end-of-document token."""
+    """Mask the loss at positions whose input is the end-of-document token."""
 
     @property
     def divided(self) -> bool:
