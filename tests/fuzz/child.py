@@ -163,7 +163,7 @@ def run(
 
 
 def _named(path: Path, allowed: Sequence[Path]) -> bool:
-    """Whether a path is below one of those that are allowed, or a folder on the way there."""
+    """Tell whether a path is inside one of the allowed paths, or a parent folder of one."""
     return any(path.is_relative_to(each) or each.is_relative_to(path) for each in allowed)
 
 
@@ -198,7 +198,7 @@ def _stop(process: int, stacks: Path) -> str:
 
 
 def _end_orphans() -> bool:
-    """Whether children of the ended process were left, after a moment for them to see that it has ended."""
+    """Kill children that the ended process has left after a second; tells whether there were any."""
     deadline = time.monotonic() + 1.0
     while True:
         try:

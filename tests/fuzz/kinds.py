@@ -142,7 +142,7 @@ def _resume(base: Path, _: Sequence[Edit]) -> Program:
 
 
 def not_finite(base: Path) -> str | None:
-    """Whether a training that ended well has trained on what is no number."""
+    """Return the problem if a successful training has a loss that is not finite; else None."""
     path = base / "out" / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     finite = all(math.isfinite(line.get("lm_loss") or 0.0) for line in lines)

@@ -21,7 +21,7 @@ SIZES = [
     "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--eval-iters", "0", "--log-interval", "1",
 ]  # fmt: skip
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
-"""With `SIZES` and a number of steps, the flags of a run that takes a moment."""
+"""Flags of a very short run, together with `SIZES` and a number of steps."""
 MODULES = (
     "tests.harness.preload",
     "megalite.commands.pretrain",

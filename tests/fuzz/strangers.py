@@ -202,7 +202,7 @@ class _Stranger:
             send(b"x" * arguments[0])
 
     def is_answered(self) -> bool:
-        """Whether the other end takes digits, and proves then to be a monitor."""
+        """Tell whether the other end accepts digits, and then proves to be a monitor."""
         self.act("digits")
         return self._heard.endswith(b" {}\n")
 
@@ -265,7 +265,7 @@ def _told_by_the_store(port: int) -> tuple[int, str]:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a child has ended; it is left to be waited for."""
+    """Tell whether a child has ended, without reaping it."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -108,7 +108,7 @@ class Cluster:
         self.down()
 
     def _is_left_behind(self) -> bool:
-        """Whether the program has gone that would have taken the cluster down; one of the command line has none."""
+        """Tell whether the program that should stop this cluster has ended; a cluster of the command line has none."""
         return self._owner.exists() and not is_alive(self._owner)
 
     def _write_files(self) -> None:

@@ -71,7 +71,7 @@ class SlurmJob:
             time.sleep(0.2)
 
     def ended(self) -> bool:
-        """Whether the job is over, or all jobs of an array."""
+        """Tell whether the job has ended, or all jobs of an array."""
         return all(job["JobState"] in ENDED for job in self.fields())
 
     def report(self) -> str:

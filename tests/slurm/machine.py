@@ -58,7 +58,7 @@ def host_name() -> str:
 
 
 def can_make_namespaces() -> bool:
-    """Whether this machine lets us have networks and host names of our own, and join them by a bridge."""
+    """Tell whether this machine allows network and host-name namespaces, and a bridge between them."""
     trial = f"trial{os.getpid()}"
     try:
         run("ip", "netns", "add", trial)
@@ -99,7 +99,7 @@ def _processes(condition: Callable[[Path], bool]) -> Iterator[int]:
 
 
 def is_alive(file: Path) -> bool:
-    """Whether the process is there whose number is in a file."""
+    """Tell whether the process whose number is in a file exists."""
     try:
         os.kill(int(file.read_text()), 0)
     except (OSError, ValueError):

@@ -74,7 +74,7 @@ def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
 
 
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
-    """With a STOP of an earlier run, that is not the job's: it has never begun when SLURM requeues it."""
+    """Ignore the STOP of an earlier run, too: the job has not started when SLURM requeues it."""
     training.hold.unlink()
     first = training.cluster.nodes[0]
     training.cluster.sicken(first)

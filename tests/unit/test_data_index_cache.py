@@ -399,7 +399,7 @@ def test_blends_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
 
 
 class OtherBytes(ByteTokenizer):
-    """With as many tokens, of another order."""
+    """Tokenizer that gives as many tokens, but other ones."""
 
     def encode_with_offsets(self, text: str) -> tuple[Any, np.ndarray]:
         ids, offsets = super().encode_with_offsets(text)
