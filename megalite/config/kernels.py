@@ -13,7 +13,7 @@ class KernelsConfig:
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton on GPUs and PyTorch elsewhere (auto)."""
     persist_layer_norm: bool = True
-    """Compute norms by their kernels. Off: in plain PyTorch, whatever --kernels says. The next flags work alike."""
+    """Compute norms by their kernels. Off: in plain PyTorch, whatever kernels says; the same for the fusions below."""
     bias_dropout_fusion: bool = True
     """Add a residual in the kernel of the norm that follows."""
     bias_gelu_fusion: bool = True

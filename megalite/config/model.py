@@ -139,7 +139,7 @@ class ModelConfig:
     exact_gelu: bool = False
     """GELU by the error function instead of its tanh form (Megatron-LM uses the tanh form if fused with a bias)."""
     add_bias_linear: bool = True
-    """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
+    """Biases in the linear layers (Megatron-LM's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only; for add-bias-linear off."""
     untie_embeddings_and_output_weights: bool = False
@@ -147,7 +147,7 @@ class ModelConfig:
     vocab_size: PositiveInt | None = None
     """Size of the vocabulary before padding; unset: the tokenizer's."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers)."""
     hidden_dropout: ShareBelowOne = 0.1

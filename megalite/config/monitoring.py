@@ -17,7 +17,7 @@ class LoggingConfig:
     log_interval: PositiveInt = 100
     """Steps between lines on the screen."""
     metrics_path: str | None = None
-    """File that gets one JSON object a step; unset: metrics.jsonl in the run directory."""
+    """File with one JSON object per step; unset: metrics.jsonl in the run directory."""
     log_params_norm: bool = False
     """Record in every step the norm of all parameters, and for each group of parameters the norms of parameters and
     gradients."""
@@ -73,7 +73,7 @@ class WatchdogConfig:
     watchdog_min_seconds: PositiveFloat = 120.0
     """Least time after which a section (data, step, evaluation, ...) hangs; it is five times the longest so far."""
     timing_interval: NonNegativeInt = 100
-    """Steps between lines that say where ranks spend their time, and which is the slowest; 0: none."""
+    """Steps between lines about where ranks spend their time, and which is the slowest; 0: none."""
 
 
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:

@@ -68,7 +68,7 @@ class OptimizerConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "noam"] = "linear"
     """Shape of the decay after the warm-up; WSD: warm-up, stable, decay; noam: lr / sqrt(hidden-size * step)."""
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until min-lr is reached; unset: the whole run."""
+    """Iterations until min-lr is reached; unset: all of the run."""
     lr_decay_samples: PositiveInt | None = None
     """The same in samples, for runs with train-samples."""
     lr_warmup_iters: NonNegativeInt = 0
@@ -104,23 +104,23 @@ class OptimizerConfig:
     adam_beta2: ShareBelowOne = 0.999
     """Adam's decay of the second moment."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Number added to the root of Adam's second moment."""
     sgd_momentum: ShareBelowOne = 0.9
     """Momentum of sgd."""
     muon_momentum: ShareBelowOne = 0.9
-    """Muon's decay of the momentum."""
+    """Momentum of muon."""
     muon_nesterov: bool = False
     """Use Nesterov momentum for muon."""
     muon_num_ns_steps: Annotated[PositiveInt, at_most(100)] = 5
-    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    """Number of Newton-Schulz steps with which Muon orthogonalizes an update."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
-    """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
+    """Coefficients of these steps: one set, five sets in turn, or eight sets, of which the last repeats."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
     muon_extra_scale_factor: PositiveFloat = 1.0
-    """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
+    """Additional factor of Muon's updates; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
-    """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
+    """Precision of the Newton-Schulz steps: bf16 (medium) or fp32 (high)."""
     use_precision_aware_optimizer: bool = False
     """Let the optimizer use the four dtypes that follow; needs bf16 or fp16."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -27,7 +27,7 @@ class TrainingConfig:
     global_batch_size: PositiveInt | None = None
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """Grow the global batch from the first number, by the second in equal parts, over so many samples."""
+    """START INCREMENT SAMPLES: increase the global batch from START by INCREMENT, evenly over so many samples."""
     train_iters: PositiveInt | None = None
     """Steps to train; either this or train-samples."""
     train_samples: PositiveInt | None = None
@@ -45,7 +45,7 @@ class TrainingConfig:
     bf16: bool = False
     """Compute in bfloat16, with fp32 master weights."""
     fp16: bool = False
-    """Weights and activations in fp16, the optimizer in fp32, the loss scaled against underflow."""
+    """Compute in fp16, with the optimizer in fp32 and a loss scale against underflow."""
     loss_scale: PositiveFloat | None = None
     """Constant loss scale of fp16; unset: a dynamic one."""
     initial_loss_scale: PositiveFloat = 2.0**32
@@ -55,7 +55,7 @@ class TrainingConfig:
     loss_scale_window: PositiveInt = 1000
     """Steps without an overflow after which a dynamic loss scale doubles."""
     hysteresis: PositiveInt = 2
-    """Overflows since a dynamic loss scale last grew before it halves."""
+    """Overflows, since a dynamic loss scale last doubled, after which it halves."""
     label_smoothing: ShareBelowOne = 0.0
     """Share of each label's probability that is spread evenly over all tokens, in training only."""
     z_loss_coeff: NonNegativeFloat = 0.0
@@ -67,7 +67,7 @@ class TrainingConfig:
     deterministic_mode: bool = False
     """Use only deterministic algorithms on GPUs (on CPUs all are, at a fixed number of threads)."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute in backward instead of keeping: whole layers, or the attention core alone (selective)."""
+    """Recompute activations in backward: of entire layers (full), or only of the attention core (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Layers that full recomputes. uniform: all, in chunks of recompute-num-layers; block: only the first ones."""
     recompute_num_layers: PositiveInt | None = None
@@ -77,7 +77,7 @@ class TrainingConfig:
     manual_gc_interval: NonNegativeInt = 0
     """Steps between such collections; 0: only before evaluations."""
     manual_gc_eval: bool = True
-    """Collect garbage before each evaluation, too, if manual-gc is on."""
+    """Collect garbage also before each evaluation, if manual-gc is on."""
 
     @property
     def dtype(self) -> str:
