@@ -1,4 +1,4 @@
-"""What the fuzzer runs: the commands as they are, and those parts of a training that read what strangers wrote."""
+"""Programs that the fuzzer runs: the commands, and the parts of a training that read untrusted files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MODULES = (
     "sentencepiece.sentencepiece_model_pb2",
     "zstandard",
 )
-"""What a program imports once, for all the processes that are forked."""
+"""Modules that a program imports once, for all forked processes."""
 
 
 def warm() -> None:
