@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COPIED = ("megalite", "kernels", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
 COST = {"unit": 1, "kernels": 2, "distributed": 2, "end_to_end": 8}
-"""What a test takes, about, by the folder that it is in."""
+"""Approximate cost of a test, by its folder."""
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
-"""Of the tests that one mutant must fail."""
+"""Time limit for the tests that one mutant must fail."""
 
 
 @dataclass(frozen=True)

@@ -26,32 +26,32 @@ class CheckpointConfig:
     save_retain_interval: PositiveInt | None = None
     """Keep checkpoints of steps that are multiples of this, and the newest two; unset: all."""
     save_optim: bool = True
-    """Save the optimizer's state; without it a checkpoint holds weights alone."""
+    """Save the optimizer's state; without it a checkpoint contains only weights."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in host memory, while training goes on."""
+    """Write checkpoints in the background, from a copy in host memory, while training continues."""
     ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
-    """Format to write: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
+    """Format to write: safetensors files, or files that torch.distributed.checkpoint reads, too. Both can be loaded."""
     tolerated_save_failures: NonNegativeInt = 2
-    """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
+    """Consecutive failed saves after which training still continues; 0: the first failure ends the run."""
     log_progress: bool = False
-    """Keep a progress.txt in the run directory: a line for each start, checkpoint and end."""
+    """Write progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
-    """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one. Or a Hugging Face
-    folder: the run begins with its weights, its network and its tokenizer, unless flags name others."""
+    """Run directory, or its URL: the run starts from its latest checkpoint, if it has one. Or a Hugging Face folder: a
+    run starts with its weights, its network and its tokenizer, unless flags choose others."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
+    """auto: continue from the latest checkpoint of save if there is one, else from load, else start a new run."""
     ckpt_step: NonNegativeInt | None = None
-    """Load the checkpoint of this step, and no other."""
+    """Load only the checkpoint of this step."""
     exit_on_missing_checkpoint: bool = False
-    """Do not start anew where load (or resume) finds no checkpoint."""
+    """Do not start a new run if load (or resume) finds no checkpoint."""
     finetune: bool = False
-    """Take the weights alone from load: the run begins at step 0, at the first sample."""
+    """Load only the weights: the run starts at step 0, at the first sample."""
     load_optim: bool = True
-    """Load the optimizer's state; without it a new optimizer goes on with the weights at their step."""
+    """Load the optimizer's state; without it, the run continues at the same step with a new optimizer."""
     load_casts: bool = False
-    """Load weights and state that were saved in another precision, rounded to this run's."""
+    """Load weights and state that were saved in another precision, rounded to the precision of this run."""
     use_checkpoint_args: bool = False
-    """Take the fields of the model and the tokenizer that are not given from the checkpoint to load."""
+    """Use the checkpoint's fields of the model and the tokenizer, unless flags give them."""
 
     @property
     def loads_huggingface(self) -> bool:

@@ -20,35 +20,35 @@ class DataConfig(TokenizerFlags):
     seq_length: PositiveInt
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files. If there are several, all or none have their weight before them."""
     train_data_path: tuple[str, ...] = ()
-    """The same for training alone, instead of data-path with split."""
+    """Prefixes for training only, instead of data-path with split."""
     valid_data_path: tuple[str, ...] = ()
-    """The same for validation."""
+    """Prefixes for validation."""
     test_data_path: tuple[str, ...] = ()
-    """The same for the test at the end of training."""
+    """Prefixes for the test at the end of training."""
     data_args_path: str | None = None
-    """A file that holds what would follow data-path."""
+    """File with the arguments of data-path."""
     per_split_data_args_path: str | None = None
-    """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
+    """JSON file with the arguments of train-, valid- and test-data-path under "train", "valid" and "test"."""
     data_cache_path: str | None = None
-    """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    """Directory of the sample indices; unset: `cache` in the directory of the data."""
     sft: bool = False
-    """The data are JSONL files of conversations; the loss counts on answers only."""
+    """Train on JSONL files of conversations; only answers count in the loss."""
     chat_template: str | None = None
-    """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
+    """Jinja template of a conversation, or a file that contains it, for sft; unset: the tokenizer's."""
     fim_data: bool = False
-    """Rearrange documents to fill in their middle."""
+    """Rearrange documents for fill in the middle."""
     fim_rate: Share = 0.5
     """Share of documents that are rearranged."""
     fim_spm_rate: Share = 0.5
-    """Share of those that are in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
+    """Share of those with the order suffix, prefix, middle; the others have prefix, suffix, middle."""
     fim_split_sample: str | None = None
-    """Token that divides a document into fragments, each rearranged by itself."""
+    """Token that divides a document into fragments, which are rearranged separately."""
     fim_fragment_rate: Share | None = None
-    """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
+    """Share of the fragments of rearranged documents that are rearranged; unset: fim-rate."""
     fim_no_prefix: str | None = None
-    """Leave texts that begin so as they are."""
+    """Do not rearrange texts that start with this."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -56,25 +56,25 @@ class DataConfig(TokenizerFlags):
     fim_suffix_token: str = "<fim_suffix>"
     """Token before the suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills up samples that become shorter; no loss counts there."""
+    """Token that pads samples that become shorter; it does not count in the loss."""
     fim_eod_token: str | None = None
     """Token that ends documents; unset: the tokenizer's."""
     mid_level_dataset_surplus: NonNegativeFloat = 0.005
-    """Share that is drawn from each dataset of a blend beyond its weight."""
+    """Share of additional samples to draw from each dataset of a blend, beyond its weight."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
     """Shares of the data for training, validation and test."""
     num_workers: Annotated[NonNegativeInt, at_most(1_000)] = 2
-    """Threads that read the next step's samples ahead; 0: none."""
+    """Threads that read the samples of the next step in advance; 0: none."""
     mmap_bin_files: bool = True
     """Map the .bin files into memory instead of reading them piece by piece."""
     reset_position_ids: bool = False
-    """Positions start again at 0 after each end of document."""
+    """Restart positions at 0 after each end of document."""
     reset_attention_mask: bool = False
-    """Tokens attend only to their own document."""
+    """Let tokens attend only to their own document."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end-of-document token."""
+    """Mask the loss at positions whose input is the end-of-document token."""
 
     @property
     def divided(self) -> bool:

@@ -57,7 +57,8 @@ class ModelConfig:
     num_attention_heads: Annotated[PositiveInt, at_most(1_000_000)]
     """Attention (query) heads."""
     ffn_hidden_size: PositiveInt | None = None
-    """Width of the feed-forward layer; unset: 4 x hidden-size, with a gate 8/3 of it down to a multiple of 64."""
+    """Width of the feed-forward layer; unset: 4 x hidden-size, or with a gate 8/3 of it, rounded down to a multiple of
+    64."""
     kv_channels: PositiveInt | None = None
     """Width of one attention head; unset: hidden-size / num-attention-heads."""
     group_query_attention: bool = False
@@ -67,65 +68,66 @@ class ModelConfig:
     max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """Positions of tokens: a learned table, rotary embeddings, these as YaRN scales them, or none at all."""
+    """Position embeddings: a learned table, rotary embeddings, rotary embeddings scaled by YaRN, or none."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: ShareAboveZero = 1.0
     """Share of each head's channels that is rotated, above 0 up to 1."""
     rotary_interleaved: bool = False
-    """Rotate channel 2i with 2i + 1, instead of channels that are half of the rotated ones apart."""
+    """Rotate channel 2i with 2i + 1, instead of channel i with i + half of the rotated channels."""
     rotary_seq_len_interpolation_factor: PositiveFloat | None = None
-    """Divide the rotary angles by this: so many times the trained positions fit in (linear scaling); unset: 1."""
+    """Divide the rotary angles by this, to extend the context by this factor (linear scaling); unset: 1."""
     use_rope_scaling: bool = False
     """Scale the rotary frequencies as Llama 3.1 does for long contexts."""
     rope_scaling_factor: PositiveFloat = 8.0
-    """Factor of the Llama 3.1 scaling; acts with use-rope-scaling, like the next three."""
+    """Factor of the Llama 3.1 scaling; needs use-rope-scaling, as the next three do."""
     rope_scaling_low_freq_factor: PositiveFloat = 1.0
-    """Frequencies with fewer turns than this over the original context are divided by the whole factor."""
+    """Frequencies with fewer turns than this over the original context are divided by the full factor."""
     rope_scaling_high_freq_factor: PositiveFloat = 4.0
     """Frequencies with more turns than this over the original context are kept."""
     rope_scaling_original_max_position_embeddings: PositiveInt = 8192
     """Context length before the Llama 3.1 scaling."""
     rotary_scaling_factor: PositiveFloat = 1.0
-    """Multiple of the original context that YaRN (arXiv:2309.00071) is to reach; yarn needs one above 1."""
+    """Factor by which YaRN (arXiv:2309.00071) extends the original context; yarn needs one above 1."""
     yarn_original_max_position_embeddings: PositiveInt | None = None
     """Context length before YaRN; needed by yarn."""
     yarn_beta_fast: PositiveFloat = 32.0
     """Frequencies with more turns than this over YaRN's original context are kept."""
     yarn_beta_slow: PositiveFloat = 1.0
-    """Frequencies with fewer turns than this over YaRN's original context are divided by the whole factor."""
+    """Frequencies with fewer turns than this over YaRN's original context are divided by the full factor."""
     yarn_correction_range_round_to_int: bool = True
-    """Round the channels between which YaRN blends outwards to whole numbers."""
+    """Round the range of channels in which YaRN blends outwards to whole numbers."""
     mscale: NonNegativeFloat = 1.0
     """YaRN multiplies queries and keys by (0.1 x mscale x ln factor + 1) / (0.1 x mscale-all-dim x ln factor + 1)."""
     mscale_all_dim: NonNegativeFloat = 0.0
-    """Acts as mscale says."""
+    """See mscale."""
     yarn_attention_factor: PositiveFloat | None = None
-    """Factor of queries and keys under YaRN, whatever mscale and mscale-all-dim; unset: as they say."""
+    """Factor of queries and keys under YaRN, instead of that of mscale and mscale-all-dim; unset: theirs."""
     window_size: str | None = None
-    """LEFT,0: a token sees this many keys before its own and none after it; unset: all before it."""
+    """LEFT,0: a token attends to this many keys before its own and none after it; unset: all before it."""
     window_attn_skip_freq: str | None = None
-    """Layers without the window: N, every N-th; or for each layer 1 (with) or 0, like ([1]*5+[0])*4; unset: none."""
+    """Layers without the window: N means every N-th; or a list of 1 (with) or 0 per layer, like ([1]*5+[0])*4; unset:
+    none."""
     window_rotary_base: PositiveFloat | None = None
-    """Base of the rotary frequencies in layers with the window, not scaled there (Gemma 3); unset: as in all layers."""
+    """Base of the rotary frequencies, unscaled, in layers with the window (Gemma 3); unset: as in other layers."""
     scale_embeddings: bool = False
     """Multiply word embeddings by the root of hidden-size, rounded to the weights' precision (Gemma)."""
     query_pre_attn_scalar: PositiveFloat | None = None
-    """Divide attention's scores by the root of this; unset: of the width of a head."""
+    """Divide attention scores by the square root of this; unset: of the width of a head."""
     attn_logit_softcapping: PositiveFloat | None = None
-    """Bend each of attention's scores s to c x tanh(s / c), c being this, so that none is beyond it (Gemma 2)."""
+    """Cap attention scores at this value c: a score s becomes c x tanh(s / c) (Gemma 2)."""
     final_logit_softcapping: PositiveFloat | None = None
-    """Bend the output's logits in the same way."""
+    """Cap the output logits in the same way."""
     use_parallel_residual: bool = False
-    """Let the feed-forward layer read what attention reads, and add both to it (GPT-J, GPT-NeoX)."""
+    """Run attention and the feed-forward layer on the same input, and add both outputs to it (GPT-J, GPT-NeoX)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm before attention, before the feed-forward layer and at the end."""
     norm_epsilon: NonNegativeFloat = 1e-5
-    """Added to the variance under the root of each norm."""
+    """Number added to the variance in each norm."""
     sandwich_norm: bool = False
-    """Normalise also what attention and the feed-forward layer put out, before it is added (Gemma 2)."""
+    """Normalise also the outputs of attention and of the feed-forward layer before they are added (Gemma 2)."""
     apply_layernorm_1p: bool = False
-    """Keep every norm's weight as its distance from 1, so that it starts at 0."""
+    """Store the weight of each norm minus 1, so that it starts at 0."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys."""
     swiglu: bool = False
@@ -135,17 +137,17 @@ class ModelConfig:
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
     exact_gelu: bool = False
-    """GELU by the error function instead of its tanh form (Megatron-LM's has that where it is fused with a bias)."""
+    """GELU by the error function instead of its tanh form (Megatron-LM uses the tanh form if fused with a bias)."""
     add_bias_linear: bool = True
-    """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
+    """Biases in the linear layers (Megatron-LM's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False
-    """A bias on queries, keys and values alone, where add-bias-linear is off."""
+    """Biases on queries, keys and values only; for add-bias-linear off."""
     untie_embeddings_and_output_weights: bool = False
-    """Give the output layer a weight of its own instead of the embedding's."""
+    """Use a separate weight for the output layer instead of the embedding's."""
     vocab_size: PositiveInt | None = None
-    """Tokens of the vocabulary before padding; unset: the tokenizer's."""
+    """Size of the vocabulary before padding; unset: the tokenizer's."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """Pad the vocabulary to a multiple of this times the tensor-parallel size."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers)."""
     hidden_dropout: ShareBelowOne = 0.1

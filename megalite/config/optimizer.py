@@ -57,18 +57,18 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
-    """Whose adam and sgd: torch's fused kernels, megalite's (Triton's or plain operations, by --kernels), or apex's.
-    auto: megalite's on GPUs with Triton; else torch's where they can keep what is to be kept, or megalite's."""
+    """Implementation of adam and sgd: torch's fused kernels, megalite's (Triton or plain operations, by --kernels), or
+    apex's. auto: megalite's on GPUs with Triton; otherwise torch's if they support the dtypes, or megalite's."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after the end of the decay."""
     decoupled_lr: NonNegativeFloat | None = None
-    """Lr of the word embedding and the output layer; unset: that of the rest."""
+    """Learning rate (lr) of the word embedding and the output layer; unset: lr."""
     decoupled_min_lr: NonNegativeFloat | None = None
-    """Their min-lr; unset: that of the rest."""
+    """Minimum learning rate of the same two; unset: min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "noam"] = "linear"
     """Shape of the decay after the warm-up; WSD: warm-up, stable, decay; noam: lr / sqrt(hidden-size * step)."""
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until min-lr is reached; unset: the whole run."""
+    """Iterations until min-lr is reached; unset: all of the run."""
     lr_decay_samples: PositiveInt | None = None
     """The same in samples, for runs with train-samples."""
     lr_warmup_iters: NonNegativeInt = 0
@@ -92,11 +92,11 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (biases and norms have none)."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of weight decay over the run; constant: it is weight-decay."""
+    """Shape of the rise of weight decay over the run; constant: always weight-decay."""
     start_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at the start of the run, where it rises."""
+    """Weight decay at the start of the run, if it rises."""
     end_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at its end."""
+    """Weight decay at the end of the run, if it rises."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
     adam_beta1: ShareBelowOne = 0.9
@@ -104,35 +104,35 @@ class OptimizerConfig:
     adam_beta2: ShareBelowOne = 0.999
     """Adam's decay of the second moment."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Number added to the root of Adam's second moment."""
     sgd_momentum: ShareBelowOne = 0.9
     """Momentum of sgd."""
     muon_momentum: ShareBelowOne = 0.9
-    """Muon's decay of the momentum."""
+    """Momentum of muon."""
     muon_nesterov: bool = False
-    """Let the gradient count once more beside the momentum."""
+    """Use Nesterov momentum for muon."""
     muon_num_ns_steps: Annotated[PositiveInt, at_most(100)] = 5
-    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    """Number of Newton-Schulz steps with which Muon orthogonalizes an update."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
-    """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
+    """Coefficients of these steps: one set, five sets in turn, or eight sets, of which the last repeats."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
     muon_extra_scale_factor: PositiveFloat = 1.0
-    """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
+    """Additional factor of Muon's updates; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
-    """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
+    """Precision of the Newton-Schulz steps: bf16 (medium) or fp32 (high)."""
     use_precision_aware_optimizer: bool = False
-    """With bf16 or fp16: let the optimizer keep what it keeps in the four dtypes that follow."""
+    """Let the optimizer use the four dtypes that follow; needs bf16 or fp16."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the buffers in which gradients are added up and reduced."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     """Dtype of the master weights."""
     store_param_remainders: bool = False
-    """With bf16: keep of each fp32 master what its parameter lacks of it, 16 bits instead of 32; no bit changes."""
+    """Keep each fp32 master as the 16 bits that its bf16 parameter lacks, bit for bit; needs bf16."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
-    """Dtype of Adam's average of gradients, or of sgd's and muon's momentum. int8 and fp8: in blocks of one scale."""
+    """Dtype of Adam's average of gradients, or of sgd's and muon's momentum. int8 and fp8: one scale per block."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Dtype of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
+    """Dtype of Adam's average of their squares. int8 and fp8: of its root, one scale per block."""
 
     @property
     def narrow(self) -> dict[str, str]:

@@ -190,7 +190,7 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _to_come(config: RunConfig) -> Iterator[str]:
-    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not support yet."""
+    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not yet."""
     for name, reason in (("context_parallel_size", "context"), ("expert_model_parallel_size", "experts")):
         size = getattr(config.parallel, name)
         if size > 1:

@@ -1,4 +1,4 @@
-"""A time line as a trace that chrome://tracing and ui.perfetto.dev show, and back."""
+"""Conversion of a time line to a trace for chrome://tracing and ui.perfetto.dev, and back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megalite.small_files import read_json
 
 MICROSECONDS = 1e6
 _MOST_MARKS = 6_000_000
-"""Braces, brackets, commas and colons: of 200,000 computations."""
+"""Largest number of braces, brackets, commas and colons in a file: enough for 200,000 computations."""
 LONGEST = 1e9
-"""Seconds."""
+"""Largest time in a trace, in seconds."""
 TRACKS = ("computation", "communication")
 
 _STAGES = ("ranks", "chunks", "v_shaped")
-"""Fields of the stages that a trace has: where they lie."""
+"""Fields of `Stages` that a trace contains."""
 
 
 def to_trace(time_line: TimeLine) -> str:
@@ -64,9 +64,9 @@ def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
 
 
 def read_trace(path: Path) -> TimeLine:
-    """The time line that `to_trace` gave.
+    """Return the time line of a file that was written by `to_trace`.
 
-    Raises DataError if the file cannot be read or is something else.
+    Raises DataError if the file cannot be read or is not such a trace.
     """
     try:
         return _time_line(read_json(path, most_marks=_MOST_MARKS))
@@ -80,7 +80,7 @@ def read_trace(path: Path) -> TimeLine:
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
     header = trace["otherData"]
     stages = Stages(**{name: header["stages"][name] for name in _STAGES})
-    if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each computes something
+    if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each stage has at least one event
         raise ValueError("it has more stages than events")
     spans: list[list[Span]] = [[] for _ in range(stages.ranks)]
     for event in trace["traceEvents"]:

@@ -139,7 +139,7 @@ class Checkpoints:
             self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
 
     def log_progress(self, text: str) -> None:
-        """With `--log-progress`, append a line with time, job and number of ranks to DIR/progress.txt.
+        """Append a line with time, job and number of ranks to DIR/progress.txt, if `--log-progress` is given.
 
         If the disk is full, the line is lost and the run continues.
         """

@@ -201,7 +201,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to tell
+        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
             self.close()
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class _Lines(_Growing):
 
 
 class _Events:
-    """Event file of TensorBoard. Its own writer stops for good, in a thread, at the first write that fails."""
+    """Event file of TensorBoard. (TensorBoard's own writer stops permanently at the first write that fails.)"""
 
     def __init__(self, directory: Path, resume_iteration: int, step_interval: int, left_out: Collection[str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none
@@ -252,7 +252,7 @@ class _Events:
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _Growing(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._append(Event(file_version="brain.Event:2"))
-        if resume_iteration:  # events beyond it come from an attempt that is being run again
+        if resume_iteration:  # later events come from an earlier attempt, and these steps are run again
             self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: Mapping[str, Value]) -> None:
@@ -280,7 +280,7 @@ class _Events:
 
 
 class Published:
-    """A file that stands for an object: it begins as the object is, and grows here until it is published."""
+    """Local copy of an object in an object store: it is fetched, appended to, and published again."""
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path

@@ -36,7 +36,7 @@ from megalite.watchdog.sections import PROFILE, Sections
 
 _MEMORY_EVENTS = 100_000  # number of latest allocations that are kept, in host memory
 STEPS_OF_FILE = 3
-"""Number of steps that a PROFILE file profiles, after one step in which the profiler warms up."""
+"""Number of steps that a PROFILE file profiles, after one step to warm the profiler up."""
 
 
 def require_device(config: ProfilingConfig, place: torch.device) -> None:
@@ -56,10 +56,10 @@ def require_device(config: ProfilingConfig, place: torch.device) -> None:
 
 
 class Profiler:
-    """Profiles of a run, one at a time. All ranks call it in the same way; only some record.
+    """Profiles of a run, one at a time. All ranks call it in the same way; only some of them record.
 
     Args:
-        iteration: the run goes on after this step.
+        iteration: last step before the run starts or resumes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Profiler:
         self._mesh, self._display, self._sections = mesh, display, sections
         self._log_interval = run.logging.log_interval
         place = run.checkpoint.save or run.logging.tensorboard_dir
-        self._directory = checkpoint.open_directory(place or ".") / "profile"  # unless for nsys, one is given
+        self._directory = checkpoint.open_directory(place or ".") / "profile"  # nsys alone needs none
         self._steps, self._by_torch = range(0), True
         self._recorder: _Trace | _RangeForNsys | None = None
         if config.profile and config.profile_step_start >= iteration:
@@ -140,9 +140,9 @@ class _Trace:
     """Trace by torch's profiler, in Chrome's format."""
 
     def __init__(self, config: ProfilingConfig) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
-        # torch keeps pointers to the names in call stacks, and a module's code is freed after its import: one in the
-        # trace makes the file garbage (pytorch issue 121219). So torch imports now what a named block needs.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and end of a profile
+        # torch keeps pointers to the names in call stacks, but frees a module's code after its import: an import inside
+        # the trace corrupts the file (pytorch issue 121219). So torch imports what `record_function` needs now.
         with torch.profiler.record_function("import"):
             pass
         self._profiler = torch.profiler.profile(
@@ -167,7 +167,7 @@ class _Trace:
         """Write the trace. Raises OSError."""
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_path(path).with_suffix(".gz")  # by which torch knows to compress
+            temporary = temporary_path(path).with_suffix(".gz")  # because of this suffix torch compresses
             try:
                 self._profiler.export_chrome_trace(str(temporary))
                 temporary.rename(path)
@@ -181,8 +181,8 @@ class _Trace:
 
 
 class _RangeForNsys:
-    """`nsys profile --capture-range=cudaProfilerApi` records from the first step to the last, with operations, and what
-    `profile_range` names, as NVTX ranges."""
+    """Range of steps for `nsys profile --capture-range=cudaProfilerApi`; operations and `profile_range`s become NVTX
+    ranges."""
 
     def __init__(self, config: ProfilingConfig, place: torch.device) -> None:
         self._shapes, self._device, self._ranges = config.record_shapes, place, ExitStack()
@@ -239,14 +239,14 @@ def _dump_memory(config: ProfilingConfig, what: str) -> None:
 
 
 def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
-    """Return a note if a run resumes after the step whose time line is asked for."""
+    """Return a note if a run resumes after the step whose time line is requested."""
     if step is None or step > iteration:
         return ()
     return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
 
 
 def begin_recording(mesh: ParallelMesh) -> Recording:
-    """Return a recording whose time starts together on all ranks, as precisely as an all-reduce ends on all of them."""
+    """Return a recording whose time starts on all ranks at the end of an all-reduce, that is, almost together."""
     collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
     return Recording(mesh.device)
 

@@ -72,8 +72,8 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
     ],
 )
 def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, lists: str, rank_pools: RankPools) -> None:
-    """With two chunks, ZeRO 0 and 1 have the same bits, and so do 2 and 3; all are close to one chunk. An R in the
-    middle of a list needs no overlap.
+    """Compare runs with two chunks: ZeRO 0 and 1 have the same bits, and so do 2 and 3; all are close to one chunk. An
+    R in the middle of a list needs no overlap.
 
     (Four tensor-parallel ranks test sums over more than two replicas, whose order could depend on the buckets.)
     """

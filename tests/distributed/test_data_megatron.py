@@ -116,7 +116,7 @@ def test_samples_with_weights(
 
 
 def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With these weights, a blend that normalizes its weights only once takes the other dataset in a tie."""
+    """Use weights with which a blend that normalizes them only once takes the other dataset in a tie."""
     a, b = write([[1, 1, 7, 20, 2, 20], [50, 1, 20, 3, 2]], tmp_path_factory)
     case = Case(["1.0", a, "0.3", b], "1", [], [60, 0, 0], 40, 372, 0.005)
     (expected,) = rank_pools(1).run(megatron_data.samples, case)

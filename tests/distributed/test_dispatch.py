@@ -15,7 +15,7 @@ from tests.harness.rank_pool import RankPools
 
 WIDTH = 5
 COUNTS = {1: [[3]], 2: [[1, 4], [0, 2]], 3: [[2, 0, 5], [7, 1, 3], [4, 6, 0]]}
-"""By number of ranks: rows from each rank to each rank."""
+"""Numbers of rows from each rank to each rank, by number of ranks."""
 NONE = {size: [[0] * size] * size for size in COUNTS}
 
 

@@ -183,7 +183,7 @@ WIDE = (
     *("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3", "pp 2, zb-h1"),
     *("dp 2", "dp 2, ZeRO 1", "dp 2, ZeRO 2", "pp 2, interleaved, recomputed"),
 )
-"""What the others have apart from each other."""
+"""Layouts whose features the other layouts have separately."""
 
 
 def cell_of(layout: str, **rest: Any) -> Cell:

@@ -255,7 +255,7 @@ if rank == 2:
 
 
 def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Callable[..., Job], tmp_path: Path) -> None:
-    """None of torch's time limits applies then."""
+    """Check the doctor's own time limit: none of torch's applies in this case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -124,7 +124,7 @@ def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, s
 
 
 def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
-    """As in many models, its vocabulary has more tokens than its tokenizer; none of those is ever chosen."""
+    """Use a vocabulary larger than the tokenizer's, as many models have; the additional tokens are never chosen."""
     import tokenizers
 
     from tests.harness import huggingface

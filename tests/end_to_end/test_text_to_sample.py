@@ -1,4 +1,4 @@
-"""From text to a sample: corpus, tokenizer, token files, training, generation, validation loss."""
+"""Path from text to a sample: corpus, tokenizer, token files, training, generation, validation loss."""
 
 from __future__ import annotations
 

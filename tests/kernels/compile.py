@@ -47,7 +47,7 @@ HEADER = f"{'operation':42} {'kernel':20} {'target':7} registers spills shared w
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a binary says of itself: registers a thread, bytes of spills and of shared memory a program."""
+    """Properties of a binary: registers per thread, and bytes of spills and shared memory per program."""
 
     operation: str
     kernel: str
@@ -69,7 +69,7 @@ class Compiled:
 
 
 class _Driver:
-    """As much of a GPU's driver as compilation asks for."""
+    """Part of a GPU's driver that compilation needs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +88,7 @@ class _Driver:
 
 
 def compile_only(name: str) -> list[Any]:
-    """From now on a launch in this process compiles for the target of this name. Returns the list that they join."""
+    """Let launches in this process only compile, for the target of this name. Returns the list of compiled kernels."""
     use(Kernels("triton"))
     launch.LANES = TARGETS[name].warp_size
     driver.set_active(_Driver(name))

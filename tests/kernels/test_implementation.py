@@ -1,4 +1,4 @@
-"""Which implementation runs, and that Triton is not imported before it is needed."""
+"""Choice of the implementation; Triton is not imported before it is needed."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_triton_is_not_imported_before_it_is_needed() -> None:
 
 
 def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on ROCm."""
+    """Simulate ROCm, where this is so."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

@@ -186,7 +186,7 @@ def test_the_reference_has_the_kernels_codes(
 @pytest.mark.parametrize("magnitude", [1.0, 1e-13, 1e-16, 1e-18, 1e-25])
 @pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magnitude: float) -> None:
-    """From 1e-13 on what is too small for its block's codes is no zero; and blocks that are all too small are zeros."""
+    """Check that no positive number becomes zero in blocks from 1e-13 on; blocks of much smaller numbers are zeros."""
     moment = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
     generator = torch.Generator().manual_seed(1)
     roots = torch.randn(2000, generator=generator).mul_(magnitude).abs_()
@@ -229,7 +229,7 @@ def test_sgd_may_keep_nothing() -> None:
 
 
 def test_kernels_and_reference_agree_to_the_rounding_of_fp32() -> None:
-    """And the reference has torch's numbers, which it is compared with where it computes in float64."""
+    """Compare the kernel with the reference; the next test compares the reference with torch, in float64."""
     states = [drawn(3000), drawn(3000)]
     for choice, state in zip(("triton", "reference"), states, strict=True):
         use(Kernels(choice))
@@ -252,7 +252,7 @@ def test_float64_is_torchs_to_its_own_rounding(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_remainders_change_no_bit() -> None:
-    """Of weights, parameters or moments; and so does the reference among itself."""
+    """Compare weights, parameters and moments, for the kernel and for the reference."""
     for choice in ("triton", "reference"):
         use(Kernels(choice))  # type: ignore[arg-type]
         states = [drawn(5000, "bf16, fp32 masters"), drawn(5000, "bf16, remainders")]

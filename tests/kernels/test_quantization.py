@@ -231,7 +231,7 @@ def _halve(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """As an optimizer does with what it keeps."""
+    """Update quantized values as an optimizer does."""
     row = tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     found, scale = quantized(tl.load(values + place), seed, row.to(tl.int64) * BLOCK, MANTISSA, LOWEST, LARGEST, True)

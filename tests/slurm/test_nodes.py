@@ -29,7 +29,7 @@ def test_the_loss_of_the_node_of_the_script_moves_the_job(training: Training) ->
 
 
 def test_a_job_with_spares_moves_too_on_as_many_nodes_as_are_left(training: Training) -> None:
-    """Where the node that watched over it was lost before, and that of the script is being drained."""
+    """Lose the node that monitors the job first, and then drain the node of the script."""
     job = training.submit("--nodes=2-3", "--no-kill", NODES=2, LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     first, second, last, other = training.cluster.nodes
@@ -74,7 +74,7 @@ def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
 
 
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
-    """With a STOP of an earlier run, that is not the job's: it has never begun when SLURM requeues it."""
+    """Ignore the STOP of an earlier run, too: the job has not started when SLURM requeues it."""
     training.hold.unlink()
     first = training.cluster.nodes[0]
     training.cluster.sicken(first)

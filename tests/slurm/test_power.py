@@ -1,4 +1,4 @@
-"""What the run itself notices of a node that has no network, or no power, any more: nothing closes its connections."""
+"""Loss of network or power of a node, as the run itself detects it: nothing closes the connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other scripts write is what their programs write without SLURM."""
+"""Other scripts: their output equals that of their programs without SLURM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_merged(directory: Path) -> None:
 
 
 def test_shards_of_a_corpus_are_merged_to_the_whole(cluster: Cluster, tmp_path: Path) -> None:
-    """Of that corpus alone: what would change it is refused, whether its shards are there or not."""
+    """Merge only the shards of this corpus: changes are refused, whether its shards exist or not."""
     for number in range(5):
         (tmp_path / f"part_{number}.jsonl").write_text(documents(number, 3 + number))
     (tmp_path / "sharded_text_document.idx").write_text("of an earlier corpus")
@@ -179,7 +179,7 @@ def test_text_is_made_in_all_the_memory_of_a_node_and_ends_as_its_last_start_did
 def test_an_error_of_a_tool_is_the_exit_code_of_the_job(
     script: str, code: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Where there is no checkpoint to load, a flag is missing, and no file is like the pattern."""
+    """Give each script an error: no checkpoint to load, a missing flag, a pattern that matches no file."""
     variables = {"RANKS_PER_NODE": 1, "LOGS": tmp_path / "logs", "INPUT": "nothing*", "OUTPUT": tmp_path / "out"}
     options = ("--cpus-per-task=1", f"slurm/{script}.sbatch", "--load", tmp_path)
     submit(cluster, *options, directory=tmp_path, **variables).wait(exit_code=code)

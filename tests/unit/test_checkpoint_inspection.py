@@ -240,7 +240,7 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
-    """That file has the same size and is intact: other values, or boxes of another split."""
+    """Use an intact file of the same size, with other values or with boxes of another split."""
     path = checkpoints.write(tmp_path / "a", tensors(), halves(tensors()))
     other = checkpoints.write(tmp_path / "b", tensors(1), halves(tensors()))
     shutil.copy(other / "rank_00000.safetensors", path / "rank_00000.safetensors")

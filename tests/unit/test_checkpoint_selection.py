@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded when some are damaged, which are kept, and who may save: on real files."""
+"""Selection of the checkpoint to load if some are damaged, retention, and the lock, on real files."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_goes_before_anything_is_written(tmp_path: Path) -> None:
-    """Those files may be the reason for a full disk."""
+    """Remove leftover files first, since they may be the reason for a full disk."""
     whole, left = tmp_path / "iter_0000004.replaced", tmp_path / "iter_0000008.tmp"
     for folder in (whole, left):
         folder.mkdir()

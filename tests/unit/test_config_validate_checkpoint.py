@@ -1,4 +1,4 @@
-"""Which flags of saving and loading go together, and where the fields of a saved model come in."""
+"""Valid combinations of flags for saving and loading, and the fields of a saved model."""
 
 from __future__ import annotations
 

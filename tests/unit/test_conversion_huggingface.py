@@ -45,7 +45,7 @@ pytestmark = pytest.mark.costly
 LOGITS = 1e-5
 """Both compute logits of about 1 in fp32, in another order."""
 MATTERS = 1e-3
-"""What a mistake changes in them at least: a hundred times that."""
+"""Least change of logits by a mistake: a hundred times the rounding."""
 TOKENS = theirs.tokens()
 
 

@@ -1,4 +1,4 @@
-"""What is damaged or no checkpoint in a folder of Megatron-LM's is named."""
+"""Damaged or foreign files in a folder of Megatron-LM's: the error names them."""
 
 from __future__ import annotations
 

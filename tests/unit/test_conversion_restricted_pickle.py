@@ -28,7 +28,7 @@ from megalite.errors import CheckpointError
 
 
 class Reduced:
-    """Is pickled as a call."""
+    """Object that is pickled as a call."""
 
     def __init__(self, function: object, *args: object) -> None:
         self.call = function, args

@@ -1,4 +1,4 @@
-"""Which datasets a run reads: splits, blends, counts, and a tokenizer that must fit."""
+"""Datasets that a run reads: splits, blends, counts, and a tokenizer that must fit."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def normalized() -> Any:
 
 
 def all_splits() -> Any:
-    """As vocabularies of tiktoken are converted: a merge for every way to cut a token in two, and whole words first."""
+    """Return a vocabulary as converted from tiktoken: a merge for each split of a token in two, full words first."""
     description = json.loads(trained(split_by(min(PATTERNS, key=len))).to_str())
     vocabulary = description["model"]["vocab"]
     cuts = [(token[:i], token[i:], rank) for token, rank in vocabulary.items() for i in range(1, len(token))]

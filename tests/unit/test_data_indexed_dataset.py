@@ -117,7 +117,7 @@ def test_error_leaves_the_files_that_were_there(tmp_path: Path) -> None:
 
 
 def test_no_moment_shows_the_index_of_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a reader would find before each step of replacing a file, and after."""
+    """Read the files before and after each step of replacing them."""
     old, new = [[1, 2, 3], [4]], [[5], [6, 7], [8]]
     write(tmp_path / "a", old)
     seen: list[list[list[int]] | None] = []

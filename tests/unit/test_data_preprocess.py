@@ -131,7 +131,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
 
 
 def shown_progress(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> list[tuple[float, str]]:
-    """What is told of files of one chunk each."""
+    """Return the progress messages for files of one chunk each."""
     monkeypatch.setattr(preprocessing, "_size", lambda number: sizes[number])
     output: Any = SimpleNamespace(done=SimpleNamespace(documents=1, tokens=1), add=lambda chunk: None)
     chunks: Any = [

@@ -1,4 +1,4 @@
-"""What a run's ranks cannot talk through is refused before they meet."""
+"""Backends that the ranks of a run cannot use: they are refused before the rendezvous."""
 
 from __future__ import annotations
 

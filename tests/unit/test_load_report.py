@@ -1,4 +1,4 @@
-"""What a run tells of the checkpoint that it has loaded."""
+"""Report of a run about the checkpoint that it has loaded."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_bucket_of_one_rank_is_not_copied_onto_itself(stage: int) -> None:
-    """Where each expert is on one rank there is nothing to gather, whatever is of what other ranks hold, too."""
+    """Use one rank per expert: there is nothing to gather or to copy."""
     mesh = UnconnectedMesh(world_size=2, expert_parallel_size=2)
     (bucket,) = make_buckets([Experts(mesh)], mesh, DataParallel(gradient_dtype=torch.float32, stage=stage))
     with Copies() as copies:

@@ -245,7 +245,7 @@ def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str
 
 
 def test_a_term_without_a_graph_is_recorded_alone() -> None:
-    """As a figure that a stage only counts, or a term of what needs no gradient."""
+    """Use a figure that a stage only counts, or a term of tensors that need no gradient."""
     stage = Stage()
 
     def counting(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:

@@ -1,4 +1,4 @@
-"""Where messages and reductions stand in the lists. That the lists are right is the checker's to say."""
+"""Position of messages and reductions in the lists. The checker shows that the lists are correct."""
 
 from __future__ import annotations
 

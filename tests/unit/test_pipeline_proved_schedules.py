@@ -57,7 +57,7 @@ def test_a_list_that_is_not_the_one_proved_is_refused(monkeypatch: pytest.Monkey
 
 
 def test_no_garbage_is_collected_within_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process that holds torch the collector would look through all, again and again; behind it goes on."""
+    """Check that garbage collection is off in a proof (it would search all of torch repeatedly) and on afterwards."""
     enabled = []
 
     def noted(*arguments: object, **options: object) -> None:

@@ -72,7 +72,7 @@ def variables(text: str) -> dict[str, str]:
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Of what launchers say, what `text` has and nothing that the tests themselves were started with."""
+    """Set the variables of launchers in `text`, and delete those with which the tests themselves were started."""
     for cases in (LAUNCHERS, WRONG, PLACES):
         for name in {name for case in cases for name in variables(case)}:
             monkeypatch.delenv(name, raising=False)

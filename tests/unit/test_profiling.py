@@ -1,4 +1,4 @@
-"""What only GPUs have, with stand-ins for them: ranges for nsys, and snapshots of memory."""
+"""Features of GPUs, with stand-ins: ranges for nsys, and snapshots of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank is the slowest, by the work that it does and not by how long it waits."""
+"""Choice of the slowest rank, by the time that it works and not by the time that it waits."""
 
 from __future__ import annotations
 

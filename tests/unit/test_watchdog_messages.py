@@ -1,4 +1,4 @@
-"""What is said of ranks that are gone or stand still, whatever they have told of themselves."""
+"""Messages about ranks that are dead or hang, whatever they have reported before."""
 
 from __future__ import annotations
 
