@@ -2910,8 +2910,8 @@ MUTANTS = (
     Mutant(
         "None is taken for the name of a folder to load from",
         "megalite/config/parse.py",
-        'None if value == "None" else value',
-        "value",
+        'if optional and values == ["None"]:',
+        "if False:",
         "tests/unit/test_config_validate_checkpoint.py::test_saved_fields_stand_below_yaml_and_flags",
     ),
     Mutant(
