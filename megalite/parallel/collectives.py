@@ -140,6 +140,11 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return all_gather_async(tensor, group).wait()
 
 
+def all_gather_last(tensor: Tensor, group: Group) -> Tensor:
+    """Gather [..., n] of each rank into [..., size * n] on all ranks."""
+    return tensor if group.size == 1 else torch.cat(all_gather(tensor, group).chunk(group.size), dim=-1)
+
+
 def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
     """Return the texts of all ranks of the group, in rank order, on every rank. No text may be empty."""
     if group.size == 1:
