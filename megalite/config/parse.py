@@ -15,7 +15,7 @@ from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
-from megalite.config.warnings import config_warnings, masked_loss_warnings
+from megalite.config.warnings import config_warnings
 from megalite.config.yaml_file import Sections, from_sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -92,8 +92,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     config = from_sections(sections)
     check_numbers(config)
     config, idle = without_idle_flags(_applied_last(config, given))
-    told = () if megatron_flags.CALCULATE_PER_TOKEN_LOSS in given else masked_loss_warnings(config)
-    return ParsedArguments(config, (*notes, *idle, *config_warnings(config), *told))
+    warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
+    return ParsedArguments(config, (*notes, *idle, *warnings))
 
 
 def _show_help() -> None:

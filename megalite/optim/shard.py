@@ -62,16 +62,13 @@ def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 
-def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each state, without masters, for parameters of this group and dtype."""
-    return {name: state_dtype(config, name, parameters) for name in state_names(config, group)}
-
-
 def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
     """Return the number of bytes of state per element, without masters."""
-    dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
-    return sum(eight if quantized_dtype(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+    return sum(
+        eight if quantized_dtype(config, name) else state_dtype(config, name, parameters).itemsize
+        for name in state_names(config, group)
+    )
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
@@ -84,9 +81,9 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
     """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`."""
-    dtype = parameter.dtype
-    master = state_dtype(config, "master", dtype)
-    return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
+    names = *state_names(config, ParameterGroup.of(parameter)), "master"
+    dtypes = {name: state_dtype(config, name, parameter.dtype) for name in names}
+    return {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}
 
 
 @dataclass(frozen=True)
