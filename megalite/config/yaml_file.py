@@ -192,13 +192,10 @@ def nearest(
 
 def _convert(value: Any, kind: Any) -> Any:
     """Convert a YAML value to the field's type `kind`. Raises TypeError with a description of the expected values."""
-    optional = type(None) in get_args(kind)
-    if value is None and optional:
-        return None
-    wanted = get_args(kind)[0] if optional else kind
+    wanted = get_args(kind)[0] if type(None) in get_args(kind) else kind
     if wanted is float and type(value) in (int, float, str):
         return _number(value)  # YAML 1.1 reads 1e-4 as a string
-    if not fits(value, wanted):
+    if not fits(value, kind):
         raise TypeError(_expected(wanted))
     return tuple(value) if isinstance(value, list) else value
 

@@ -164,9 +164,10 @@ class Shard:
     @property
     def owned_masters(self) -> Tensor | View:
         """Master weights of the slice that this rank owns. No other rank of the shard group owns this slice."""
+        start, stop = (end - self.start for end in self.bucket.owned_range)  # under ZeRO 0 a part of the shard
         if self.master.dtype == torch.int16:
-            return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
-        return self.master[self.owned_part]
+            return View(Remainders(self.parameters, self.master), start, stop)
+        return self.master[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the master weights and of all state."""
@@ -174,12 +175,6 @@ class Shard:
         packed = [state.tensors() for state in states if isinstance(state, Quantized)]
         own = [state.values for named in self.own_states for state in named.values()]
         return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed), *own]
-
-    @property
-    def owned_part(self) -> slice:
-        """Part of this shard that this rank owns. Under ZeRO 0 the shard is the full bucket, so it is larger."""
-        start, stop = self.bucket.owned_range
-        return slice(start - self.start, stop - self.start)
 
     def _segments(self, config: OptimizerConfig) -> Iterator[Segment]:
         for group, slots, begin, end in self.bucket.layout.stretches():

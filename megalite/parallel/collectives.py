@@ -159,8 +159,6 @@ def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
 
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks, in rank order, on the group's first rank, and an empty list on the others."""
-    if group.size == 1:
-        return [list(numbers)]
     own = torch.tensor([len(numbers), *numbers], device=device)
     length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
     own = pad(own, (0, length - own.numel()))

@@ -20,9 +20,7 @@ def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bo
         grad_is_partial: True if each rank applies the vector to only a part of the activations: its slice of the
             sequence, or its own heads.
     """
-    return Sharding(
-        tensor.shape, (Piece(tensor, Box.whole(tensor.shape), 0, tensor.shape[0]),), mesh.ranks(*DENSE), grad_is_partial
-    )
+    return replace(split(mesh, tensor, {}, columns=len(tensor.shape) - 1), grad_is_partial=grad_is_partial)
 
 
 def split(
