@@ -105,7 +105,7 @@ _DROPOUT = "tests/distributed/test_layouts_dropout.py::test_dropout_is_the_oracl
 _DROPOUT_KERNEL = "tests/kernels/test_dropout.py::test_"
 _DRAWS = "tests/distributed/test_layouts_dropout.py::test_no_two_sites_draw_the_same"
 _PRECISION = "tests/unit/test_precision.py::test_"
-_REGIONS = "tests/distributed/test_parallel_regions.py::test_"
+_COLLECTIVES = "tests/distributed/test_collectives.py::test_"
 _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
@@ -586,8 +586,8 @@ MUTANTS = (
     Mutant(
         "a run with masked losses does not say how they are averaged",
         "megalite/config/warnings.py",
-        "    if not masks or training",
-        "    if masks or training",
+        "    if masks and not per_token_loss",
+        "    if not masks and not per_token_loss",
         "tests/unit/test_config_megatron_flags.py::test_masked_losses_are_told_apart_from_megatrons",
     ),
     Mutant(
@@ -826,7 +826,7 @@ MUTANTS = (
         "kernels/megalite_kernels/cross_entropy.py",
         "min(max(vocab_size - rank * width, 0), width)",
         "width",
-        "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded-4]",
+        "tests/distributed/test_collectives.py::test_cross_entropy_over_a_split_vocabulary[padded-4]",
     ),
     Mutant(
         "the loss sees the log-sum-exp of each rank's own columns",
@@ -1034,9 +1034,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradients are not summed over data-parallel ranks",
-        "megalite/optim/layout.py",
-        'mesh.ranks("dp", "cp")',
-        'mesh.ranks("cp")',
+        "megalite/parallel/sharding.py",
+        'return ("edp",) if self.expert else ("dp", "cp")',
+        'return ("edp",) if self.expert else ("cp",)',
         _one_step("tp1-dp2"),
     ),
     Mutant(
@@ -1583,9 +1583,9 @@ MUTANTS = (
     ),
     Mutant(
         "experts are reduced over the dense view's data-parallel ranks",
-        "megalite/optim/layout.py",
-        'return mesh.ranks("edp") if record.expert else mesh.ranks("dp", "cp")',
-        'return mesh.ranks("dp", "cp")',
+        "megalite/parallel/sharding.py",
+        'return ("edp",) if self.expert else ("dp", "cp")',
+        'return ("dp", "cp")',
         f"{_EXPERTS}train_as_on_one_process[2]",
     ),
     Mutant(
@@ -1752,7 +1752,7 @@ MUTANTS = (
     Mutant(
         "every data-parallel rank saves a module's state",
         "megalite/optim/bucket_shard.py",
-        "    return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)",
+        "    return record.replica_ranks.index(rank) == 0 and not own_samples",
         "    return record.replica_ranks.index(rank) == 0",
         f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
     ),
@@ -1766,8 +1766,8 @@ MUTANTS = (
     Mutant(
         "state that is split over experts is saved by the dense view's first ranks",
         "megalite/optim/bucket_shard.py",
-        '("edp",) if record.expert else ("dp", "cp")',
-        '("dp", "cp")',
+        "for axis in record.data_parallel_axes",
+        'for axis in ("dp", "cp")',
         f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
     ),
     Mutant(
@@ -2910,8 +2910,8 @@ MUTANTS = (
     Mutant(
         "None is taken for the name of a folder to load from",
         "megalite/config/parse.py",
-        'None if value == "None" else value',
-        "value",
+        'if optional and values == ["None"]:',
+        "if False:",
         "tests/unit/test_config_validate_checkpoint.py::test_saved_fields_stand_below_yaml_and_flags",
     ),
     Mutant(
@@ -4092,21 +4092,21 @@ MUTANTS = (
         "megalite/parallel/collectives.py",
         'if group.size == 2 and op == "sum" and _is_gloo(group):',
         "if group.size == 2 and _is_gloo(group):",
-        f"{_REGIONS}collectives_give_what_their_names_say[2]",
+        f"{_COLLECTIVES}collectives_give_what_their_names_say[2]",
     ),
     Mutant(
         "a sum over ranks ends with the second",
         "megalite/parallel/collectives.py",
         "for other in slices[2:]:",
         "for other in slices[3:]:",
-        f"{_REGIONS}collectives_give_what_their_names_say[3]",
+        f"{_COLLECTIVES}collectives_give_what_their_names_say[3]",
     ),
     Mutant(
         "ranks' sums of exponentials are merged as they are",
         "kernels/megalite_kernels/cross_entropy.py",
         "torch.logsumexp(statistics[:, :1], dim=0)",
         "statistics[:, :1].exp().sum(dim=0).log()",
-        f"{_REGIONS}statistics_of_large_logits_are_merged_and_overflow_nothing[2]",
+        f"{_COLLECTIVES}statistics_of_large_logits_are_merged_and_overflow_nothing[2]",
     ),
     Mutant(
         "a middle never reaches the end of a text",
@@ -4195,7 +4195,7 @@ MUTANTS = (
     Mutant(
         "output layers start as wide as the others",
         "megalite/model/mlp.py",
-        "Normal(config.init_method_std / math.sqrt(2 * config.num_layers))",
+        "Normal(config.output_init_std)",
         "Normal(config.init_method_std)",
         _one_step("tp1-dp1"),
     ),
@@ -4548,7 +4548,7 @@ MUTANTS = (
     Mutant(
         "an optimizer has no row of what it keeps",
         "megalite/optim/update_rule.py",
-        '    "sgd": RuleState(_momentum),\n',
+        '    "sgd": RuleState(lambda config, group: _MOMENTUM if config.sgd_momentum > 0.0 else ()),\n',
         "",
         "tests/unit/test_optimizer_backends.py::test_every_choice_has_its_row_in_each_table",
     ),

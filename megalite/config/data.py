@@ -81,17 +81,11 @@ class DataConfig(TokenizerFlags):
         """True if `split` divides one blend into training, validation and test."""
         return bool(self.data_path or self.data_args_path)
 
-    def split_shares(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test as given; 0 if not given.
-
-        Raises:
-            ConfigurationError: see the function `split_shares`.
-        """
-        return split_shares(self.split)
-
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Return the shares in a `--split`. (Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.)
+    """Return the shares in a `--split`; 0 if not given.
+
+    Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.
 
     Raises:
         ConfigurationError: there are no shares, too many, none for training, or a share is not a plain number.
@@ -120,7 +114,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     if data.split != DataConfig.split and not (data.divided or data.mock_data):
         yield f"--split {data.split!r} divides --data-path or --data-args-path: leave it out"
     try:
-        data.split_shares()
+        split_shares(data.split)
     except ConfigurationError as error:
         yield str(error)
     yield from _forms_of_data(data)
@@ -158,7 +152,7 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
 def evaluation_problems(data: DataConfig, eval_iters: int) -> Iterator[str]:
     """Yield a line if evaluations are configured but there is no validation data."""
     with suppress(ConfigurationError):  # `data_problems` reports a split that cannot be parsed
-        if eval_iters and data.divided and data.split_shares()[1] == 0:
+        if eval_iters and data.divided and split_shares(data.split)[1] == 0:
             yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
     if eval_iters and data.train_data_path and not data.valid_data_path:
         yield "there is nothing to validate on: give --valid-data-path, or --eval-iters 0"

@@ -186,6 +186,11 @@ class ModelConfig:
         return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.activation.gated else 4 * self.hidden_size
 
     @property
+    def output_init_std(self) -> float:
+        """Standard deviation of the initial weights of a block's output layers."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)
+
+    @property
     def kv_groups(self) -> int:
         """Number of heads of keys and values."""
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads

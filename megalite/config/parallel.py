@@ -147,8 +147,3 @@ class ParallelConfig:
         if self.data_parallel_sharding_strategy is None:
             return 1 if self.use_distributed_optimizer else 0
         return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
-
-    @property
-    def accumulate_allreduce_grads_in_fp32(self) -> bool:
-        """True if gradients of bf16 parameters are accumulated and reduced in fp32."""
-        return not self.grad_reduce_in_bf16

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
+from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import tables
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
 from megalite.process.output import require_streams
@@ -78,8 +79,7 @@ def parse_tool_arguments(
     for field in dataclasses.fields(parsed):  # type: ignore[arg-type]
         value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
         if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
-            flag = f"--{field.name.replace('_', '-')}"
-            raise ConfigurationError(f"{flag} {shown(value)} must be a number, at most {most:,}")
+            raise ConfigurationError(f"{flag_of(field.name)} {shown(value)} must be a number, at most {most:,}")
     return parsed
 
 
@@ -98,8 +98,7 @@ def _in_full(argument: str) -> str:
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:
     # If a flag is missing, tyro makes no suggestion for a misspelt flag, which is probably the missing one.
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
-    known = ["--help", *(f"--{name}" for name in names)]
+    known = ["--help", *(flag_of(field.name) for field in dataclasses.fields(arguments))]  # type: ignore[arg-type]
     for argument in argv:
         flag = argument.split("=")[0].replace("_", "-")
         if not flag.startswith("--") or flag in known or flag.replace("--no-", "--") in known:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from megalite.config.fields import flag_of
 from megalite.config.run import RunConfig
 
 _HALF_OF_THE_LAST_BIT = 2.0**-8
 """Precision of bf16: a change of a number by less than this fraction may be rounded away."""
 
 
-def config_warnings(config: RunConfig) -> tuple[str, ...]:
-    """Return lines to show at the start."""
+def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ...]:
+    """Return lines to show at the start. `per_token_loss`: the flags say how masked losses are averaged."""
     optimizer, lines = config.optimizer, []
     decay = 1.0 - optimizer.adam_beta2
     if optimizer.exp_avg_sq_dtype == "bf16" and optimizer.optimizer != "sgd" and decay < _HALF_OF_THE_LAST_BIT:
@@ -41,19 +42,12 @@ def config_warnings(config: RunConfig) -> tuple[str, ...]:
             f"--recompute-num-layers {layers} under ZeRO 3: backward recomputes so many layers together, and has all of"
             " their parameters whole at once"
         )
+    # Masks may give micro-batches different numbers of counted tokens. The gradient is then another mean than
+    # Megatron-LM's, unless Megatron-LM runs with --calculate-per-token-loss.
+    masks = [name for name in ("sft", "eod_mask_loss", "fim_data") if getattr(config.data, name)]
+    if masks and not per_token_loss and training.global_batch_size != training.micro_batch_size:
+        lines.append(
+            f"{flag_of(masks[0])}: losses are masked, and a step's is the mean over the tokens of its global batch; "
+            "Megatron-LM's averages the means of the micro-batches, unless it is given --calculate-per-token-loss"
+        )
     return tuple(lines)
-
-
-def masked_loss_warnings(config: RunConfig) -> tuple[str, ...]:
-    """Return a line if masks may give micro-batches different numbers of counted tokens.
-
-    The gradient is then another mean than Megatron-LM's, unless Megatron-LM runs with --calculate-per-token-loss.
-    """
-    data, training = config.data, config.training
-    masks = [name for name in ("sft", "eod_mask_loss", "fim_data") if getattr(data, name)]
-    if not masks or training.global_batch_size == training.micro_batch_size:
-        return ()
-    return (
-        f"--{masks[0].replace('_', '-')}: losses are masked, and a step's is the mean over the tokens of its global "
-        "batch; Megatron-LM's averages the means of the micro-batches, unless it is given --calculate-per-token-loss",
-    )

@@ -17,7 +17,7 @@ from megalite.errors import ConfigurationError
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling, sample
 from megalite.model.cache import KeyValueCache
-from megalite.parallel.regions import gather_from_region
+from megalite.parallel import collectives
 
 Finish = Literal["stop", "length"]
 """Reason why a sequence has ended: "stop" for an end of document or `stop`, "length" for the maximum length."""
@@ -187,4 +187,4 @@ def next_token_logits(
     if stage.head is None:
         return None
     over = stage.context.group("vocabulary")
-    return gather_from_region(stage.head(hidden.unsqueeze(0))[0], over)[:, : network.vocab_size]
+    return collectives.all_gather_last(stage.head(hidden.unsqueeze(0))[0], over)[:, : network.vocab_size]

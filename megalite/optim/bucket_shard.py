@@ -84,5 +84,5 @@ def is_main_replica(record: Sharding, rank: int, coordinates: Mapping[str, int])
         rank: a rank that may differ from the coordinates in its data-parallel position.
         coordinates: the coordinates of the rank, by the name of the axis.
     """
-    data_parallel = ("edp",) if record.expert else ("dp", "cp")
-    return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)
+    own_samples = any(coordinates[axis] for axis in record.data_parallel_axes)
+    return record.replica_ranks.index(rank) == 0 and not own_samples

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.optim.accumulator import Accumulator, Collective, ReductionGroups
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
-from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
+from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
@@ -224,7 +224,7 @@ def make_buckets(
     buckets = []
     for layout in plan_buckets(networks, mesh, options, blocks=blocks):
         first = layout.slots[0].parameter
-        peers, instances = data_parallel_ranks(mesh, first.sharding), options.instances
+        peers, instances = mesh.ranks(*first.sharding.data_parallel_axes), options.instances
         groups = _reduction_groups(mesh, peers, instances, first.sharding.replica_group)
         position, stage = peers.index(mesh.rank), options.stage
         shard_spec = BucketShardSpec.of(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,11 +96,9 @@ def _pieces(segment: Segment) -> Iterator[Segment]:
         yield replace(segment, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
 
-class _Update(Protocol):
-    """Function that updates a segment's masters and state in place."""
-
-    def __call__(self, gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        """Apply one update; `step` is its number, counted from 1."""
+_Update = Callable[[Tensor, float, float, int], None]
+"""Function that updates a segment's masters and state in place, from the gradients, the learning rate, the weight decay
+and the number of the update, counted from 1."""
 
 
 def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:

@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages, why_nothing_is_aligned
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
@@ -152,8 +152,7 @@ def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
 
 
 def _data_axes(bucket: Bucket) -> str:
-    """Return the axes over which a bucket's gradients are summed."""
-    return "edp" if bucket.slots[0].parameter.sharding.expert else "dp x cp"
+    return " x ".join(bucket.slots[0].parameter.sharding.data_parallel_axes)
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
@@ -173,9 +172,9 @@ def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages:
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
         blocks = [chunk.blocks() for chunk in chunks]
-        return Contents.of(chunks, mesh, data_parallel(config, mesh, len(chunks)), blocks=blocks)
+        return Contents.of(chunks, mesh, data_parallel(config, mesh), blocks=blocks)
 
-    options = data_parallel(config, mesh, stages.chunks)
+    options = data_parallel(config, mesh)
     return Plan(mesh, contents_at, config.optimizer, stage=options.stage, instances=options.instances)
 
 
@@ -185,19 +184,17 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
         chunks,
         mesh,
         config.optimizer,
-        data_parallel(config, mesh, len(chunks)),
+        data_parallel(config, mesh),
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=functools.partial(set_initial_values, seed=config.training.seed),
     )
 
 
-def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """Return the data-parallel settings from the flags. `chunks` is the number of chunks per rank."""
+def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
+    """Return the data-parallel settings from the flags."""
     parallel, dtype = config.parallel, model_dtype(config)
-    # If aligned, the action list decides when a chunk's reductions begin. Reductions after each micro-batch (ZeRO 2 and
-    # 3), and those of V-shaped schedules, are not aligned.
-    looped = chunks > 1 and not shape(parallel).v_shaped
-    aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
+    # If aligned, the action list decides when a chunk's reductions begin.
+    aligned = parallel.align_grad_reduce and why_nothing_is_aligned(config.model, parallel) is None
     bucket_size = parallel.ddp_bucket_size
     if bucket_size is None and parallel.overlap_grad_reduce:
         # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.

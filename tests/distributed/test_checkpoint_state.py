@@ -87,9 +87,9 @@ def factor(dimension: int) -> update_rule.OwnState:
     """Return averages over all but one dimension of a matrix, split as that dimension is."""
 
     def make(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> State | None:
-        if not parameter.sharding.has_matrices:
-            return None
         (piece,) = parameter.sharding.pieces
+        if piece.tensor.matrices is None:
+            return None
         tensor = LogicalTensor(piece.tensor.name, (piece.tensor.shape[dimension],), Constant(0.0), weight_decay=False)
         axes = tuple(axis for cut, axis in piece.splits if cut == dimension)
         padded = parameter.shape[dimension] * mesh.size(*axes)

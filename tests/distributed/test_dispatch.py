@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.parallel.dispatch import exchange_counts, exchange_rows
 from megalite.parallel.mesh import Group
 from tests.distributed.layout_expected import on_ranks
-from tests.distributed.test_parallel_regions import group_of_all, random
+from tests.distributed.test_collectives import group_of_all, random
 from tests.harness.close import assert_bits_equal
 from tests.harness.rank_pool import RankPools
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +30,8 @@ from megalite.optim.muon import Muon
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives, placement
 from megalite.parallel.initialization import initial_values, set_initial_values
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad, named_pieces
-from megalite.parallel.regions import all_gather_sequence, reduce_scatter_sequence
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Sharding
 from tests import muon as oracle
 from tests.harness.close import assert_number_close, assert_parameter_close
@@ -45,6 +44,7 @@ CLIP = 0.05
 
 View = tuple[int, int, int, int]
 Held = tuple[str, tuple[int, ...], Box, Tensor]
+Exchanged = Callable[[Tensor, Group], Tensor]
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,19 @@ class ExpertProduct(torch.autograd.Function):
         return to_rows, accumulate_grad(weight, DenseGradient(to_weight.view(weight.shape))), None
 
 
+class Exchange(torch.autograd.Function):
+    """All-gather or reduce-scatter of rows; the other of the two is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, forward: Exchanged, backward: Exchanged) -> Tensor:
+        ctx.group, ctx.transpose = group, backward
+        return forward(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transpose(gradients[0], ctx.group), None, None, None
+
+
 class ExpertLayer(nn.Module):
     """Experts, split over ep and, along their inner width, over etp; their router and a scale are replicated."""
 
@@ -128,10 +141,13 @@ class ExpertLayer(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """Map this rank's [tokens, hidden] to the same shape; `chosen`: the expert of each token."""
         shares = (hidden @ self.router.t()).softmax(-1).gather(-1, chosen.unsqueeze(-1))
-        rows = all_gather_sequence(hidden * self.scale, self.group)
+        both = collectives.all_gather, collectives.reduce_scatter
+        rows = Exchange.apply(hidden * self.scale, self.group, *both)
         everyones = collectives.all_gather(chosen, self.group)
         inner = ExpertProduct.apply(rows, self.up, everyones).tanh()
-        return hidden + shares * reduce_scatter_sequence(ExpertProduct.apply(inner, self.down, everyones), self.group)
+        return hidden + shares * Exchange.apply(
+            ExpertProduct.apply(inner, self.down, everyones), self.group, *both[::-1]
+        )
 
 
 class Network(nn.Module):

@@ -813,8 +813,6 @@ def test_derived_sizes_are_megatrons() -> None:
 def test_precision_is_a_dtype_by_name() -> None:
     names = [config_of(flags).training.dtype for flags in ("", "--bf16", "--fp64")]
     assert names == ["float32", "bfloat16", "float64"]
-    assert config_of("--bf16").parallel.accumulate_allreduce_grads_in_fp32
-    assert not config_of("--bf16 --grad-reduce-in-bf16").parallel.accumulate_allreduce_grads_in_fp32
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,10 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (3, 32, 4)
     assert config.model.swiglu
     assert config.data.tokenizer_type == "ByteTokenizer"
-    assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7)]
+    assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7, use_checkpoint_args=True)]
     nothing = [text for name in ("ckpt-step", "save", "load", "resume") for text in (f"--{name}", "None")]
     parse_arguments([*flags, "--use-checkpoint-args", *nothing], saved)
-    assert asked[1:] == [CheckpointConfig()]
+    assert asked[1:] == [CheckpointConfig(use_checkpoint_args=True)]
     with pytest.raises(ConfigurationError, match=r"missing: --num-layers[^\n]*$"):
         parse_arguments([*flags, *nothing], saved)
     with pytest.raises(ConfigurationError, match=r"--ckpt-step 'x': expected a whole number$"):

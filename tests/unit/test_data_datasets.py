@@ -165,8 +165,6 @@ def test_split_is_megatrons() -> None:
 def test_split_that_means_nothing_is_refused(split: str) -> None:
     with pytest.raises(ConfigurationError, match="--split"):
         parse_split(split)
-    with pytest.raises(ConfigurationError, match="--split"):
-        DataConfig(seq_length=1, split=split).split_shares()
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:

