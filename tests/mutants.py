@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "attention to a part of the keys takes other heads' keys where groups are uneven",
         "megalite/model/attention_core.py",
-        "attention_with_lse(*self._dealt(query, key, value), mask",
+        "attention_with_lse(*self._heads_first(query, key, value), mask",
         "attention_with_lse(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), mask",
         "tests/unit/test_attention_core.py::test_parts_of_the_keys_together_are_the_core_of_all[uneven groups]",
     ),
@@ -3224,7 +3224,7 @@ MUTANTS = (
     Mutant(
         "lost metrics are not told of",
         "megalite/training/trainer.py",
-        "self._recorded(described) if path.parent == self.directory else None",
+        "self._expected_records(described) if path.parent == self.directory else None",
         "None",
         f"{_STOP}a_run_that_goes_on_says_what_its_metrics_have_lost",
     ),
@@ -3910,7 +3910,7 @@ MUTANTS = (
     Mutant(
         "every search for a loss scale is looked into",
         "megalite/training/trainer.py",
-        "if update.skipped and not searches else 0",
+        "if update.skipped and not scale_is_adapting else 0",
         "if update.skipped else 0",
         "tests/end_to_end/test_nonfinite.py::test_the_search_for_a_loss_scale_is_not_looked_into",
     ),

@@ -96,15 +96,15 @@ def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
 def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequence[Tensor]) -> Step:
     """Return a step of forward and, if inputs require gradients, backward from gradients that are drawn once."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    incoming: list[Tensor] = []
+    output_gradients: list[Tensor] = []
 
     def step(mark: Callable[[], None]) -> None:
         outputs = [output for output in run(inputs) if output.requires_grad]
         if outputs:
-            if not incoming:
-                incoming.extend(torch.randn_like(output) for output in outputs)
+            if not output_gradients:
+                output_gradients.extend(torch.randn_like(output) for output in outputs)
             mark()
-            torch.autograd.grad(outputs, wanted, incoming)
+            torch.autograd.grad(outputs, wanted, output_gradients)
 
     return step
 
@@ -117,7 +117,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
-    """Count the bytes of a case.
+    """Return the least bytes that forward and backward of a case must move.
 
     Forward moves inputs and outputs. Backward moves the outputs' gradients, the inputs if they are saved, and the
     inputs' gradients.
@@ -126,9 +126,9 @@ def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
     if case.traffic is not None:
         return Traffic(*case.traffic(inputs, outputs))
     gradients = [tensor for tensor in inputs if tensor.requires_grad]
-    outgoing = [output for output in outputs if output.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
     again = inputs if case.keeps_inputs else ()
-    return Traffic(_bytes(*inputs, *outputs), _bytes(*outgoing, *again, *gradients) if outgoing else 0)
+    return Traffic(_bytes(*inputs, *outputs), _bytes(*differentiable, *again, *gradients) if differentiable else 0)
 
 
 def _bytes(*tensors: Tensor) -> int:

@@ -54,13 +54,15 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of_letters(parallel.pipeline_model_parallel_layout)
         what = f"{len(stages)} stages of --pipeline-model-parallel-layout {parallel.pipeline_model_parallel_layout!r}"
-        return _dealt(what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |")
+        return _divided_evenly(
+            what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |"
+        )
     each = parallel.num_layers_per_virtual_pipeline_stage
     if each is not None:
         what, layers = _layers_to_share(model, parallel)
-        of_rank = _dealt(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
+        of_rank = _divided_evenly(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
         stages_of = f"stages of {each} (--num-layers-per-virtual-pipeline-stage)"
-        return _dealt(f"{of_rank} layers of a rank", of_rank, each, stages_of)
+        return _divided_evenly(f"{of_rank} layers of a rank", of_rank, each, stages_of)
     return parallel.num_virtual_stages_per_pipeline_rank or shape(parallel).chunks or 1
 
 
@@ -88,7 +90,9 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         layers = _even(model, parallel, chunks)
     else:
         over = f"its {chunks} stages: change --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        of_ranks = [_dealt(f"{count} layers of a rank", count, chunks, over) for count in _uneven(model, parallel)]
+        of_ranks = [
+            _divided_evenly(f"{count} layers of a rank", count, chunks, over) for count in _uneven(model, parallel)
+        ]
         layers = [of_ranks[rank] for rank in _ranks_of_stages(parallel, chunks)]
     last = len(layers) - 1
     return tuple(
@@ -140,7 +144,7 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
     stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} of a rank' if chunks > 1 else ''})"
     if count > layers:
         raise ConfigurationError(f"{stages} are more than {what}: take fewer")
-    each = _dealt(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
+    each = _divided_evenly(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
     stage_sizes = [each] * count
     stage_sizes[0] -= parallel.account_for_embedding_in_pipeline_split
     stage_sizes[-1] -= parallel.account_for_loss_in_pipeline_split
@@ -158,7 +162,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
     if rest < others or (rest and not others):
         raise ConfigurationError(f"{what} cannot be dealt to {over}")
-    middle = [_dealt(what, rest, others, over)] * others if others else []
+    middle = [_divided_evenly(what, rest, others, over)] * others if others else []
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
 
 
@@ -171,10 +175,10 @@ def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str,
     return words, count
 
 
-def _dealt(what: str, count: int, parts: int, over: str) -> int:
+def _divided_evenly(what: str, count: int, parts: int, over: str) -> int:
     """Return `count` divided by `parts`. Raises ConfigurationError if there is a remainder."""
     if count % parts:
-        raise ConfigurationError(f"{what} cannot be dealt evenly to {over}")
+        raise ConfigurationError(f"{what} cannot be divided evenly among {over}")
     return count // parts
 
 

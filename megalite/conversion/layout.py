@@ -37,7 +37,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
         chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
         return Contents.of(chunks, mesh, DataParallel(torch.float32))
 
-    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
     for rank in range(size):
         yield [(part.name, part.box) for part in plan.saved(rank) if not part.name.startswith(OPTIMIZER)]
 

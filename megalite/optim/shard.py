@@ -146,7 +146,7 @@ class Shard:
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
         """State whose shape differs from that of its parameter, by slot and name. It is not sharded."""
-        sharded = bucket.stage > 0
+        sharded = bucket.zero_stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start, self.stop = bucket.shard_spec.updated

@@ -123,11 +123,12 @@ def _with_messages(
 def _with_reductions(
     order: Sequence[Action], stages: Stages, rank: int, reductions: Reductions | None
 ) -> Iterator[Action]:
+    """Insert each R after the action that completes its gradients: a full backward (B), or its weight half (W)."""
     if reductions is None:
         yield from order
         return
     last = {action.chunk: index for index, action in enumerate(order) if action.kind in ("B", "W")}
-    delay = 0  # in backwards
+    delay = 0  # counted in actions B and W
     if not reductions.per_micro_batch:
         if not reductions.overlap:
             delay = len(order)

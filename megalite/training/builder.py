@@ -104,7 +104,7 @@ def make_proved_schedules(
     forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
     backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
-    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
+    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.zero_stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
     reduction, at_the_end = (reductions, ()) if each else ((), reductions)
     return ProvedSchedules(
@@ -121,7 +121,7 @@ def make_proved_schedules(
             "W": reduction,
             "R": at_the_end,
         },
-        after_list=_behind_the_lists(mesh, optimizer),
+        after_list=_after_the_lists(mesh, optimizer),
         terms=terms,
         copied=_copied(mesh, optimizer),
     )
@@ -155,7 +155,7 @@ def _data_axes(bucket: Bucket) -> str:
     return " x ".join(bucket.slots[0].parameter.sharding.data_parallel_axes)
 
 
-def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
+def _after_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
     """Return, for each rank of this pipeline, the collectives that it runs after its action list."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
@@ -175,7 +175,7 @@ def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages:
         return Contents.of(chunks, mesh, data_parallel(config, mesh), blocks=blocks)
 
     options = data_parallel(config, mesh)
-    return Plan(mesh, contents_at, config.optimizer, stage=options.stage, instances=options.instances)
+    return Plan(mesh, contents_at, config.optimizer, zero_stage=options.zero_stage, instances=options.instances)
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
@@ -202,7 +202,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
-        stage=parallel.zero_stage,
+        zero_stage=parallel.zero_stage,
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,

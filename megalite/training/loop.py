@@ -255,7 +255,7 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         events,
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
-        recorded=trainer.recorded,
+        recorded=trainer.expected_records,
         event_interval=logging.tensorboard_log_interval,
         without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
     )

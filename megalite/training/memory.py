@@ -117,9 +117,9 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
         for slot in bucket.slots:
             elements = slot.stop - slot.start
             shards = bucket.shard_group.size
-            totals[0] += elements * bucket.parameters.itemsize / (shards if bucket.stage == 3 else 1)
+            totals[0] += elements * bucket.parameters.itemsize / (shards if bucket.zero_stage == 3 else 1)
             for accumulator in bucket.accumulators:
-                sums = 1 / shards if bucket.stage >= 2 else len(accumulator.flats)
+                sums = 1 / shards if bucket.zero_stage >= 2 else len(accumulator.flats)
                 totals[1] += elements * bucket.gradients.itemsize * sums
             updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
             kept = bytes_per_element(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)

@@ -139,7 +139,7 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
 
 def _parameters(bucket: Bucket) -> Iterator[str]:
     """Yield the logical names of the bucket's parameters that are not finite, of those stored on this rank."""
-    if bucket.stage == 3:
+    if bucket.zero_stage == 3:
         yield from _names(bucket, bucket.parameter_shard, *bucket.owned_range)
     else:
         yield from _names(bucket, bucket.parameters, 0, bucket.length)
@@ -156,7 +156,7 @@ def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
         start, stop = bucket.owned_range
         is_sum = any(len(part.ranks) > 1 for part in bucket.completion())
         (summed if is_sum else own).append(_names(bucket, bucket.gradient_shard, start, stop))
-        if is_sum and bucket.stage < 2:
+        if is_sum and bucket.zero_stage < 2:
             own.append(_names(bucket, bucket.gradients[:start], 0, start))
             own.append(_names(bucket, bucket.gradients[stop:], stop, bucket.length))
     return _some(chain(*own)), _some(chain(*summed))

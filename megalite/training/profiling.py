@@ -238,7 +238,7 @@ def _dump_memory(config: ProfilingConfig, what: str) -> None:
 # ---------------------------------------------------------------------------------------------------- time line
 
 
-def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
+def missed_step_note(step: int | None, iteration: int) -> tuple[str, ...]:
     """Return a note if a run resumes after the step whose time line is requested."""
     if step is None or step > iteration:
         return ()

@@ -52,7 +52,10 @@ class HangReport:
         if self.without_file:
             lines.append(f"without one: {ranks_text(self.without_file)}")
         lines += [f"note: {problem}; the rest is used" for problem in self.problems]
-        lines += ["", f"HELD UP BY {ranks_text(self.culprits)}" if self.culprits else "No rank is known to hold it up."]
+        lines += [
+            "",
+            f"HELD UP BY {ranks_text(self.culprits)}" if self.culprits else "No rank is known to hold the run up.",
+        ]
         for title, cause in (("because:", True), ("and so:", False)):
             texts = [finding.text for finding in self.findings if finding.cause is cause]
             lines += [title, *(f"  - {text}" for text in texts[:SHOWN])] if texts else []

@@ -113,7 +113,7 @@ class Factored(UpdateRule):
             bucket = shard.bucket
             squares = torch.zeros(bucket.length, dtype=torch.float64)
             squares[shard.start : shard.stop] = (shard.gradients * factor).square()
-            if bucket.stage > 0:
+            if bucket.zero_stage > 0:
                 collectives.all_reduce_(squares, bucket.shard_group)
             scale = torch.ones_like(squares)
             for slot, own in zip(bucket.slots, shard.own_states, strict=True):
@@ -159,7 +159,7 @@ class Run:
     def __init__(self, layout: Layout, *, routed: bool = True) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh = ParallelMesh(rank=rank, world_size=layout.tp * layout.dp, tensor_parallel_size=layout.tp)
-        options = DataParallel(gradient_dtype=torch.float64, stage=layout.zero)
+        options = DataParallel(gradient_dtype=torch.float64, zero_stage=layout.zero)
         self.network = Toy(self.mesh, routed=routed)
         initialize(self.network, 1)
         self.optimizer = optimizer.make_optimizer([self.network], self.mesh, CONFIG, options, blocks=[[self.network]])
@@ -168,7 +168,7 @@ class Run:
             network = Toy(mesh, routed=routed)
             return Contents.of([network], mesh, options, blocks=[[network]])
 
-        self.plan = Plan(self.mesh, contents_at, CONFIG, stage=layout.zero, instances=1)
+        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1)
 
     def step(self, number: int) -> None:
         """Update with gradients of which each data-parallel rank has a half, or all."""
@@ -329,7 +329,7 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
         )
         return Contents([], [State(sharding, torch.int64, mesh.device) for sharding in shardings])
 
-    plan = Plan(world, contents_at, CONFIG, stage=1, instances=1)
+    plan = Plan(world, contents_at, CONFIG, zero_stage=1, instances=1)
     saved: dict[str, list[Box]] = {}
     for rank in range(world.world_size):
         assert len(plan.held(rank)) == 3

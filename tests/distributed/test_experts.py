@@ -70,7 +70,7 @@ class Cell:
     def data_parallel(self) -> DataParallel:
         return DataParallel(
             torch.float64,
-            stage=self.zero,
+            zero_stage=self.zero,
             instances=self.instances,
             bucket_size=100 if self.overlap else None,
             overlap_reduce=self.overlap,
@@ -190,7 +190,7 @@ class Training:
             network = Network(mesh)
             return Contents.of([network], mesh, options, blocks=[list(network.layers)])
 
-        self.plan = Plan(mesh, contents_at, config, stage=options.stage, instances=options.instances)
+        self.plan = Plan(mesh, contents_at, config, zero_stage=options.zero_stage, instances=options.instances)
         self.norms: list[float] = []
 
     def step(self, number: int) -> None:

@@ -112,7 +112,7 @@ def _receive_spoiled(receive: Callable[[Tensor, int], Pending], value: float) ->
 
 def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
     bucket = layer.mlp.down.weight.gradient_buffer
-    place = bucket.parameter_shard if bucket.stage == 3 else layer.mlp.down.weight.data.view(-1)
+    place = bucket.parameter_shard if bucket.zero_stage == 3 else layer.mlp.down.weight.data.view(-1)
     before = place[0].clone()
     place[0] = fault.value
     return lambda: place[:1].copy_(before)

@@ -136,8 +136,8 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     config = resolve(parse_arguments(flags.replace("-iters 2 --lr-decay", "-samples 2 --lr-decay").split()).config, 1)
     trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
     for micro_batches in range(1, BATCH + 1):
-        assert len(trainer.steps.training(micro_batches)) == 2 * micro_batches + 1
-    assert len(trainer.steps.evaluation(BATCH)) == BATCH
+        assert len(trainer.schedules.training(micro_batches)) == 2 * micro_batches + 1
+    assert len(trainer.schedules.evaluation(BATCH)) == BATCH
 
 
 def unlike(fault: str, layout: str = "--pp 2") -> str:

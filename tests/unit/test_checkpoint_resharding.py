@@ -278,7 +278,7 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
         (("--tensor-model-parallel-size", 3), "--tensor-model-parallel-size 3 does not divide the attention heads, 4"),
         (("--tensor-model-parallel-size", 0), "--tensor-model-parallel-size 0 does not divide"),
         (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size is 1 or more"),
-        (("--pipeline-model-parallel-size", 3), "cannot be dealt evenly to 3 stages"),
+        (("--pipeline-model-parallel-size", 3), "cannot be divided evenly among 3 stages"),
     ],
 )
 def test_flags_that_make_no_cut(saved: Path, tmp_path: Path, flags: tuple[object, ...], message: str) -> None:

@@ -208,7 +208,9 @@ def test_letters_that_are_refused(layers: int, layout: str, problem: str) -> Non
 
 
 def test_stages_by_letters_are_a_multiple_of_the_ranks() -> None:
-    expected = f"3 stages of {LETTERS} 'E|tt|L' cannot be dealt evenly to 2 ranks (--pipeline-model-parallel-size): "
+    expected = (
+        f"3 stages of {LETTERS} 'E|tt|L' cannot be divided evenly among 2 ranks (--pipeline-model-parallel-size): "
+    )
     assert refusal(2, 2, pipeline_model_parallel_layout="E|tt|L") == expected + "add or drop |"
 
 
@@ -225,8 +227,8 @@ def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
             6,
             4,
             {},
-            "--num-layers 6 cannot be dealt evenly to 4 stages (--pipeline-model-parallel-size 4): change one, or use "
-            "--pipeline-model-parallel-layout",
+            "--num-layers 6 cannot be divided evenly among 4 stages (--pipeline-model-parallel-size 4): change one, or "
+            "use --pipeline-model-parallel-layout",
         ),
         (
             4,
@@ -245,20 +247,20 @@ def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
             6,
             4,
             {"num_layers_per_virtual_pipeline_stage": 1},
-            "--num-layers 6 cannot be dealt evenly to 4 ranks (--pipeline-model-parallel-size)",
+            "--num-layers 6 cannot be divided evenly among 4 ranks (--pipeline-model-parallel-size)",
         ),
         (
             8,
             2,
             {"num_layers_per_virtual_pipeline_stage": 3},
-            "4 layers of a rank cannot be dealt evenly to stages of 3 (--num-layers-per-virtual-pipeline-stage)",
+            "4 layers of a rank cannot be divided evenly among stages of 3 (--num-layers-per-virtual-pipeline-stage)",
         ),
         (
             8,
             4,
             {"decoder_first_pipeline_num_layers": 3},
-            "--num-layers 8 less --decoder-first-pipeline-num-layers 3 leaves 5 layers, which cannot be dealt evenly "
-            "to 3 other ranks (--pipeline-model-parallel-size 4)",
+            "--num-layers 8 less --decoder-first-pipeline-num-layers 3 leaves 5 layers, which cannot be divided evenly "
+            "among 3 other ranks (--pipeline-model-parallel-size 4)",
         ),
         (
             8,
@@ -278,8 +280,8 @@ def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
             8,
             2,
             {"decoder_last_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2},
-            "5 layers of a rank cannot be dealt evenly to its 2 stages: change --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers",
+            "5 layers of a rank cannot be divided evenly among its 2 stages: change --decoder-first-pipeline-num-layers "
+            "or --decoder-last-pipeline-num-layers",
         ),
     ],
 )

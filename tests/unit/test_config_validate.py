@@ -625,7 +625,7 @@ SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--pp 3", "--num-layers 4 cannot be dealt evenly to 3 stages (--pipeline-model-parallel-size 3)"),
+        ("--pp 3", "--num-layers 4 cannot be divided evenly among 3 stages (--pipeline-model-parallel-size 3)"),
         ("--pp 6", "6 stages (--pipeline-model-parallel-size 6) are more than --num-layers 4: take fewer"),
         ("--pp 2 --pipeline-model-parallel-layout Ett|ttt|L", "3 stages of --pipeline-model-parallel-layout 'Ett|ttt"),
         ("--pp 2 --pipeline-model-parallel-layout Ett|tL", "--pipeline-model-parallel-layout 'Ett|tL' holds 3 layers"),

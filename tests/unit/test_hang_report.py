@@ -129,7 +129,7 @@ def test_a_missing_file_is_told(folder: Path) -> None:
 
 def test_of_one_process_alone_there_is_where_it_stood(tmp_path: Path) -> None:
     write_dump(tmp_path, RankDump(0, 1, stacks="at home"))
-    expected = "1 of 1 ranks have left a file\n\nNo rank is known to hold it up.\n\nrank 0:\n    at home\n"
+    expected = "1 of 1 ranks have left a file\n\nNo rank is known to hold the run up.\n\nrank 0:\n    at home\n"
     assert report(tmp_path).stdout == expected
 
 

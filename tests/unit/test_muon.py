@@ -142,7 +142,7 @@ def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> Non
         places += [placement.split(mesh, tensor, {0: ("tp",)}) for tensor in dense]
         network = nn.Module()
         network.weights = nn.ParameterList(Parameter(place, torch.float32, mesh.device) for place in places)
-        optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, stage=1))
+        optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, zero_stage=1))
         (rule,) = (rule for rule in optimizer._rules if isinstance(rule, Muon))
         turns = [matrices[mesh.coordinate("dp")] for matrices in rule._rounds if len(matrices) > mesh.coordinate("dp")]
         added.append([matrix.tensor.name for matrix in turns if matrix.split_group.size > 1])

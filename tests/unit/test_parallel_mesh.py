@@ -141,7 +141,7 @@ config = ModelConfig(  # Llama 3.1 405B's sizes, 16 of its layers
     untie_embeddings_and_output_weights=True, vocab_size=128256,
 )
 network = GPT(config, mesh, sequence_parallel=True, dtype=torch.bfloat16)
-options = DataParallel(torch.float32, stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
+options = DataParallel(torch.float32, zero_stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
 optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=1e-4), options)
 assert all(bucket.parameters.is_meta for bucket in optimizer.buckets)
 elements = sum(shard.master.numel() for shard in optimizer.shards)
