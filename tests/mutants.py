@@ -2854,7 +2854,7 @@ MUTANTS = (
     Mutant(
         "boxes are parted along the first axis alone",
         "megalite/checkpoint/manifest.py",
-        "for axis in range(len(target.size)) if cuts else ():",
+        "for axis in range(len(parts[0].size)) if cuts else ():",
         "for axis in range(1) if cuts else ():",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_are_told_at_once",
     ),
@@ -2868,8 +2868,8 @@ MUTANTS = (
     Mutant(
         "cuts within cuts have no end",
         "megalite/checkpoint/manifest.py",
-        "*side), cuts - 1)",
-        "*side), cuts)",
+        "_are_apart(slab, cuts - 1)",
+        "_are_apart(slab, cuts)",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(

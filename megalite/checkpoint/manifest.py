@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from operator import add, gt
+from operator import add, gt, sub
 from pathlib import Path
 from typing import Any
 
@@ -268,31 +268,28 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
     Raises CorruptCheckpointError if many boxes interlock, so that no straight cut separates them: checking them would
     take too long.
     """
-    return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
+    parts = [part for box in boxes if (part := box.intersection(target)) is not None]
+    return sum(part.numel for part in parts) == target.numel and _are_apart(parts, _MOST_CUTS)
 
 
-def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
-    """Return whether boxes within `target` contain each of its elements once.
+def _are_apart(parts: Sequence[Box], cuts: int) -> bool:
+    """Return whether no two boxes share an element.
 
     The boxes are divided at every straight cut that does not go through a box. Each side is then checked recursively,
     to a depth of at most `cuts`.
     """
-    if sum(part.numel for part in parts) != target.numel:
-        return False
     if len(parts) <= 1:
         return True
-    for axis in range(len(target.size)) if cuts else ():
+    for axis in range(len(parts[0].size)) if cuts else ():
         slabs = _slabs(parts, axis)
         if len(slabs) > 1:
-            ends = [slab[0].offset[axis] for slab in slabs[1:]]
-            sides = zip([target.offset[axis], *ends], [*ends, target.offset[axis] + target.size[axis]], strict=True)
-            return all(
-                _tile(slab, _side(target, axis, *side), cuts - 1) for slab, side in zip(slabs, sides, strict=True)
-            )
+            return all(_are_apart(slab, cuts - 1) for slab in slabs)
     if len(parts) > _MOST_INTERLOCKED:
+        low = [min(starts) for starts in zip(*(part.offset for part in parts), strict=True)]
+        high = [max(stops) for stops in zip(*(map(add, part.offset, part.size) for part in parts), strict=True)]
         raise CorruptCheckpointError(
-            f"the {len(parts)} boxes of {list(target.size)} elements from {list(target.offset)} on interlock, where "
-            "straight cuts part those that megalite writes: load another checkpoint"
+            f"the {len(parts)} boxes of {[*map(sub, high, low)]} elements from {low} on interlock, where straight cuts "
+            "part those that megalite writes: load another checkpoint"
         )
     return all(one.intersection(other) is None for one, other in combinations(parts, 2))
 
@@ -307,12 +304,6 @@ def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
         slabs[-1].append(part)
         end = max(end, part.offset[axis] + part.size[axis])
     return slabs
-
-
-def _side(box: Box, axis: int, start: int, stop: int) -> Box:
-    offset, size = list(box.offset), list(box.size)
-    offset[axis], size[axis] = start, stop - start
-    return Box(tuple(offset), tuple(size))
 
 
 def _is_count(value: object) -> bool:
