@@ -11,7 +11,6 @@ from torch import nn
 
 from megalite.checkpoint.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
@@ -26,8 +25,8 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.conversion.mapping import LastTensor
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file

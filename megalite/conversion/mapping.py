@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers, dtype_name
-from megalite.checkpoint.source import Kind, Source, widest
+from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box

@@ -15,7 +15,7 @@ from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.source import widest
+from megalite.checkpoint.tensors import widest
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
