@@ -1885,8 +1885,8 @@ MUTANTS = (
     Mutant(
         "all experts of files are the first",
         "megalite/conversion/mapping.py",
-        "Box((expert, *box.offset), (1, *box.size))",
-        "Box((0, *box.offset), (1, *box.size))",
+        "(None, *index), (expert, *offset)",
+        "(None, *index), (0, *offset)",
         f"{_EXPERT_RULES}experts_are_read_in_their_order_any_box_of_them[a tensor of each]",
     ),
     Mutant(
