@@ -1885,8 +1885,8 @@ MUTANTS = (
     Mutant(
         "all experts of files are the first",
         "megalite/conversion/mapping.py",
-        "Box((expert, *box.offset), (1, *box.size))",
-        "Box((0, *box.offset), (1, *box.size))",
+        "(None, *index), (expert, *offset)",
+        "(None, *index), (0, *offset)",
         f"{_EXPERT_RULES}experts_are_read_in_their_order_any_box_of_them[a tensor of each]",
     ),
     Mutant(
@@ -2724,8 +2724,8 @@ MUTANTS = (
     Mutant(
         "a tensor of a pickle needs no name",
         "megalite/conversion/huggingface_files.py",
-        "            for name in loaded:\n",
-        "            for name in ():\n",
+        "        for name in loaded:\n",
+        "        for name in ():\n",
         "tests/unit/test_conversion_safetensors.py::test_tensors_of_a_pickle_have_names",
     ),
     Mutant(
@@ -2854,7 +2854,7 @@ MUTANTS = (
     Mutant(
         "boxes are parted along the first axis alone",
         "megalite/checkpoint/manifest.py",
-        "for axis in range(len(target.size)) if cuts else ():",
+        "for axis in range(len(parts[0].size)) if cuts else ():",
         "for axis in range(1) if cuts else ():",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_are_told_at_once",
     ),
@@ -2868,8 +2868,8 @@ MUTANTS = (
     Mutant(
         "cuts within cuts have no end",
         "megalite/checkpoint/manifest.py",
-        "*side), cuts - 1)",
-        "*side), cuts)",
+        "_are_apart(slab, cuts - 1)",
+        "_are_apart(slab, cuts)",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(
@@ -3063,7 +3063,7 @@ MUTANTS = (
     Mutant(
         "tensors of a safetensors file may overlap",
         "megalite/conversion/huggingface_files.py",
-        "        if entry.start != end:",
+        "        if start != end:",
         "        if False:",
         "tests/unit/test_conversion_safetensors.py::test_what_the_format_forbids_is_refused[overlap]",
     ),
@@ -3084,7 +3084,7 @@ MUTANTS = (
     Mutant(
         "tensors that are left over are passed over",
         "megalite/conversion/huggingface_files.py",
-        "elif not family.is_buffer(name):",
+        "elif not re.fullmatch(family.buffers, name):",
         "elif False:",
         f"{_FAMILIES}files_must_have_each_tensor_and_no_other",
     ),

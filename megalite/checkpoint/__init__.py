@@ -18,7 +18,7 @@ from megalite.checkpoint.loading import load, load_weights
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Contents, Plan
 from megalite.checkpoint.run_lock import only_run
-from megalite.checkpoint.saving import Saver, save
+from megalite.checkpoint.saving import Saver
 from megalite.checkpoint.selection import (
     check_whole,
     fall_back_notes,
@@ -57,7 +57,6 @@ __all__ = [
     "read_manifest",
     "read_model_config",
     "remove_old",
-    "save",
     "saved_section",
     "write_atomically",
 ]

@@ -60,13 +60,11 @@ def candidates(directory: AnyPath) -> Candidates:
     """
     found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
-    if text is None:
-        return Candidates(tuple(found[iteration] for iteration in newest_first))
-    if not _STEP.fullmatch(text):
-        if not found:
+    if text is None or not _STEP.fullmatch(text):
+        if text is not None and not found:
             raise _names_none(directory, text, found)
         note = f"note: {directory / TRACKER} holds {shown(text)}, which is no step: the newest checkpoint counts"
-        return Candidates(tuple(found[iteration] for iteration in newest_first), (note,))
+        return Candidates(tuple(found[iteration] for iteration in newest_first), () if text is None else (note,))
     named = int(text)
     newer = [found[iteration].name for iteration in newest_first if iteration > named]
     if named not in found and newer and len(newer) == len(found):

@@ -11,7 +11,6 @@ from torch import nn
 
 from megalite.checkpoint.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
@@ -26,8 +25,8 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -82,7 +81,7 @@ def load(
             if optimizer is not None:
                 _check_optimizer(manifest, optimizer, state, casts)
             chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
-            _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
+            _raise_if_any(_mismatch(manifest, name, region.part, casts) for name, region in chosen)
             wanted = _wanted(manifest, chosen)
             dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
         if described is None:
@@ -209,11 +208,6 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
         f"of the optimizer it holds {listed(saved)} for the weights where this run needs {listed(kinds)}: give "
         "--optimizer, the precision and --sgd-momentum as in the run that saved it, or --no-load-optim"
     )
-
-
-def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
-    """Raise CheckpointError if a needed tensor is missing or incomplete, or has another dtype or shape."""
-    _raise_if_any(_mismatch(manifest, name, part, casts) for name, part in chosen)
 
 
 def _raise_if_any(problems: Iterable[str | None]) -> None:

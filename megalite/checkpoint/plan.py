@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
+from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets

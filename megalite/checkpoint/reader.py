@@ -64,13 +64,9 @@ class CheckpointReader:
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
         """Yield the elements of a saved box in row-major order, one flat tensor per block. Raises CorruptFileError."""
         for block in saved.blocks():
-            yield self._read_block(block).view(saved.dtype)
-
-    def _read_block(self, block: Block) -> Tensor:
-        """Return the verified bytes of a block."""
-        data = torch.empty(block.size, dtype=torch.uint8)
-        read_block(self.path, self.manifest, block, bytes_of(data))
-        return data
+            data = torch.empty(block.size, dtype=torch.uint8)
+            read_block(self.path, self.manifest, block, bytes_of(data))
+            yield data.view(saved.dtype)
 
     def _block(self, block: Block) -> Tensor:
         """Return the verified bytes of a block. The memory is reused after this thread has read a few more blocks."""

@@ -9,11 +9,10 @@ from typing import Any
 
 from megalite.atomic_files import writing
 from megalite.checkpoint import saving
-from megalite.checkpoint.file_writer import Cut, FileWriter
+from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
-from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
+from megalite.checkpoint.tensors import Kind, Source, numbers_as_numbers
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -29,7 +28,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
     bounds = [total * file // files for file in range(files + 1)]
     cut: list[list[tuple[str, Box]]] = [[] for _ in range(files)]
     position = 0
-    for name in sorted(tensors, key=_by_weight):
+    for name in sorted(tensors, key=lambda name: (numbers_as_numbers(split_name(name)[1]), name)):
         kind = tensors[name]
         box, item, size = Box.whole(kind.shape), kind.dtype.itemsize, kind.size
         for file in range(bisect_right(bounds, position) - 1, bisect_right(bounds, position + size - 1)):
@@ -37,10 +36,6 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
             cut[file] += [(name, part) for part, _ in box.flat_range(first, stop)]
         position += size
     return cut
-
-
-def _by_weight(name: str) -> tuple[str, str]:
-    return numbers_as_numbers(split_name(name)[1]), name
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
@@ -71,19 +66,6 @@ def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple
     return cut
 
 
-def reshard(
-    reader: CheckpointReader,
-    directory: Path,
-    cut: Cut,
-    workers: int,
-    advance: Advance,
-    file_format: Format = NATIVE,
-) -> Path:
-    """Write the tensors in `cut` as a checkpoint into run directory `directory`, as `write_checkpoint` does."""
-    read = reader.manifest
-    return write_checkpoint(reader, read.training, read.config, directory, cut, workers, advance, file_format)
-
-
 def write_checkpoint(
     source: Source,
     training: TrainingState,
@@ -105,9 +87,7 @@ def write_checkpoint(
     try:
         with writing(transaction.folder):
             transaction.begin()
-            writer = FileWriter(source, transaction.folder, cut, file_format, advance)
-            tensors = writer.write(workers)
-            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed)
+            files, tensors = write_files(source, transaction.folder, cut, file_format, workers, advance)
             saving.finish(transaction, Manifest(training, config, files, tensors))
     finally:
         transaction.abandon()

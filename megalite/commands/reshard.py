@@ -51,7 +51,7 @@ def main() -> None:
     from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
     from megalite.checkpoint.manifest import OPTIMIZER
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
+    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.conversion.layout import weights_of_ranks
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
@@ -72,8 +72,10 @@ def main() -> None:
     )
     size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:
-        file_format = FORMATS[arguments.ckpt_format]
-        written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance, file_format)
+        saved, file_format = reader.manifest, FORMATS[arguments.ckpt_format]
+        written = write_checkpoint(
+            reader, saved.training, saved.config, Path(arguments.save), cut, arguments.workers, advance, file_format
+        )
     print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
         print("without the optimizer's state: a run that continues from it is refused")

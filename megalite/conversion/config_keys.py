@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import ModelConfig
@@ -102,11 +101,8 @@ def linear_biases() -> Keys:
             )
         return {"add_bias_linear": attention}
 
-    return Keys(
-        ("attention_bias", "mlp_bias"),
-        read,
-        lambda model: {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear},
-    )
+    names = ("attention_bias", "mlp_bias")
+    return Keys(names, read, lambda model: dict.fromkeys(names, model.add_bias_linear))
 
 
 def activation(name: str, default: str, *, gated: bool) -> Keys:
@@ -156,14 +152,6 @@ def soft_cap(name: str, default: float | None) -> Keys:
     return Keys((name,), lambda config: {name: config.get(name, default)}, lambda model: {name: getattr(model, name)})
 
 
-def embedding_dropout() -> Keys:
-    """Return the entry for the dropout of the embedding, which has its own key in GPT-2.
-
-    In megalite it equals the dropout of the residual branches.
-    """
-    return Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
-
-
 def _whole(value: float) -> float:
     return int(value) if math.isfinite(value) and value == int(value) else value
 
@@ -197,11 +185,6 @@ _SCALINGS: dict[str, dict[str, str]] = {
 
 If a key is missing, the field has its default. Only the original length is then max_position_embeddings.
 """
-
-
-@cache
-def _field_defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in fields(ModelConfig)}
 
 
 def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
@@ -241,7 +224,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
         kind = "linear"
     values = {name: getattr(model, field) for name, field in _SCALINGS[kind].items()}
     if kind == "yarn":
-        left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == _field_defaults()[field]}
+        left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == getattr(ModelConfig, field)}
         if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one of them alone has no effect
             left_out -= {"mscale", "mscale_all_dim"}
         # The factor is always written. Without it, a reader would use the ratio of the two lengths.
@@ -355,14 +338,11 @@ def window_from_layer() -> Keys:
         return _window_fields(size, _windowed(config, lambda layer: layer >= config.get("max_window_layers", 28)))
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        first = next(
-            (number for number, layer in enumerate(model.layers) if layer.keys_before is not None), model.num_layers
-        )
-        size = _window(model)
+        windowed = [layer.keys_before is not None for layer in model.layers]
         return {
-            "use_sliding_window": size is not None,
-            "sliding_window": size,
-            "max_window_layers": first,
+            "use_sliding_window": any(windowed),
+            "sliding_window": _window(model),
+            "max_window_layers": windowed.index(True) if any(windowed) else model.num_layers,
             "layer_types": _layer_types(model),
         }
 

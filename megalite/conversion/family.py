@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -108,10 +107,6 @@ class Family:
             flags = [f"--{name.replace('_', '-')} {ours[name]} ({self.name} has {theirs[name]})" for name in different]
             raise CheckpointError(", ".join(flags))
         return written
-
-    def is_buffer(self, name: str) -> bool:
-        """Return whether a tensor with this name is not a weight."""
-        return re.fullmatch(self.buffers, name) is not None
 
 
 def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:

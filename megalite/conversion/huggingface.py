@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megalite.atomic_files import new_folder, write_atomically
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.source import numbers_as_numbers, widest
+from megalite.checkpoint.tensors import numbers_as_numbers, packed, widest
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
@@ -23,7 +23,6 @@ from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
-from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
 
@@ -111,20 +110,22 @@ def write_huggingface(
     # config.json must have a maximum sequence length for every kind of position embedding.
     positions = opened.config.max_position_embeddings or opened.sequence_length
     companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
-    before = _companion_config(companions)
+    before: dict[str, Any] = {}
+    if companions is not None and (companions / "config.json").is_file():
+        before = read_json(companions / "config.json", largest=LARGEST_CONFIG)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
-    config["torch_dtype"] = dtype_name(widest(files.tensors.values()))
+    kinds = files.tensors
+    config["torch_dtype"] = dtype_name(widest(kinds.values()))
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
-    shards = _shards(files, shard)
+    names = packed(sorted(kinds, key=numbers_as_numbers), lambda name: kinds[name].size, shard)
+    shards = [[(name, kinds[name].whole) for name in group] for group in names]
     count = len(shards)
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
     with new_folder(folder) as temporary:
-        writer = FileWriter(files, temporary, shards, Format(file_name, byte_ranges, lambda _: {}, False), advance)
-        writer.write(workers)
-        if count > 1:
-            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed))
+        file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
+        write_files(files, temporary, shards, file_format, workers, advance)
         if companions is not None:
             copy_companions(companions, temporary)
         if not (temporary / "generation_config.json").exists():
@@ -146,31 +147,12 @@ def _end_of_text(opened: OpenedModel) -> dict[str, int]:
         return {}
 
 
-def _companion_config(companions: Path | None) -> dict[str, Any]:
-    if companions is None or not (companions / "config.json").is_file():
-        return {}
-    return read_json(companions / "config.json", largest=LARGEST_CONFIG)
-
-
-def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
-    """Return the tensors of each file, layer by layer."""
-    shards: list[list[tuple[str, Box]]] = [[]]
-    room = most
-    for name in sorted(files.tensors, key=numbers_as_numbers):
-        kind = files.tensors[name]
-        if kind.size > room and shards[-1]:
-            shards.append([])
-            room = most
-        shards[-1].append((name, Box.whole(kind.shape)))
-        room -= kind.size
-    return shards
-
-
-def _index(placed: Placed) -> bytes:
-    """Return the contents of the index, which names the file of each tensor."""
+def _index(placed: Placed) -> dict[str, bytes]:
+    """Return the index, which names the file of each tensor."""
     by_name = {part.name: file for file, parts in placed.items() for part, _ in parts}
     size = sum(part.size for parts in placed.values() for part, _ in parts)
-    return _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))})
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))}
+    return {"model.safetensors.index.json": _json(index)}
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
@@ -146,11 +146,8 @@ class _Stacked:
         files: list[list[tuple[str, Box]]] = [[]]
         room = FILE
         for name, kind in self.tensors.items():
-            parts = range(kind.shape[0]) if ".layers." in name else (None,)
-            for layer in parts:
-                box = Box.whole(kind.shape)
-                if layer is not None:
-                    box = Box((layer, *box.offset[1:]), (1, *box.size[1:]))
+            layers = range(kind.shape[0]) if ".layers." in name else ()
+            for box in [kind.whole.at([0], [layer]) for layer in layers] or [kind.whole]:
                 if room < 0:
                     files.append([])
                     room = FILE
@@ -185,10 +182,7 @@ def write_megatron(
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)
     with new_folder(folder) as temporary:
-        writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
-        writer.write(workers)
-        for name, data in FORMATS["torch_dist"].index(writer.placed).items():
-            write_atomically(temporary / name, data)
+        write_files(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], workers, advance)
         write_atomically(temporary / "common.pt", common.getvalue())
         # Written last, because Megatron-LM recognizes a checkpoint by this file.
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -31,30 +31,15 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
+_SWITCHES_AND_COUNTS = """num_experts multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
+    apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever"""
+_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
+    activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
+    heterogeneous_layers_config_encoded_json spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
-    "attention_output_gate": (None, False),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "qk_l2_norm": (None, False),
+    **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
+    **dict.fromkeys(_CHOICES.split(), (None,)),
     "softmax_type": (None, "vanilla"),
-    "softmax_scale": (None,),
-    "no_rope_freq": (None,),
-    "mrope_section": (None,),
-    "glu_linear_offset": (None, 0.0),
-    "activation_func_clamp_value": (None,),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "mtp_num_layers": (None, 0),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (None, False),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "spec": (None,),
-    "use_mup": (None, False),
-    "retro_add_retriever": (None, False),
-    **dict.fromkeys(MEGATRON_ALONE, (None, False)),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 

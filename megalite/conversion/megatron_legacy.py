@@ -75,8 +75,7 @@ class Legacy:
         found: dict[str, list[Chunk]] = {}
         for tensor_rank in range(self._tensor_ranks):
             for name, values in self._of_tensor_rank(tensor_rank):
-                found.setdefault(name, [])
-                found[name] += self._chunks(name, values, tensor_rank, gated)
+                found.setdefault(name, []).extend(self._chunks(name, values, tensor_rank, gated))
         return found
 
     def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:

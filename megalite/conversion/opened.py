@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.source import Kind, Source
+from megalite.checkpoint.tensors import Kind, Source
 from megalite.config import ModelConfig
 from megalite.config.model import least_parameters
 from megalite.errors import CheckpointError

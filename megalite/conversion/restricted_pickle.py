@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any, BinaryIO
 
 import torch
@@ -117,30 +118,14 @@ def _size(values: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _parameter(tensor: object, *_: object) -> object:
-    return tensor
-
-
-class _Function:
-    """Wrapper for a function that a pickle may call."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., object]) -> None:
-        self._call = call
-
-    def __call__(self, *args: object) -> object:
-        return self._call(*args)
-
-
 _STORAGES = """Double=float64 Float=float32 Half=float16 BFloat16=bfloat16 Long=int64 Int=int32 Short=int16 Char=int8
     Byte=uint8 Bool=bool ComplexFloat=complex64 ComplexDouble=complex128 Untyped=uint8"""
 _ALLOWED: Mapping[tuple[str, str], object] = {
     ("collections", "OrderedDict"): _Dictionary,
-    ("torch", "Size"): _Function(_size),
-    ("torch._utils", "_rebuild_tensor"): _Function(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Function(_parameter),
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     **{("torch", str(kind).removeprefix("torch.")): kind for kind in vars(torch).values() if type(kind) is torch.dtype},
     **{
         (module, f"{kind}Storage"): getattr(torch, dtype)
@@ -190,7 +175,7 @@ class Unpickler(pickle._Unpickler):
     def _instantiate(self, kind: Any, arguments: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, Record):
             self.append(kind(arguments))
-        elif isinstance(kind, _Function) and len(arguments) <= MOST_AXES:
+        elif isinstance(kind, FunctionType) and len(arguments) <= MOST_AXES:  # of `_ALLOWED`: no other can be reached
             self.append(kind(*arguments))
         elif kind is _Dictionary and not arguments:
             self.append(_Dictionary())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
-from megalite.checkpoint.source import Source
+from megalite.checkpoint.tensors import Source
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch

@@ -72,7 +72,8 @@ def generate(
             under_way[-1].read()
             continue
         batch = under_way.popleft()
-        for sequence, token in batch.next_tokens():
+        chosen = network.share(batch.chosen).tolist()  # on every rank the tokens that the last stage has chosen
+        for sequence, token in zip(batch.sequences, chosen, strict=True):
             if token != eod:
                 sequence.tokens.append(token)
                 yield sequence.index, token
@@ -151,10 +152,6 @@ class _Batch:
         self.chosen = torch.tensor(chosen, device=self.network.mesh.device)
         for sequence in self.sequences:
             sequence.read = len(sequence.tokens)
-
-    def next_tokens(self) -> list[tuple[_Sequence, int]]:
-        """Return on every rank the tokens that the last stage has chosen."""
-        return list(zip(self.sequences, self.network.share(self.chosen).tolist(), strict=True))
 
     def goes_on(self) -> bool:
         """Remove the sequences that have ended, and return whether any remain."""

@@ -170,9 +170,11 @@ class Training:
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]
-        return checkpoint.save(
-            directory, self._state(iteration), self.optimizer, {"model": {}}, plan=self.plan, file_format=file_format
+        path = Saver(directory, self.optimizer, self.plan, file_format=file_format).save(
+            self._state(iteration), {"model": {}}
         )
+        assert isinstance(path, Path)
+        return path
 
     def save_while_training(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         """Save asynchronously, and take a step during the save; return the checkpoint."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite import checkpoint
-from megalite.checkpoint import Contents, Plan, TrainingState
+from megalite.checkpoint import Contents, Plan, Saver, TrainingState
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import muon
 from megalite.optim.buckets import DataParallel
@@ -251,7 +251,7 @@ def resumed(pairs: Sequence[tuple[Cell, Cell]], directory: Path) -> list[Result]
             training.step(step)
             state = TrainingState(step + 1, 0, training.optimizer.steps)
             folder = directory / str(number)
-            path = checkpoint.save(folder, state, training.optimizer, {"model": {}}, plan=training.plan)
+            path = Saver(folder, training.optimizer, training.plan).save(state, {"model": {}})
             norms += training.norms
         training = Training(cells[0], meshes[cells[0].view])
         checkpoint.load(path, training.network, training.optimizer, training.mesh, plan=training.plan)

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, TrainingState, manifest, shard_file
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint import Candidates, Plan, Saver, TrainingState, manifest, shard_file
+from megalite.checkpoint.tensors import ByteRange, Kind, TensorBox
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, CorruptCheckpointError
@@ -67,7 +67,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def save(
     directory: Path, network: GPT, optimizer: Optimizer, training: TrainingState = STATE, *, state: bool = True
 ) -> Path:
-    return checkpoint.save(directory, training, optimizer, {"model": asdict(network.config)}, state=state)
+    saver = Saver(directory, optimizer, Plan.alone(optimizer), state=state)
+    path = saver.save(training, {"model": asdict(network.config)})
+    assert isinstance(path, Path)
+    return path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -460,13 +463,12 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
     monkeypatch.setattr(manifest, "BLOCK", 1 << 17)
     written, summed = 0, 0
     ahead: list[int] = []
-    take = shard_file._RunningChecksum._take
 
-    def slow(*arguments: Any) -> None:
+    def slow(data: bytes, before: int) -> int:
         nonlocal summed
         time.sleep(0.002)
-        take(*arguments)
         summed += 1
+        return zlib.crc32(data, before)
 
     class Disk:
         def write(self, data: bytes | memoryview) -> int:
@@ -475,9 +477,9 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
             ahead.append(written - summed)
             return len(data)
 
-    monkeypatch.setattr(shard_file._RunningChecksum, "_take", slow)
+    monkeypatch.setattr(shard_file, "zlib", SimpleNamespace(crc32=slow))
     values = torch.randn(20 << 15)
     part = TensorBox("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
-    made = shard_file.write(Disk(), [(ByteRange(b"", 0, part.size, lambda _: b""), values)])
-    assert made.checksums[0][-1] == zlib.crc32(shard_file.bytes_of(values))
+    (checksums,) = shard_file.write(Disk(), [(ByteRange(b"", 0, part.size, lambda _: b""), values)])
+    assert checksums[-1] == zlib.crc32(shard_file.bytes_of(values))
     assert max(ahead) <= 2

@@ -165,7 +165,7 @@ def test_a_manifest_of_many_boxes_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(manifest, "MOST_MARKS", 0)
     shape, name = (64, 16, 4096), "model/layers.0.mlp.linear_fc1"
     boxes = tuple(
-        SavedBox(name, torch.bfloat16, Box((expert, row, 0), (1, 1, 4096)), "rank_00000.safetensors", 0, (0,))
+        SavedBox(name, shape, torch.bfloat16, Box((expert, row, 0), (1, 1, 4096)), "rank_00000.safetensors", 0, (0,))
         for expert in range(64)
         for row in range(16)
     )

@@ -252,7 +252,7 @@ def test_an_object_is_read_as_a_file_is(tmp_path: Path) -> None:
     assert path.stat().st_size == 256
     assert path.read_bytes() == data
     for start, stop in ((0, 8), (200, 256), (3, 103), (250, 260)):
-        assert path.read_range(start, stop) == data[start:stop]
+        assert path.read_bytes(start, stop) == data[start:stop]
     assert path.parent.listing() == {"object": 256}
 
 

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import file_writer, manifest
+from megalite.checkpoint import Plan, Saver, file_writer, manifest
 from megalite.checkpoint.comparison import compare
 from megalite.checkpoint.inspection import verify
 from megalite.checkpoint.manifest import covers, read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.checkpoint.tensors import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
@@ -76,7 +76,10 @@ def bits(network: GPT, optimizer: Optimizer) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"model": asdict(MODEL)}
-    return checkpoint.save(tmp_path_factory.mktemp("saved"), STATE, build(1)[1], config)
+    optimizer = build(1)[1]
+    path = Saver(tmp_path_factory.mktemp("saved"), optimizer, Plan.alone(optimizer)).save(STATE, config)
+    assert isinstance(path, Path)
+    return path
 
 
 def run(*arguments: object) -> Ended:
@@ -111,7 +114,8 @@ def _cut_again(folder: Path, data: st.DataObject) -> None:
     files = data.draw(st.integers(1, 9))
     cut = data.draw(st.just(cut_evenly(source.tensors, files)) | checkpoints.cuts(TENSORS))
     seen: list[int] = []
-    written = reshard(source, folder / "b", cut, 2, seen.append)
+    read = source.manifest
+    written = write_checkpoint(source, read.training, read.config, folder / "b", cut, 2, seen.append)
     assert sum(seen) == sum(tensor.nbytes for tensor in TENSORS.values())
     assert_same(path, written)
     assert verify(CheckpointReader(written), 1, no_progress) == []
@@ -339,7 +343,7 @@ def test_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (file_writer.FileWriter, "_begin")), full)
+    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (file_writer, "_copy_box")), full)
     result = run("--load", path, "--save", tmp_path / "b", "--files", 2)
     assert result.code == 93
     assert "No space left on device. Free space, or choose another folder" in result.stderr

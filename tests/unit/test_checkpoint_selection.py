@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,8 +153,7 @@ def test_a_damaged_one_stands_aside_until_its_step_is_saved_again(tmp_path: Path
 
 def test_weights_alone_are_saved_and_loaded_under_any_optimizer(tmp_path: Path) -> None:
     network, optimizer = build(dtype=torch.bfloat16)
-    config = {"model": asdict(MODEL)}
-    path = checkpoint.save(tmp_path, STATE, optimizer, config, state=False)
+    path = save(tmp_path, network, optimizer, state=False)
     assert {name.split("/")[0] for name in checkpoint.read_manifest(path).tensors} == {"model"}
     full = save(tmp_path, network, optimizer, replace(STATE, iteration=8))
     for source in (path, full):

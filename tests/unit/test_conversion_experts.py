@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, safetensors_byte_ranges
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.conversion.family import Family
 from megalite.conversion.huggingface_files import HuggingFaceFiles
@@ -105,7 +105,7 @@ def write(folder: Path, source: ToFiles) -> dict[str, Tensor]:
     """Write one file per tensor, as in a sharded checkpoint."""
     file_format = Format("{number}", lambda parts: safetensors_byte_ranges(parts, lambda part: part.name), lambda _: {})
     cut = [[(name, Box.whole(kind.shape))] for name, kind in source.tensors.items()]
-    FileWriter(source, folder, cut, file_format, lambda size: None).write(1)
+    write_files(source, folder, cut, file_format, 1, lambda size: None)
     return {name: values for path in folder.iterdir() for name, values in load_file(path).items()}
 
 

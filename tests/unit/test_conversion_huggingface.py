@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.manifest import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.commands.convert import report
 from megalite.config import DataConfig, ModelConfig
 from megalite.conversion import families
@@ -623,7 +623,7 @@ def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megalite.checkpoint.file_writer.FileWriter._sync", full)
+    monkeypatch.setattr("megalite.checkpoint.file_writer._sync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

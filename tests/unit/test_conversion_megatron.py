@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalite.checkpoint.compatibility import function_of
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.conversion import megatron
 from megalite.conversion.megatron import open_megatron, write_megatron

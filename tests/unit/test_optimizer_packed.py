@@ -58,7 +58,9 @@ class Run:
 
     def save(self, directory: Path, iteration: int) -> Path:
         state = TrainingState(iteration, consumed_samples=iteration, optimizer_steps=self.optimizer.steps)
-        return checkpoint.save(directory, state, self.optimizer, {})
+        path = checkpoint.Saver(directory, self.optimizer, checkpoint.Plan.alone(self.optimizer)).save(state, {})
+        assert isinstance(path, Path)
+        return path
 
     def load(self, path: Path) -> Run:
         checkpoint.load(path, self.network, self.optimizer, MESH)
