@@ -4640,8 +4640,8 @@ MUTANTS = (
     Mutant(
         "a run goes on that does not end documents as the stopped one did",
         "megalite/preprocessing/preprocess.py",
-        '        "json_keys": encoding.json_keys,\n        "append_eod": encoding.append_eod,\n',
-        '        "json_keys": encoding.json_keys,\n',
+        '        "json_keys": flags.json_keys,\n        "append_eod": flags.append_eod,\n',
+        '        "json_keys": flags.json_keys,\n',
         "tests/unit/test_data_resume.py::test_a_run_that_writes_other_tokens_is_a_different_one",
     ),
     Mutant(

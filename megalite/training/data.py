@@ -18,7 +18,7 @@ from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDat
 from megalite.data.index_cache import IndexCache
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 
 PROBES = 16
@@ -102,9 +102,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the tokenizer from the flags. Raises DataError or ConfigurationError."""
-    data, vocab_size = config.data, config.model.vocab_size
-    kind = data.tokenizer_type or "NullTokenizer"
-    return build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
+    return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def _open_datasets(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GENERATE, GPT2, LLAMA, MOCK, PRETRAIN, Ended, contents, saved_tensors, words
 from tests.harness.job import Job
@@ -54,7 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("good")
     prefix = str(folder / "data")
     text = np.frombuffer((Path(__file__).read_text() * 2).encode(), np.uint8)
-    with IndexedDatasetWriter(prefix, np.uint16, build_tokenizer("ByteTokenizer").identity()) as writer:
+    with IndexedDatasetWriter(prefix, np.uint16, ByteTokenizer().identity()) as writer:
         for document in np.split(text[:6000], 20):
             writer.add_document([*document.tolist(), 256])
         writer.finish()
