@@ -1436,7 +1436,7 @@ MUTANTS = (
     Mutant(
         "positions that begin anew keep attention within documents, too",
         "megalite/data/fields.py",
-        "document_ids=documents if reset_attention_mask else None,",
+        "document_ids=documents if self.reset_attention_mask else None,",
         "document_ids=documents,",
         "tests/unit/test_data_fields.py::"
         "test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked",

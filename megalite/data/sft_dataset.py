@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megalite.config.data import DataConfig
 from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
-from megalite.data.dataset_spec import DatasetSpec
-from megalite.data.datasets import SURPLUS, Datasets, Samples, Source, build_datasets
+from megalite.data.datasets import Datasets, Samples, Source, build_datasets
 from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
@@ -31,30 +31,22 @@ from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
-    parts: Sequence[DatasetSpec | None],
-    samples: Samples,
-    *,
-    sequence_length: int,
-    seed: int,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    cache: IndexCache,
-    surplus: float = SURPLUS,
+    data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Datasets[SampleFields]:
-    """Return the datasets of a run on conversations; `parts` name JSONL files.
+    """Return the datasets of a run on conversations; `data` names JSONL files.
 
     Raises:
         ConfigurationError: there is no training data.
         DataError: a file is missing, a line is not a conversation, or no conversation has an answer.
     """
-    notes = []
+    notes, cache = [], IndexCache(data.data_cache_path)
 
     def open_source(path: str) -> Source[SampleFields]:
-        file = ConversationFile(path, tokenizer, template, sequence_length, seed, cache)
+        file = ConversationFile(path, tokenizer, template, data.seq_length, seed, cache)
         notes.extend(file.notes())
         return Source(len(file), file.dataset)
 
-    datasets = build_datasets(parts, samples, open_source, cache, surplus)
+    datasets = build_datasets(data, samples, open_source, cache)
     return datasets._replace(notes=(*notes, *datasets.notes))
 
 

@@ -35,16 +35,8 @@ def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | 
     return str(prefix)
 
 
-def build(samples: Samples, tokenizer: Any = None, surplus: float = 0.005, **flags: Any) -> Datasets[np.ndarray]:
-    return build_token_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, **flags)),
-        samples,
-        sequence_length=10,
-        seed=1234,
-        tokenizer=tokenizer or NullTokenizer(99),
-        cache=IndexCache(),
-        surplus=surplus,
-    )
+def build(samples: Samples, tokenizer: Any = None, **flags: Any) -> Datasets[np.ndarray]:
+    return build_token_datasets(DataConfig(seq_length=10, **flags), samples, 1234, tokenizer or NullTokenizer(99))
 
 
 def test_blend_index_by_hand() -> None:
@@ -251,9 +243,7 @@ def test_each_evaluation_of_a_run_has_samples_of_its_own(steps: int, evaluations
 
 
 def test_mock_data_needs_no_files() -> None:
-    train, valid, test, _ = build_mock_datasets(
-        Samples(10, 5, 0), sequence_length=10, seed=1, tokenizer=NullTokenizer(99)
-    )
+    train, valid, test, _ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
     assert isinstance(train, MockDataset)
     assert valid is not None
     assert (len(train), len(valid), test) == (10, 5, None)
