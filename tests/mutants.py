@@ -3564,9 +3564,9 @@ MUTANTS = (
     ),
     Mutant(
         "a tool starts as many workers as somebody types",
-        "megalite/config/tool_arguments.py",
-        '_AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)',
-        '_AT_MOST = dict.fromkeys(("workers",), 1024)',
+        "megalite/config/fields.py",
+        "Workers = Annotated[PositiveInt, at_most(1024)]",
+        "Workers = PositiveInt",
         "tests/unit/test_config_parse.py::test_a_tool_takes_no_number_beyond_all_bounds",
     ),
     Mutant(

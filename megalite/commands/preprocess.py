@@ -8,11 +8,11 @@ A run that was stopped leaves its finished work in PREFIX.partial; the same comm
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, fields
 from functools import partial
 
+from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.tokenizer import EncodingFlags
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
@@ -48,9 +48,9 @@ class Arguments(EncodingFlags):
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
     """Prefix of the output: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Processes that tokenize; by default one per core. The output does not depend on it."""
-    log_interval: int = 10_000
+    log_interval: PositiveInt = 10_000
     """Documents between two lines of progress if the output is not a terminal."""
     resume: bool = False
     """Continue a stopped run with the same flags, if there is one."""
@@ -84,11 +84,8 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 def main() -> None:
     """Parse the flags, preprocess the corpus, and print a summary and the flags to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
-    from megalite.errors import ConfigurationError
     from megalite.preprocessing.preprocess import output_prefix_of, preprocess
 
-    if arguments.workers < 1 or arguments.log_interval < 1:
-        raise ConfigurationError("--workers and --log-interval are 1 or more")
     flags = EncodingFlags(**{field.name: getattr(arguments, field.name) for field in fields(EncodingFlags)})
     output, lengths, tokens_per_second = preprocess(
         arguments.input, arguments.output_prefix, flags, arguments.workers, arguments.log_interval, arguments.resume
