@@ -1451,8 +1451,8 @@ MUTANTS = (
     Mutant(
         "a dataset that has given all is chosen again",
         "megalite/data/blend.py",
-        "behind[counts >= self.limits] = -np.inf",
-        "behind[counts > self.limits] = -np.inf",
+        "behind[counts >= limits] = -np.inf",
+        "behind[counts > limits] = -np.inf",
         "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop[taken to the last sample-256]",
     ),
     Mutant(

@@ -83,7 +83,7 @@ def read_token_files(
         if verify and limit is None:
             check_record(data, record)
         count = limited(len(data.document_indices) - 1, limit)
-        sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
+        sequences = [_bare(data.document(document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
         text_bytes, why_no_bytes = _text_bytes(sequences, tokenizer)
@@ -114,12 +114,6 @@ def limited(count: int, limit: float | None) -> int:
     if limit is None:
         return count
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
-
-
-def _stored(data: IndexedDataset, document: int) -> list[np.ndarray]:
-    """Return the sequences of a document. Most documents have one."""
-    first, last = data.document_indices[document : document + 2].tolist()
-    return [data.get(sequence) for sequence in range(first, last)]
 
 
 def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.ndarray]:

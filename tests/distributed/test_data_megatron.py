@@ -147,7 +147,7 @@ def test_samples_of_prefixes_alone(
 def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPools) -> None:
     shares = normalize(weights)
     (expected,) = rank_pools(1).run(megatron_data.blend_index, shares, size)
-    for found, theirs in zip(build_blend_index(shares, size), expected, strict=False):
+    for found, theirs in zip(build_blend_index(shares, size).values(), expected, strict=False):
         assert found.dtype == theirs.dtype
         assert np.array_equal(found, theirs)
 
@@ -156,7 +156,7 @@ def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPo
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_blends_that_take_all(sizes: list[int], rank_pools: RankPools) -> None:
     (expected,) = rank_pools(1).run(megatron_data.exhaustive_blend_index, sizes)
-    for found, theirs in zip(build_blend_index(normalize(sizes), sum(sizes), sizes), expected, strict=False):
+    for found, theirs in zip(build_blend_index(normalize(sizes), sum(sizes), sizes).values(), expected, strict=False):
         assert found.dtype == theirs.dtype
         assert np.array_equal(found, theirs)
 
@@ -166,14 +166,14 @@ def test_long_blends_are_the_same(rank_pools: RankPools) -> None:
     size = 212_345  # many blocks, the last of them shorter
     (expected,) = rank_pools(1).run(megatron_data.blend_index, weights, size)
     found = build_blend_index(weights, size)
-    assert np.array_equal(found.datasets, expected[0])
-    assert np.array_equal(found.samples, expected[1])
+    assert np.array_equal(found["datasets"], expected[0])
+    assert np.array_equal(found["samples"], expected[1])
     sizes = [int(weight * size) for weight in weights]
     (expected,) = rank_pools(1).run(megatron_data.exhaustive_blend_index, sizes)
     found = build_blend_index(normalize(sizes), sum(sizes), sizes)
-    assert np.array_equal(found.datasets, expected[0])
-    assert np.array_equal(found.samples, expected[1])
-    assert found.counts.tolist() == sizes
+    assert np.array_equal(found["datasets"], expected[0])
+    assert np.array_equal(found["samples"], expected[1])
+    assert found["counts"].tolist() == sizes
 
 
 @many

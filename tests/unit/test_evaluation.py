@@ -39,6 +39,7 @@ from tests.distributed.layout_expected import one_thread
 from tests.harness.close import assert_number_close
 from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
+from tests.harness.token_files import add_document
 from tests.harness.tool import run_tool
 
 BYTES = ByteTokenizer()
@@ -127,7 +128,7 @@ def write(prefix: Path, documents: list[list[list[int]]], identity: dict[str, ob
     with IndexedDatasetWriter(prefix, np.uint16, identity) as writer:
         for document in documents:
             lengths = [len(sequence) for sequence in document]
-            writer.add_document([token for sequence in document for token in sequence], lengths)
+            add_document(writer, [token for sequence in document for token in sequence], lengths)
         writer.finish()
     return str(prefix)
 
