@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most, flag_of
+from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most, given
 from megalite.config.parallel import SHAPES, ScheduleName
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import ConfigurationError
@@ -57,18 +57,9 @@ class Arguments:
     transfer: Time | None = None
     """Time of a message; unset: 0."""
 
-    def given(self, *names: str) -> list[str]:
-        """Return those of the named flags that are given."""
-        return [flag_of(name) for name in names if getattr(self, name) is not None]
 
-
-TIMES = ("forward", "backward_input", "backward_weight")
-SIZES = (
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_micro_batches",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-)
+TIMES = "forward backward_input backward_weight"
+SIZES = "pipeline_model_parallel_size num_* microbatch_group_size_per_virtual_pipeline_stage"
 
 
 def main() -> None:
@@ -93,13 +84,13 @@ def build_time_line(arguments: Arguments) -> TimeLine:
     from megalite.pipeline.trace import read_trace
 
     measured = read_trace(Path(arguments.measured)) if arguments.measured is not None else None
-    if measured is not None and (flags := arguments.given(*TIMES)):
+    if measured is not None and (flags := given(arguments, TIMES)):
         raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of both")
     name = arguments.pipeline_schedule
     if name is None:
         if measured is None:
             raise ConfigurationError("give --pipeline-schedule, or --measured with a file to draw")
-        if flags := arguments.given(*SIZES, "transfer"):
+        if flags := given(arguments, f"{SIZES} transfer"):
             raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
         return measured
     stages, micro_batches = find_stages(arguments, name, measured), arguments.num_micro_batches
@@ -108,7 +99,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
     if micro_batches is None:
         raise ConfigurationError("--num-micro-batches must be given, 1 or more")
     orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
-    times = [1.0 if (time := getattr(arguments, flag)) is None else time for flag in TIMES]
+    times = [1.0 if (time := getattr(arguments, flag)) is None else time for flag in TIMES.split()]
     duration = durations(*times) if measured is None else measured_durations(measured, stages)
     spans = simulate(stages, orders, duration, arguments.transfer or 0.0)
     chunks = f" × {stages.chunks} chunks" if stages.chunks > 1 else ""

@@ -11,7 +11,7 @@ stage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -56,7 +56,8 @@ def main() -> None:
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
 
-    layout = parallel_config(arguments)
+    given = {name: value for name, value in vars(arguments).items() if "parallel" in name and value is not None}
+    layout = ParallelConfig(**given) if given else None
     if (arguments.files is None) == (layout is None):
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
@@ -75,13 +76,6 @@ def main() -> None:
     print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
         print("without the optimizer's state: a run that continues from it is refused")
-
-
-def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """Return the layout that the flags describe, or None if none of them is given."""
-    given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
-    given = {name: value for name, value in given.items() if value is not None}
-    return ParallelConfig(**given) if given else None
 
 
 command = partial(run_tool, main)

@@ -94,7 +94,10 @@ class ConversationFile:
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
         self.begins = np.concatenate([[0], self.ends[:-1]])
         self.places = np.minimum(self.ends - self.begins - 1, sequence_length)
-        self.unanswered = self._unanswered()
+        first_labels = self.begins + 1
+        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
+        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
+        self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
         if self.unanswered == len(self):
             raise DataError(
                 f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
@@ -108,12 +111,6 @@ class ConversationFile:
     def learned(self, begin: int, end: int) -> np.ndarray:
         """Return a mask of the tokens from `begin` to `end`: 1 if a token belongs to an answer, otherwise 0."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
-
-    def _unanswered(self) -> int:
-        first_labels = self.begins + 1
-        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
-        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
-        return int(np.count_nonzero(next_answers >= first_labels + self.places))
 
     def notes(self) -> list[str]:
         """Return messages for the user about the file."""

@@ -61,13 +61,9 @@ def encode_chunk(flags: EncodingFlags, chunk: Chunk) -> EncodedChunk:
         DataError: a record is not a document, or its text cannot be tokenized, and `skip_bad_lines` is off.
     """
     tokenizer = cached_tokenizer(flags)
-    documents: list[Document] = []
-    bad: list[BadRecord] = []
-    for record in read_documents(chunk, flags.json_keys):
-        if isinstance(record, Document):
-            documents.append(record)
-        else:
-            bad.append(record)
+    records = list(read_documents(chunk, flags.json_keys))
+    documents = [record for record in records if isinstance(record, Document)]
+    bad = [record for record in records if isinstance(record, BadRecord)]
     keys = range(len(flags.json_keys))
     try:
         encoded = [_encode(tokenizer, documents, key) for key in keys]

@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Chunk, find_inputs, read_chunks
@@ -31,20 +31,6 @@ from megalite.process.progress import Show, show_documents
 NAMED = 20
 
 
-class Summary(NamedTuple):
-    """Summary of a run.
-
-    Attributes:
-        output: state of the output, with its size.
-        lengths: statistics of the sequences' lengths.
-        tokens_per_second: rate of this run, without the tokens of an earlier run that it continued.
-    """
-
-    output: Entry
-    lengths: LengthStatistics
-    tokens_per_second: float
-
-
 def output_prefix_of(prefix: str, key: str) -> str:
     """Return the prefix of the files that a key is written to, as `--data-path` takes it."""
     return f"{prefix}_{key}_document"
@@ -57,7 +43,7 @@ def preprocess(
     workers: int,
     log_interval: int,
     resume: bool = False,
-) -> Summary:
+) -> tuple[Entry, LengthStatistics, float]:
     """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,megalite.json}`; show progress on standard error.
 
     The files depend neither on the number of workers nor on stopping and continuing the run. They appear only when
@@ -71,6 +57,11 @@ def preprocess(
         workers: number of processes that tokenize, in addition to this one, which reads and writes.
         log_interval: documents between two lines of progress if standard error is not a terminal.
         resume: continue the finished work of a stopped run, if there is any.
+
+    Returns:
+        output: state of the output, with its size.
+        lengths: statistics of the sequences' lengths.
+        rate: tokens per second of this run, without the tokens of an earlier run that it continued.
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
@@ -99,7 +90,7 @@ def preprocess(
                     raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
                 lengths = output.finish()
     rate = (output.done.tokens - before.tokens) / (time.monotonic() - start)
-    return Summary(output.done, lengths, rate)
+    return output.done, lengths, rate
 
 
 def _check_keys(keys: Sequence[str]) -> None:
@@ -116,7 +107,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 def _write(
     output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], show: Show, start: float
 ) -> None:
-    before, sizes = output.done, [_size(path) for path in files]
+    before, sizes = output.done, [Path(path).stat().st_size if Path(path).is_file() else None for path in files]
     begins = [0, *accumulate(size or 0 for size in sizes)]
     total = 0 if None in sizes else begins[-1]
     first: tuple[float, float] | None = None
@@ -160,11 +151,6 @@ def _run(files: Sequence[str], flags: EncodingFlags) -> dict[str, Any]:
         "append_eod": flags.append_eod,
         "tokenizer_hf_include_special_tokens": flags.tokenizer_hf_include_special_tokens,
     }
-
-
-def _size(path: str) -> int | None:
-    """Return the size of a regular file; None for a pipe or a missing file."""
-    return Path(path).stat().st_size if Path(path).is_file() else None
 
 
 def _encode_all(

@@ -78,10 +78,4 @@ def _from_files(
         return SentencePieceTokenizer(model, fast_encoding)
     if kind == "HuggingFaceTokenizer":
         return load_tokenizer_json(model, include_special_tokens, fast_encoding)
-    return TikTokenizer(
-        model,
-        flags.tiktoken_pattern,
-        flags.tiktoken_num_special_tokens,
-        flags.tokenizer_special_tokens,
-        vocab_size,
-    )
+    return TikTokenizer(model, flags, vocab_size)
