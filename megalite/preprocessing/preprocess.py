@@ -107,7 +107,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 def _write(
     output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], show: Show, start: float
 ) -> None:
-    before, sizes = output.done, [Path(path).stat().st_size if Path(path).is_file() else None for path in files]
+    before, sizes = output.done, [_size(path) for path in files]
     begins = [0, *accumulate(size or 0 for size in sizes)]
     total = 0 if None in sizes else begins[-1]
     first: tuple[float, float] | None = None
@@ -151,6 +151,11 @@ def _run(files: Sequence[str], flags: EncodingFlags) -> dict[str, Any]:
         "append_eod": flags.append_eod,
         "tokenizer_hf_include_special_tokens": flags.tokenizer_hf_include_special_tokens,
     }
+
+
+def _size(path: str) -> int | None:
+    """Return the size of a regular file; None for a pipe or a missing file."""
+    return Path(path).stat().st_size if Path(path).is_file() else None
 
 
 def _encode_all(
