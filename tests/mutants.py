@@ -1436,7 +1436,7 @@ MUTANTS = (
     Mutant(
         "positions that begin anew keep attention within documents, too",
         "megalite/data/fields.py",
-        "document_ids=documents if reset_attention_mask else None,",
+        "document_ids=documents if self.reset_attention_mask else None,",
         "document_ids=documents,",
         "tests/unit/test_data_fields.py::"
         "test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked",
@@ -1451,8 +1451,8 @@ MUTANTS = (
     Mutant(
         "a dataset that has given all is chosen again",
         "megalite/data/blend.py",
-        "behind[counts >= self.limits] = -np.inf",
-        "behind[counts > self.limits] = -np.inf",
+        "behind[counts >= limits] = -np.inf",
+        "behind[counts > limits] = -np.inf",
         "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop[taken to the last sample-256]",
     ),
     Mutant(
@@ -3564,9 +3564,9 @@ MUTANTS = (
     ),
     Mutant(
         "a tool starts as many workers as somebody types",
-        "megalite/config/tool_arguments.py",
-        '_AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)',
-        '_AT_MOST = dict.fromkeys(("workers",), 1024)',
+        "megalite/config/fields.py",
+        "Workers = Annotated[PositiveInt, at_most(1024)]",
+        "Workers = PositiveInt",
         "tests/unit/test_config_parse.py::test_a_tool_takes_no_number_beyond_all_bounds",
     ),
     Mutant(
@@ -4647,8 +4647,8 @@ MUTANTS = (
     Mutant(
         "a run goes on that does not end documents as the stopped one did",
         "megalite/preprocessing/preprocess.py",
-        '        "json_keys": encoding.json_keys,\n        "append_eod": encoding.append_eod,\n',
-        '        "json_keys": encoding.json_keys,\n',
+        '        "json_keys": flags.json_keys,\n        "append_eod": flags.append_eod,\n',
+        '        "json_keys": flags.json_keys,\n',
         "tests/unit/test_data_resume.py::test_a_run_that_writes_other_tokens_is_a_different_one",
     ),
     Mutant(

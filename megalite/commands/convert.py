@@ -10,13 +10,13 @@ refused, never approximated. The optimizer's state is not converted.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, flag_of
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import CheckpointError, ConfigurationError
 
@@ -47,20 +47,20 @@ class Arguments:
     """The kind of model: there is one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
-    target_tensor_parallel_size: int | None = None
+    target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
-    target_pipeline_parallel_size: int | None = None
+    target_pipeline_parallel_size: PositiveInt | None = None
     """Number of pipeline stages of such ranks to write files for, for megalite."""
     true_vocab_size: int | None = None
     """The number of tokens in the vocabulary before padding, for Megatron checkpoints that do not record it."""
     tokenizer_model: str | None = None
     """A Hugging Face folder with the tokenizer to copy; unset: the one that --load-dir has or names."""
-    max_shard_size: float | None = None
+    max_shard_size: PositiveFloat | None = None
     """Largest size of a Hugging Face file in GB; unset: 5."""
     verify: bool = False
     """Load both sides again and compare: weights bit for bit, and logits of random tokens, also with transformers."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that copy tensors; by default one per core."""
 
 
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
+    """Raise ConfigurationError for flags that contradict each other."""
     if arguments.loader == arguments.saver:
         raise ConfigurationError("--loader and --saver are one: megalite-reshard rewrites a checkpoint of megalite")
     for name, savers in (
@@ -106,15 +106,10 @@ def check(arguments: Arguments) -> None:
         ("target_pipeline_parallel_size", ("megalite",)),
         ("max_shard_size", ("hf",)),
     ):
-        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value is not None and arguments.saver not in savers:
-            raise ConfigurationError(f"{flag} needs --saver {' or '.join(savers)}")
-        if value is not None and name != "max_shard_size" and value < 1:
-            raise ConfigurationError(f"{flag} is 1 or more")
+        if getattr(arguments, name) is not None and arguments.saver not in savers:
+            raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others tell it")
-    if arguments.workers < 1 or (arguments.max_shard_size is not None and arguments.max_shard_size <= 0):
-        raise ConfigurationError("--workers is 1 or more, --max-shard-size above 0")
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:

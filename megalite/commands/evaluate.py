@@ -12,7 +12,6 @@ docs/evaluation.md defines the figures.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config.fields import PositiveFloat, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -53,17 +53,17 @@ class Arguments:
     """Examples before each question of a task; unset: the task's own number."""
     include_path: str | None = None
     """Folder with your own tasks."""
-    limit: float | None = None
+    limit: PositiveFloat | None = None
     """Take only this many documents of each data set and of each task; below 1: this share of them."""
     seq_length: int | None = None
     """Tokens that the model reads at once; unset: as in training."""
     stride: int | None = None
     """New tokens that each window of a long document predicts; unset: seq-length. Fewer: more context, more work."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Windows in one forward; the figures do not depend on it."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer's matrices (short: --tp)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that each hold some of the layers (short: --pp)."""
     output: str | None = None
     """JSON file to write all figures to."""
@@ -144,11 +144,6 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
         raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
-    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
-        raise ConfigurationError(f"--limit {arguments.limit}: give a number of documents, or below 1 a share of them")
-    for flag in ("micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"):
-        if (value := getattr(arguments, flag.replace("-", "_"))) < 1:
-            raise ConfigurationError(f"--{flag} {value}: must be at least 1")
     if arguments.output is not None and Path(arguments.output).is_dir():
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 

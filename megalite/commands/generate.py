@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megalite.config.fields import NonNegativeInt, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -38,9 +39,9 @@ class Arguments:
     output: str | None = None
     """Write the texts to this new file instead of the terminal, one JSON object per line: prompt, text,
     finish_reason."""
-    max_new_tokens: int = 100
+    max_new_tokens: NonNegativeInt = 100
     """Largest number of tokens to write; the end of a document, or of learned positions, ends the text earlier."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token each time."""
@@ -67,10 +68,6 @@ def main() -> int:
 
     from megalite.inference.sampling import Sampling
 
-    if arguments.max_new_tokens < 0:
-        raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
-    if arguments.batch_size < 1:
-        raise ConfigurationError(f"--batch-size {arguments.batch_size}: must be at least 1")
     if arguments.output is not None and Path(arguments.output).exists():
         raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)

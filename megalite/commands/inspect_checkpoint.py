@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,6 +21,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.fields import CORES, Workers
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import CheckpointError, ConfigurationError
 
@@ -48,7 +48,7 @@ class Arguments:
     """Show minimum, maximum, mean, deviation and norm per tensor, and count zero, denormal and non-finite elements."""
     json: bool = False
     """Print one JSON object, with all that is known of each tensor, instead of tables."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that read; by default one per core."""
 
 
@@ -59,8 +59,6 @@ def main() -> None:
         raise ConfigurationError("give --load, or --diff with two checkpoints")
     if arguments.diff is not None and (arguments.config or arguments.verify or arguments.statistics):
         raise ConfigurationError("--config, --verify and --statistics are about one checkpoint: give it as --load")
-    if arguments.workers < 1:
-        raise ConfigurationError("--workers is 1 or more")
     if arguments.diff is not None:
         show_differences(arguments, *arguments.diff)
     elif arguments.load is not None:

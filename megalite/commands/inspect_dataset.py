@@ -72,12 +72,11 @@ def show_dataset(arguments: Arguments, prefix: str) -> None:
 def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
     """Return the text of tokens, or the tokens if no tokenizer is given."""
     from megalite.data.side_file import check_tokenizer, read_side_file
-    from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+    from megalite.data.tokenizers import build_tokenizer
 
     if arguments.tokenizer_type is None:
         return " ".join(map(str, tokens))
-    options, kind = TokenizerOptions.of(arguments), arguments.tokenizer_type
-    tokenizer = build_tokenizer(kind, arguments.tokenizer_model, arguments.vocab_size, options)
+    tokenizer = build_tokenizer(arguments, arguments.vocab_size)
     check_tokenizer(prefix, read_side_file(prefix), tokenizer.identity())
     return tokenizer.decode(tokens)
 

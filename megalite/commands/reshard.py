@@ -11,13 +11,13 @@ stage.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megalite.config import ParallelConfig
+from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 
@@ -29,7 +29,7 @@ class Arguments:
     """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     save: str
     """The run directory to write to, which must not hold a checkpoint of this iteration."""
-    files: int | None = None
+    files: PositiveInt | None = None
     """Write this many files, of equal size."""
     tensor_model_parallel_size: int | None = None
     """Write one file per rank of a copy of the model that is split over this many ranks ..."""
@@ -41,7 +41,7 @@ class Arguments:
     """Format to write: safetensors files, or files that torch.distributed.checkpoint can read, too."""
     optimizer: bool = True
     """Keep the optimizer's state; with --no-optimizer only the weights are written."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that copy tensors; by default one per core."""
 
 
@@ -56,11 +56,10 @@ def main() -> None:
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
 
-    layout = parallel_config(arguments)
+    given = {name: value for name, value in vars(arguments).items() if "parallel" in name and value is not None}
+    layout = ParallelConfig(**given) if given else None
     if (arguments.files is None) == (layout is None):
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
-    if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
-        raise ConfigurationError("--files and --workers are 1 or more")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
     tensors = {
         name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not name.startswith(OPTIMIZER)
@@ -79,13 +78,6 @@ def main() -> None:
     print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
         print("without the optimizer's state: a run that continues from it is refused")
-
-
-def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """Return the layout that the flags describe, or None if none of them is given."""
-    given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
-    given = {name: value for name, value in given.items() if value is not None}
-    return ParallelConfig(**given) if given else None
 
 
 command = partial(run_tool, main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megalite.config.fields import NonNegativeInt, at_most
@@ -33,7 +33,7 @@ FastEncoding = Literal["auto", "require", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFlags:
-    """Name of a tokenizer, and its files."""
+    """Name of a tokenizer, its files, and options that only some kinds read."""
 
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer is for data already in tokens."""
@@ -49,3 +49,25 @@ class TokenizerFlags:
     """Special tokens of a TikTokenizer's .json file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """Names of a TikTokenizer's special tokens, if they are not the usual ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodingFlags(TokenizerFlags):
+    """Rules for converting records of a corpus to tokens."""
+
+    tokenizer_type: TokenizerType = field()
+    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
+    vocab_size: int | None = None
+    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
+    tokenizer_hf_include_special_tokens: bool = True
+    """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
+    beginning)."""
+    fast_encoding: FastEncoding = "auto"
+    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
+    always, with an error if they might differ; never. The other types have only one way, which is fast."""
+    json_keys: tuple[str, ...] = ("text",)
+    """The fields of a record to tokenize, each into files of its own."""
+    append_eod: bool = False
+    """End every document with the end-of-document token."""
+    skip_bad_lines: bool = False
+    """Leave out, name and count records that are not documents, instead of stopping."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import os
 import re
 import signal
@@ -14,15 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
-from megalite.config.fields import flag_of
+from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
 from megalite.process.output import require_streams
-from megalite.small_files import shown
 
 Arguments = TypeVar("Arguments")
-_AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)
-"""Largest values of flags for things that are started one by one. Other integers are from -2^53 to 2^53."""
 
 
 def run_tool(main: Callable[[], None]) -> None:
@@ -58,7 +54,7 @@ def parse_tool_arguments(
         repeated: a flag with several values is given once per value; otherwise once with all values.
 
     Raises:
-        ConfigurationError: a flag is unknown, a value is blank, or a number is too large.
+        ConfigurationError: a flag is unknown, a value is blank, or a number is not in its range.
         SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, with a message.
     """
     import tyro
@@ -76,10 +72,8 @@ def parse_tool_arguments(
         )
     except SystemExit as ending:
         sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another code comes from --help or a signal
-    for field in dataclasses.fields(parsed):  # type: ignore[arg-type]
-        value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
-        if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
-            raise ConfigurationError(f"{flag_of(field.name)} {shown(value)} must be a number, at most {most:,}")
+    if problems := list(range_problems(parsed)):
+        raise ConfigurationError("\n".join(problems))
     return parsed
 
 

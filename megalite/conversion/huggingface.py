@@ -16,12 +16,13 @@ from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import numbers_as_numbers, packed, widest
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
-from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
@@ -136,13 +137,12 @@ def write_huggingface(
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:
     """Return the number of the end-of-text token, if a tokenizer is known that has one."""
-    data = opened.data
-    if "tokenizer_type" not in data:
+    flags = TokenizerFlags(**opened.data)
+    if flags.tokenizer_type is None:
         return {}
     try:
-        size = None if data["tokenizer_type"] != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
-        options = TokenizerOptions.of(data)
-        return {"eos_token_id": build_tokenizer(data["tokenizer_type"], data.get("tokenizer_model"), size, options).eod}
+        size = None if flags.tokenizer_type != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
+        return {"eos_token_id": build_tokenizer(flags, size).eod}
     except (ConfigurationError, DataError):
         return {}
 

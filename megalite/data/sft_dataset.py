@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megalite.config.data import DataConfig
 from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
-from megalite.data.dataset_spec import DatasetSpec
-from megalite.data.datasets import SURPLUS, Datasets, Samples, Source, build_datasets
+from megalite.data.datasets import Datasets, Samples, Source, build_datasets
 from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
@@ -31,30 +31,22 @@ from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
-    parts: Sequence[DatasetSpec | None],
-    samples: Samples,
-    *,
-    sequence_length: int,
-    seed: int,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    cache: IndexCache,
-    surplus: float = SURPLUS,
+    data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Datasets[SampleFields]:
-    """Return the datasets of a run on conversations; `parts` name JSONL files.
+    """Return the datasets of a run on conversations; `data` names JSONL files.
 
     Raises:
         ConfigurationError: there is no training data.
         DataError: a file is missing, a line is not a conversation, or no conversation has an answer.
     """
-    notes = []
+    notes, cache = [], IndexCache(data.data_cache_path)
 
     def open_source(path: str) -> Source[SampleFields]:
-        file = ConversationFile(path, tokenizer, template, sequence_length, seed, cache)
+        file = ConversationFile(path, tokenizer, template, data.seq_length, seed, cache)
         notes.extend(file.notes())
         return Source(len(file), file.dataset)
 
-    datasets = build_datasets(parts, samples, open_source, cache, surplus)
+    datasets = build_datasets(data, samples, open_source, cache)
     return datasets._replace(notes=(*notes, *datasets.notes))
 
 
@@ -102,7 +94,10 @@ class ConversationFile:
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
         self.begins = np.concatenate([[0], self.ends[:-1]])
         self.places = np.minimum(self.ends - self.begins - 1, sequence_length)
-        self.unanswered = self._unanswered()
+        first_labels = self.begins + 1
+        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
+        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
+        self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
         if self.unanswered == len(self):
             raise DataError(
                 f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
@@ -116,12 +111,6 @@ class ConversationFile:
     def learned(self, begin: int, end: int) -> np.ndarray:
         """Return a mask of the tokens from `begin` to `end`: 1 if a token belongs to an answer, otherwise 0."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
-
-    def _unanswered(self) -> int:
-        first_labels = self.begins + 1
-        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
-        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
-        return int(np.count_nonzero(next_answers >= first_labels + self.places))
 
     def notes(self) -> list[str]:
         """Return messages for the user about the file."""

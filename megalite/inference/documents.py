@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -84,8 +83,7 @@ def read_token_files(
         if verify and limit is None:
             check_record(data, record)
         count = limited(len(data.document_indices) - 1, limit)
-        ends = itertools.pairwise(data.document_indices[: count + 1].tolist())  # most documents have one sequence
-        sequences = [_bare([data.get(number) for number in range(*each)], context, tokenizer.eod) for each in ends]
+        sequences = [_bare(data.document(document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
         text_bytes, why_no_bytes = _text_bytes(sequences, tokenizer)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,8 +11,9 @@ from megalite import checkpoint
 from megalite.checkpoint import AnyPath
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import open_huggingface
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
@@ -84,19 +83,19 @@ def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokeniz
         opened = open_huggingface(Path(str(path)))
         if not opened.data and tokenizer_model is None:
             raise ConfigurationError(f"{path} has no tokenizer: name a folder that has one as --tokenizer-model")
-        return _tokenizer(opened.data or {"tokenizer_type": "HuggingFaceTokenizer"}, opened.config, tokenizer_model)
+        flags = TokenizerFlags(**opened.data or {"tokenizer_type": "HuggingFaceTokenizer"})
+        return _tokenizer(flags, opened.config, tokenizer_model)
     data = checkpoint.saved_section(path, checkpoint.read_config(path), DataConfig)
-    return _tokenizer(asdict(data), checkpoint.read_model_config(path), tokenizer_model)
+    return _tokenizer(data, checkpoint.read_model_config(path), tokenizer_model)
 
 
-def _tokenizer(data: Mapping[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
-    kind = data["tokenizer_type"] or "NullTokenizer"
+def _tokenizer(flags: TokenizerFlags, config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
     size = config.vocab_size
-    if kind == "NullTokenizer" and size is not None:
+    if flags.tokenizer_type in (None, "NullTokenizer") and size is not None:
         size -= 1  # the model's vocabulary includes the end-of-document token, which NullTokenizer adds by itself
-    elif kind != "TikTokenizer":
+    elif flags.tokenizer_type != "TikTokenizer":
         size = None  # the tokenizer's file has its own size, which is compared below
-    tokenizer = build_tokenizer(kind, tokenizer_model or data.get("tokenizer_model"), size, TokenizerOptions.of(data))
+    tokenizer = build_tokenizer(replace(flags, tokenizer_model=tokenizer_model or flags.tokenizer_model), size)
     if config.vocab_size is not None and tokenizer.vocab_size > config.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.vocab_size}: give the one it was "

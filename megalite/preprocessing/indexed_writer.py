@@ -102,16 +102,6 @@ class IndexedDatasetWriter:
         self._documents = TemporaryFile(final, ends, documents * 8)
         self._files = (self._bin, self._lengths, self._documents)
 
-    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
-        """Add a document of one sequence, or of sequences whose `lengths` sum to its number of tokens.
-
-        Raises:
-            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
-        """
-        tokens = np.asarray(tokens)
-        sequences = np.array([len(tokens)] if lengths is None and len(tokens) else lengths or [], dtype=np.int64)
-        self.add_documents(tokens, sequences, np.array([len(sequences)]))
-
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> int:
         """Add many documents.
 
@@ -124,7 +114,7 @@ class IndexedDatasetWriter:
             The CRC-32 of the written data.
 
         Raises:
-            DataError: as for `add_document`.
+            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
         """
         if lengths.sum() != len(tokens):
             raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")

@@ -78,8 +78,7 @@ def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
     documents = len(data.document_indices) - 1
     if not 0 <= document < documents:
         raise DataError(f"--document {document}: {data.prefix} has documents 0 to {documents - 1}")
-    first, last = data.document_indices[document : document + 2].tolist()
-    return [data.get(sequence) for sequence in range(first, last)]
+    return data.document(document)
 
 
 def verify(data: IndexedDataset) -> None:

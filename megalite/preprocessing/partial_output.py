@@ -66,12 +66,6 @@ class Entry(NamedTuple):
         """Number of tokens of all datasets."""
         return sum(extent.tokens for extent in self.extents)
 
-    @classmethod
-    def parse(cls, line: list[Any]) -> Entry:
-        """Return the entry of a journal line."""
-        position, text_bytes, skipped, extents, checksums = line
-        return cls(Position(*position), text_bytes, skipped, tuple(Extent(*e) for e in extents), tuple(checksums))
-
 
 JOURNAL = "journal"
 # First bytes of every journal (a kill may leave fewer). A file of this name with other contents is not megalite's.
@@ -170,7 +164,9 @@ class PartialOutput:
                 if "entry" not in line:
                     break
                 try:
-                    entry = Entry.parse(line["entry"])
+                    position, text_bytes, skipped, extents, checksums = line["entry"]
+                    sizes = tuple(Extent(*extent) for extent in extents)
+                    entry = Entry(Position(*position), text_bytes, skipped, sizes, tuple(checksums))
                 except (TypeError, ValueError):  # an incomplete entry ends the valid part, as a wrong checksum does
                     break
                 if not self.finished and self._checksums(files, entry) != entry.checksums:
@@ -194,11 +190,6 @@ class PartialOutput:
     def finished(self) -> bool:
         """True if the earlier run completed its files and only renames are left: there is nothing to `add`."""
         return self._statistics is not None
-
-    @property
-    def kept(self) -> bool:
-        """True if there is finished work to keep if the context exits without `finish`."""
-        return self.done.documents > 0
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write the tokens of the next chunk."""
@@ -255,7 +246,7 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if not self.kept:
+        if not self.done.documents:
             self._remove()
         elif error is not None:
             note = f"what is done is in {self.folder}: the same command with --resume goes on from there"

@@ -16,6 +16,7 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, ROOT, assert_same_checkpoint, metrics, words
 from tests.harness.fault import Fault
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 FAULTY = ROOT / "tests" / "harness" / "faulty_training.py"
 RANKS = 4
@@ -68,7 +69,7 @@ class Campaign:
         folder.mkdir()
         with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
             for document in range(60):
-                writer.add_document([*(np.arange(document, document + 20) % 50), 60])
+                add_document(writer, [*(np.arange(document, document + 20) % 50), 60])
             writer.finish()
 
     @property

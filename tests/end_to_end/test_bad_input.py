@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GENERATE, GPT2, LLAMA, MOCK, PRETRAIN, Ended, contents, saved_tensors, words
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 BYTES = words("--tokenizer-type ByteTokenizer")
 SHORT = (*GPT2, "--train-iters", 3)
@@ -54,9 +55,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("good")
     prefix = str(folder / "data")
     text = np.frombuffer((Path(__file__).read_text() * 2).encode(), np.uint8)
-    with IndexedDatasetWriter(prefix, np.uint16, build_tokenizer("ByteTokenizer").identity()) as writer:
+    with IndexedDatasetWriter(prefix, np.uint16, ByteTokenizer().identity()) as writer:
         for document in np.split(text[:6000], 20):
-            writer.add_document([*document.tolist(), 256])
+            add_document(writer, [*document.tolist(), 256])
         writer.finish()
     with Job([PRETRAIN, *MOCK, *SHORT, "--save", folder / "run"], 1, folder / "job") as job:
         assert job.wait() == [0], job.stderr(0)

@@ -20,6 +20,7 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import COURSE, MOCK, PRETRAIN, ROOT, SIZES, saved_tensors
 from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 PREAMBLE = f"""
 import os, runpy, signal, sys, threading, time
@@ -167,7 +168,7 @@ if rank > 1:
 
 def write_tokens(prefix: Path, tokens: int) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.arange(tokens) % 50)
+        add_document(writer, np.arange(tokens) % 50)
         writer.finish()
 
 

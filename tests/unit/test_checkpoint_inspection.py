@@ -148,7 +148,7 @@ def test_json_has_all_that_the_manifest_has(saved: Path) -> None:
         ([], "give --load, or --diff with two checkpoints"),
         (["--load", "a", "--diff", "a", "b"], "give --load, or --diff with two checkpoints"),
         (["--diff", "a", "b", "--verify"], "are about one checkpoint: give it as --load"),
-        (["--load", "a", "--workers", "0"], "--workers is 1 or more"),
+        (["--load", "a", "--workers", "0"], "--workers 0: must be at least 1"),
         (["--load", "a", "--verfy"], "there is no flag --verfy: did you mean --verify?"),
     ],
 )

@@ -280,8 +280,8 @@ def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
             8,
             2,
             {"decoder_last_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2},
-            "5 layers of a rank cannot be divided evenly among its 2 stages: change --decoder-first-pipeline-num-layers "
-            "or --decoder-last-pipeline-num-layers",
+            "5 layers of a rank cannot be divided evenly among its 2 stages: change "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
         ),
     ],
 )

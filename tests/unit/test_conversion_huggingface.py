@@ -698,7 +698,7 @@ def test_flags_that_do_not_go_together(folders: Path, tmp_path: Path) -> None:
         (("--loader", "hf", "--saver", "hf"), "are one"),
         (("--loader", "megalite", "--saver", "hf", "--target-tensor-parallel-size", 2), "needs --saver megalite"),
         (("--loader", "hf", "--saver", "megalite", "--max-shard-size", 2.5), "needs --saver hf"),
-        (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "above 0"),
+        (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "--max-shard-size 0.0: must be above 0"),
         (("--loader", "hf", "--saver", "megalite", "--true-vocab-size", 9), "needs --loader megatron"),
         (("--loader", "hf", "--saver", "megalite", "--target-tensor-parallel-size", 3), "does not divide"),
         (("--loader", "hf", "--saver", "megalite", "--tokenizer-model", tmp_path), "neither tokenizer.json nor"),

@@ -270,7 +270,7 @@ def test_a_line_of_a_hundred_megabytes(tmp_path: Path) -> None:
     assert "3 documents, 100,000,012 tokens" in result.stdout
     data = IndexedDataset(tmp_path / "c_text_document")
     assert data.sequence_lengths.tolist() == [6, 100_000_000, 6]
-    assert bytes(data.get(1, 99_999_990).tolist()) == b"0123456789"
+    assert bytes(data.get(1)[99_999_990:].tolist()) == b"0123456789"
 
 
 BAD_FILES: dict[str, tuple[str, bytes, str]] = {

@@ -25,35 +25,28 @@ from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.harness.fork_server import fork_context
+from tests.harness.token_files import add_document
 
 
 def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | None = None) -> str:
     with IndexedDatasetWriter(prefix, np.uint16, tokenizer) as writer:
         for _ in range(documents):
-            writer.add_document(np.full(11, token))
+            add_document(writer, np.full(11, token))
         writer.finish()
     return str(prefix)
 
 
-def build(samples: Samples, tokenizer: Any = None, surplus: float = 0.005, **flags: Any) -> Datasets[np.ndarray]:
-    return build_token_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, **flags)),
-        samples,
-        sequence_length=10,
-        seed=1234,
-        tokenizer=tokenizer or NullTokenizer(99),
-        cache=IndexCache(),
-        surplus=surplus,
-    )
+def build(samples: Samples, tokenizer: Any = None, **flags: Any) -> Datasets[np.ndarray]:
+    return build_token_datasets(DataConfig(seq_length=10, **flags), samples, 1234, tokenizer or NullTokenizer(99))
 
 
 def test_blend_index_by_hand() -> None:
     """The orders Megatron-LM's own function gives for these weights."""
-    datasets, samples, _ = build_blend_index([0.5, 0.3, 0.2], 20)
+    datasets, samples, _ = build_blend_index([0.5, 0.3, 0.2], 20).values()
     assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
     for dataset in range(3):
         assert samples[datasets == dataset].tolist() == list(range((datasets == dataset).sum()))
-    exhausted, _, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2])
+    exhausted, _, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2]).values()
     assert exhausted.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
 
 
@@ -79,15 +72,15 @@ def test_blend_index_is_that_of_the_plain_loop(name: str, lead: int, monkeypatch
         expected.append((chosen, counts[chosen]))
         counts[chosen] += 1
     index = build_blend_index(shares, size, limits)
-    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
-    assert index.counts.tolist() == counts
+    assert list(zip(index["datasets"].tolist(), index["samples"].tolist(), strict=True)) == expected
+    assert index["counts"].tolist() == counts
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.data())
 def test_blend_by_length_takes_every_sample_once(limits: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(0, sum(limits)))
-    datasets, samples, _ = build_blend_index(normalize(limits), size, limits)
+    datasets, samples, _ = build_blend_index(normalize(limits), size, limits).values()
     pairs = set(zip(datasets.tolist(), samples.tolist(), strict=True))
     assert len(pairs) == size
     assert all(sample < limits[dataset] for dataset, sample in pairs)
@@ -98,7 +91,7 @@ def test_blend_by_length_takes_every_sample_once(limits: list[int], data: st.Dat
 def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], size: int) -> None:
     """Megatron-LM's surplus covers what the first `size` samples ask of each dataset."""
     shares = normalize(weights)
-    datasets, _, counts = build_blend_index(shares, size)
+    datasets, _, counts = build_blend_index(shares, size).values()
     for dataset, share in enumerate(shares):
         assert counts[dataset] == (datasets == dataset).sum() <= math.ceil(math.ceil(size * share) * 1.005)
 
@@ -170,7 +163,7 @@ def test_split_that_means_nothing_is_refused(split: str) -> None:
 def test_splits_share_no_document(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
         for document in range(100):
-            writer.add_document(np.full(11, document))
+            add_document(writer, np.full(11, document))
         writer.finish()
     sets = build(Samples(200, 40, 10), data_path=[str(tmp_path / "a")], split="80,15,5")
     seen = [{int(token) for i in range(len(dataset)) for token in dataset[i]} for dataset in sets[:3]]
@@ -249,9 +242,7 @@ def test_each_evaluation_of_a_run_has_samples_of_its_own(steps: int, evaluations
 
 
 def test_mock_data_needs_no_files() -> None:
-    train, valid, test, _ = build_mock_datasets(
-        Samples(10, 5, 0), sequence_length=10, seed=1, tokenizer=NullTokenizer(99)
-    )
+    train, valid, test, _ = build_mock_datasets(DataConfig(seq_length=10), Samples(10, 5, 0), 1, NullTokenizer(99))
     assert isinstance(train, MockDataset)
     assert valid is not None
     assert (len(train), len(valid), test) == (10, 5, None)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
-from megalite.data.fields import sample_fields
+from megalite.data.fields import FieldsDataset
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -137,7 +137,7 @@ def test_what_is_too_long_is_cut_and_what_is_too_short_is_padded_without_loss() 
     (padded,) = rearranged([list(b"ab" * 20)], spm_rate=0.0)
     assert len(padded) == 40
     assert padded[-10:] == [PAD] * 10
-    fields = sample_fields(np.array([*padded, EOD]), EOD, pad=PAD)
+    fields = FieldsDataset([np.array([*padded, EOD])], EOD, pad=PAD)[0]
     assert fields["loss_mask"].tolist() == [float(token != PAD) for token in [*padded[1:], EOD]]
 
 

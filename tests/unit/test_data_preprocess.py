@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +19,19 @@ import numpy as np
 import pytest
 
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
-from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.encoding import encode_chunk
 from tests.harness.terminal import read_to_end
 
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
+BYTES = EncodingFlags(tokenizer_type="ByteTokenizer")
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
 
 
@@ -62,16 +64,15 @@ def test_a_tokenizer_that_goes_beyond_its_vocabulary_is_refused(
 
     monkeypatch.setattr(ByteTokenizer, "encode_documents", ids)
     (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a", "b"]))], ["text"])
-    encoding = Encoding(("text",), append_eod=False, tokenizer_type="ByteTokenizer")
     with pytest.raises(DataError, match=r"c\.jsonl:2: has tokens .* damaged") if refused else nullcontext():
-        assert encode_chunk(encoding, chunk).keys[0].tokens.tolist() == [2, 1, token]
+        assert encode_chunk(BYTES, chunk).keys[0].tokens.tolist() == [2, 1, token]
 
 
 def test_an_end_of_documents_beyond_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "eod", 257)
     (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a"]))], ["text"])
     with pytest.raises(DataError, match=r"would end with token 257, but .* it has 257"):
-        encode_chunk(Encoding(("text",), append_eod=True, tokenizer_type="ByteTokenizer"), chunk)
+        encode_chunk(replace(BYTES, append_eod=True), chunk)
 
 
 def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data import corpus
 from megalite.data.corpus import read_chunks
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.tokenizers import TokenizerOptions
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from megalite.preprocessing import partial_output, preprocess
-from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.encoding import encode_chunk
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import PartialOutput, partial_folder
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"]
-ENCODING = Encoding(("text", "title"), True, "ByteTokenizer")
+ENCODING = EncodingFlags(json_keys=("text", "title"), append_eod=True, tokenizer_type="ByteTokenizer")
 RUN = {"inputs": "the same"}
 
 
@@ -241,7 +241,7 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
     [
         {"json_keys": ("text",)},
         {"append_eod": False},
-        {"options": TokenizerOptions(tokenizer_hf_include_special_tokens=False)},
+        {"tokenizer_hf_include_special_tokens": False},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -20,14 +20,14 @@ from sentencepiece import SentencePieceTrainer
 
 from megalite.config import DataConfig
 from megalite.data.chat import ChatTemplate, Span, conversation_reader, find_template, given_template
-from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import IndexCache
 from megalite.data.sft_dataset import ConversationFile, build_sft_datasets, pack
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
+from tests.harness.tokenizers import named_tokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -260,13 +260,11 @@ def build(
     **flags: Any,
 ) -> Datasets[SampleFields]:
     return build_sft_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, data_path=[str(path)], **({"split": "1"} | flags))),
+        DataConfig(seq_length=length, data_path=(str(path),), **({"split": "1"} | flags)),
         samples,
-        sequence_length=length,
-        seed=1,
-        tokenizer=tokenizer,
-        template=None if template is None else ChatTemplate(template, {}),
-        cache=IndexCache(),
+        1,
+        tokenizer,
+        None if template is None else ChatTemplate(template, {}),
     )
 
 
@@ -355,8 +353,8 @@ def spaces_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenize
     json_tokenizer.add_special_tokens(["</s>"])
     json_tokenizer.save(str(folder / "tokenizer.json"))
     return {
-        "SentencePiece": build_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
-        "Hugging Face": build_tokenizer("HuggingFaceTokenizer", str(folder)),
+        "SentencePiece": named_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
+        "Hugging Face": named_tokenizer("HuggingFaceTokenizer", str(folder)),
     }
 
 

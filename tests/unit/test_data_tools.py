@@ -21,6 +21,7 @@ from megalite.preprocessing import merging
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.inspection import length_statistics, verify
 from tests.harness.fork_server import fork_context
+from tests.harness.token_files import add_document
 
 pytestmark = pytest.mark.costly
 
@@ -39,7 +40,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
     with IndexedDatasetWriter(prefix, dtype, tokenizer) as writer:  # type: ignore[arg-type]
         for document in documents:
             tokens = [token for sequence in document for token in sequence]
-            writer.add_document(tokens, [len(sequence) for sequence in document])
+            add_document(writer, tokens, [len(sequence) for sequence in document])
         writer.finish()
 
 
@@ -88,7 +89,7 @@ def test_text_named_like_the_tokens_is_left_alone(tmp_path: Path) -> None:
 
 def die_while_writing(prefix: Path) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document([1, 2, 3])
+        add_document(writer, [1, 2, 3])
         writer.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 

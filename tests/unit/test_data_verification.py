@@ -25,6 +25,7 @@ from megalite.data.verification import Verification
 from megalite.errors import DataError
 from megalite.preprocessing import indexed_writer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter, publish
+from tests.harness.token_files import add_document
 
 SUFFIXES = ("bin", "idx")
 
@@ -33,7 +34,7 @@ SUFFIXES = ("bin", "idx")
 def prefix(tmp_path: Path) -> Path:
     with IndexedDatasetWriter(tmp_path / "a", np.uint16, {"type": "test"}) as writer:
         for document in ([1, 2], [3, 4, 5], [], [6]):
-            writer.add_document(document)
+            add_document(writer, document)
         writer.finish()
     return tmp_path / "a"
 
@@ -65,12 +66,12 @@ def test_checksums_are_of_the_files_also_where_a_writer_went_on(
         small_chunks(patch)
         with IndexedDatasetWriter(folder / "a", np.uint16, folder=folder / "growing") as writer:
             for document in documents[:stop]:
-                writer.add_document(document)
+                add_document(writer, document)
         with (folder / "growing" / "a.bin").open("ab") as file:
             file.write(lost)  # which no journal knows
         with IndexedDatasetWriter(folder / "a", np.uint16, folder=folder / "growing", extent=writer.extent) as writer:
             for document in documents[stop:]:
-                writer.add_document(document)
+                add_document(writer, document)
             writer.complete()
         publish(folder / "a", folder / "growing")
         for check in verification.recorded_checks(IndexedDataset(folder / "a"), read_side_file(folder / "a")):
@@ -98,7 +99,7 @@ def test_a_flipped_bit_is_refused(prefix: Path, suffix: str) -> None:
 def test_the_chunk_that_is_damaged_is_named(prefix: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small_chunks(monkeypatch)
     with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
-        writer.add_document(list(range(6)))
+        add_document(writer, list(range(6)))
         writer.finish()
     verified(tmp_path / "b").raise_damage()
     (tmp_path / "b.bin").write_bytes(np.array([0, 1, 2, 3, 4, 7], np.uint16).tobytes())

@@ -39,6 +39,7 @@ from tests.distributed.layout_expected import one_thread
 from tests.harness.close import assert_number_close
 from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
+from tests.harness.token_files import add_document
 from tests.harness.tool import run_tool
 
 BYTES = ByteTokenizer()
@@ -127,7 +128,7 @@ def write(prefix: Path, documents: list[list[list[int]]], identity: dict[str, ob
     with IndexedDatasetWriter(prefix, np.uint16, identity) as writer:
         for document in documents:
             lengths = [len(sequence) for sequence in document]
-            writer.add_document([token for sequence in document for token in sequence], lengths)
+            add_document(writer, [token for sequence in document for token in sequence], lengths)
         writer.finish()
     return str(prefix)
 
@@ -266,8 +267,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         ("", "there is nothing to evaluate on: give --data-path, --text or --tasks"),
         ("--text a --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--text a --pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
-        ("--text a --limit 0", "--limit 0.0: give a number of documents"),
-        ("--text a --limit inf", "--limit inf: give a number of documents"),
+        ("--text a --limit 0", "--limit 0.0: must be above 0"),
+        ("--text a --limit inf", "--limit inf: must be a finite number"),
         ("--text a --output= ", "--output '': is blank"),
         ("--text a --num-fewshot 1", "--num-fewshot and --include-path are for --tasks"),
         ("--text a --output /", "--output / is a folder"),

@@ -66,8 +66,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters."""
@@ -110,13 +109,11 @@ class HuggingFaceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Return the token with this spelling in the vocabulary; None if there is none."""
-        token: int | None = self._tokenizer.token_to_id(name)
-        return token
+        return self._tokenizer.token_to_id(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the vocabulary file, the number of tokens, and the end of a document."""
@@ -140,7 +137,8 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     except Exception as error:  # the library raises Exception itself
         raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({reason(error)})") from error
     named = _named_end(file.parent)
-    ends = _usual_ends(tokenizer) if named is None else [named]
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    ends = [name for name in USUAL_ENDS if name in added] if named is None else [named]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
         found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
         raise DataError(
@@ -193,8 +191,3 @@ def _named_end(folder: Path) -> str | None:
         value = value.get("content") if isinstance(value, dict) else value
         name = name if value is None else str(value)
     return name
-
-
-def _usual_ends(tokenizer: Any) -> list[str]:
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    return [name for name in USUAL_ENDS if name in added]

@@ -87,17 +87,14 @@ class WordCache:
         return np.fromiter(chain(first, chain.from_iterable(map(self._known.__getitem__, words[1:]))), np.int32)
 
     def _encode_word(self, word: str) -> list[int]:
-        ids: list[int]
         if not self._adds_space:
-            ids = self._processor.encode(word)
-        elif word[0] in (" ", SPACE):
+            return self._processor.encode(word)
+        if word[0] in (" ", SPACE):
             # The model adds a space before every text. It replaces the first space of this word.
-            ids = self._processor.encode(word[1:]) or self._space
-        else:
-            # Encoded after another character, so that the model does not add a space before the word.
-            before = "." if word[0].isalpha() else "a"
-            ids = self._processor.encode(before + word)[len(self._processor.encode(before)) :]
-        return ids
+            return self._processor.encode(word[1:]) or self._space
+        # Encoded after another character, so that the model does not add a space before the word.
+        before = "." if word[0].isalpha() else "a"
+        return self._processor.encode(before + word)[len(self._processor.encode(before)) :]
 
 
 def _letters_stay_apart(proto: Any) -> bool:
