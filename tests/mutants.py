@@ -2268,7 +2268,7 @@ MUTANTS = (
         "megalite/pipeline/engine.py",
         "self._deferred.pop((action.chunk, action.micro_batch)).add()",
         "self._deferred[action.chunk, action.micro_batch].add()",
-        f"{_ENGINE}activations_are_as_many_as_the_checker_says[zb-h1-1]",
+        f"{_ENGINE}activations_are_as_many_as_the_lists_say[zb-h1-1]",
     ),
     Mutant(
         "engine: an input is kept behind its backward",

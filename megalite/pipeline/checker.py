@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 from megalite.pipeline.deadlock import Communicator, Program, run
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.schedules import Action, Kind
-from megalite.pipeline.simulator import ScheduleError
+from megalite.pipeline.simulator import ScheduleError, lanes
 from megalite.pipeline.stages import Stages
 
 
@@ -27,17 +27,6 @@ class Collective:
         return self.name
 
 
-@dataclass(frozen=True)
-class Report:
-    """Peaks of each rank: the largest numbers at one time."""
-
-    activations: tuple[int, ...]
-    """Forwards of all chunks whose B or W has not run."""
-    activations_of_chunks: tuple[tuple[int, ...], ...]
-    receives: tuple[int, ...]
-    """Buffers whose receive is posted and whose computation has not run."""
-
-
 def check(
     stages: Stages,
     lists: Sequence[Sequence[Action]],
@@ -46,7 +35,7 @@ def check(
     *,
     backward: bool = True,
     after_list: Sequence[Sequence[Collective]] = (),
-) -> Report:
+) -> None:
     """Prove a whole step of a pipeline, from the lists of all its ranks.
 
     Every stage does each micro-batch once, in an order that gives the same sums whatever the schedule; each message is
@@ -68,11 +57,6 @@ def check(
             rank.take(action)
         rank.end(after_list[number] if after_list else ())
     run([rank.program for rank in ranks])
-    return Report(
-        tuple(rank.most_kept[-1] for rank in ranks),
-        tuple(tuple(rank.most_kept[:-1]) for rank in ranks),
-        tuple(rank.most_receives for rank in ranks),
-    )
 
 
 @dataclass(frozen=True)
@@ -113,15 +97,12 @@ class _Rank:
     def __init__(self, step: _Step, rank: int) -> None:
         self._step, self._rank = step, rank
         self._stage = own = step.stages.of_rank(rank)
-        self._ends = {end: [_other_end(step.stages, stage, *end) for stage in own] for end in set(_OTHER_ENDS.values())}
-        self._messages = {kind: [self._message(kind, chunk) for chunk in range(len(own))] for kind in _OTHER_ENDS}
-        # By kind and chunk, then by micro-batch; I counts as B, and B as W too. The number is that of the receive.
-        self._done: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
-        self._kept, self._receives = [0] * (len(own) + 1), 0
+        self._lanes = lanes(step.stages, rank)
+        self._messages = {kind: [self._message(kind, chunk) for chunk in range(len(own))] for kind in _MESSAGES}
+        # By kind and chunk, then by micro-batch; I counts as B, and B as W too. The value is the number of a receive.
+        self._done: dict[tuple[Kind, int], dict[int, int | None]] = defaultdict(dict)
         self._say = partial(_say, own)
         self.program = Program(f"rank {rank}", self._say)
-        self.most_kept, self.most_receives = [0] * (len(own) + 1), 0
-        """Forwards by chunk and, last, of all chunks."""
 
     def take(self, action: Action) -> None:
         kind, micro_batch, chunk, _ = self._at = action
@@ -157,14 +138,10 @@ class _Rank:
                 yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
 
-    def _forward(self, action: Action) -> int:
-        self._need("F", action, self._ends[True, "F"][action.chunk])
-        for place in (action.chunk, -1):
-            self._kept[place] += 1
-            self.most_kept[place] = max(self.most_kept[place], self._kept[place])
-        return 0
+    def _forward(self, action: Action) -> None:
+        self._need("F", action)
 
-    def _backward(self, action: Action) -> int:
+    def _backward(self, action: Action) -> None:
         kind, m, chunk, _ = action
         if not self._step.backward:
             self._refuse("evaluation does not go backward")
@@ -172,25 +149,22 @@ class _Rank:
             self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
         if m not in self._done["F", chunk]:
             self._refuse("it has not gone forward")
-        self._need("B", action, self._ends[False, "B"][chunk])
+        self._need("B", action)
         if kind == "B":
-            self._done["W", chunk][m] = self._weights_done(action)
-        return 0
+            self._weights_done(action)
+            self._done["W", chunk][m] = None
 
-    def _weight_gradients(self, action: Action) -> int:
+    def _weight_gradients(self, action: Action) -> None:
         if action.micro_batch not in self._done["B", action.chunk]:
             self._refuse("its I has not been done")
-        return self._weights_done(action)
+        self._weights_done(action)
 
-    def _weights_done(self, action: Action) -> int:
+    def _weights_done(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m > 0 and m - 1 not in self._done["W", chunk]:
             self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
-        self._kept[chunk] -= 1
-        self._kept[-1] -= 1
-        return 0
 
-    def _reduce(self, action: Action) -> int:
+    def _reduce(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
             self._refuse("none is due after this micro-batch")
@@ -198,13 +172,13 @@ class _Rank:
             self._refuse("its weight gradients have not been given")
         if m + 1 in self._done["W", chunk]:
             self._refuse("the next micro-batch has given weight gradients already")
-        return 0
 
-    def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
+    def _need(self, way: Kind, action: Action) -> None:
         """Require a computation's message, from another rank or from a chunk of the same rank."""
-        if giver is None:
+        lane = self._lanes[way, action.chunk].needs
+        if lane is None:
             return
-        rank, chunk = giver
+        rank, chunk = self._step.stages.place(lane // 2)
         if rank != self._rank:
             receive: Kind = "receive F" if way == "F" else "receive B"
             number = self._done[receive, action.chunk].get(action.micro_batch)
@@ -212,41 +186,39 @@ class _Rank:
             if number is None or message is None:
                 self._refuse("the receive of its message has not been posted")
             self.program.wait(message.edge, number, action)
-            self._receives -= 1
         elif action.micro_batch not in self._done[way, chunk]:
             self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
 
     def _receive(self, action: Action) -> int:
         message = self._other_end(action)
-        self._receives += 1
-        self.most_receives = max(self.most_receives, self._receives)
         return self.program.begin(message.edge, message.first + action.micro_batch, action)
 
-    def _send(self, action: Action) -> int:
+    def _send(self, action: Action) -> None:
         """Take a send to block until its receive is posted: a step that ends then also ends if sends do not block."""
         message = self._other_end(action)
         if action.micro_batch not in self._done[message.way, action.chunk]:
             self._refuse("the action that gives it has not been done")
         self._together(message.edge, message.first + action.micro_batch, action)
-        return 0
 
-    def _free(self, action: Action) -> int:
+    def _free(self, action: Action) -> None:
         self._other_end(action)
         send: Kind = "send F" if action.kind == "free F" else "send B"
         if action.micro_batch not in self._done[send, action.chunk]:
             self._refuse("its send has not started")
-        return 0
 
     def _message(self, kind: Kind, chunk: int) -> _Message | None:
         """Return the message of an action; None if nothing is sent, or only within the rank."""
-        _, way = end = _OTHER_ENDS[kind]
-        place = self._ends[end][chunk]
-        if place is None or place[0] == self._rank:
+        way: Kind = "F" if kind.endswith("F") else "B"
+        receives = kind.startswith("receive")
+        lane, gives, peer = self._lanes[way, chunk]
+        if not receives:
+            lane = gives
+        elif lane is not None:
+            peer, _ = self._step.stages.place(lane // 2)
+        if lane is None or peer is None or peer == self._rank:
             return None
-        peer, receives = place[0], kind.startswith("receive")
         edge = Communicator((peer, self._rank) if receives else (self._rank, peer), edge=True)
-        giver = self._step.stages.stage(*place) if receives else self._stage[chunk]
-        return _Message(peer, edge, way, (2 * giver + (way == "B")) * self._step.micro_batches)
+        return _Message(peer, edge, way, lane * self._step.micro_batches)
 
     def _other_end(self, action: Action) -> _Message:
         message = self._messages[action.kind][action.chunk]
@@ -263,26 +235,9 @@ class _Rank:
         raise ScheduleError(f"{self.program.name} at {self._say(self._at)}: {why}")
 
 
-def _other_end(stages: Stages, stage: int, before: bool, way: Kind) -> tuple[int, int] | None:
-    """The rank and chunk of the stage before or after; None if nothing goes this way between the two."""
-    first = stage - 1 if before else stage
-    if not 0 <= first < stages.count - 1:
-        return None
-    travels = stages.passes(first) if way == "F" else stages.passes_back(first + 1)
-    return stages.place(first if before else first + 1) if travels else None
+_MESSAGES: tuple[Kind, ...] = ("receive F", "send F", "free F", "receive B", "send B", "free B")
 
-
-_OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
-    "receive F": (True, "F"),
-    "send F": (False, "F"),
-    "free F": (False, "F"),
-    "receive B": (False, "B"),
-    "send B": (True, "B"),
-    "free B": (True, "B"),
-}
-"""Other end of each kind of message: True if it is the stage before, and the direction of the message."""
-
-_TAKE: dict[str, Callable[[_Rank, Action], int]] = {
+_TAKE: dict[str, Callable[[_Rank, Action], int | None]] = {
     "F": _Rank._forward,
     "B": _Rank._backward,
     "I": _Rank._backward,
