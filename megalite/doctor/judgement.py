@@ -172,7 +172,7 @@ def _bandwidth(figure: Figure, *, bus: bool) -> str:
     if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
         return ""
     factor = bus_factor(figure.operation, figure.ranks) if bus else 1
-    return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
+    return f"{factor / figure.line.beta / 1e9:.3g} GB/s"
 
 
 def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
