@@ -83,7 +83,7 @@ def main() -> None:
 
 def build_time_line(arguments: Arguments) -> TimeLine:
     """Return the time line that the flags describe: measured, or simulated from measured or assumed times."""
-    from megalite.pipeline.schedules import SCHEDULES
+    from megalite.pipeline.schedules import SCHEDULES, orders_of
     from megalite.pipeline.simulator import durations, simulate
     from megalite.pipeline.timeline import TimeLine, measured_durations
     from megalite.pipeline.trace import read_trace
@@ -99,7 +99,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
             raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
         return measured
     stages, micro_batches = find_stages(arguments, name, measured), find_micro_batches(arguments, measured)
-    orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
+    orders = orders_of(SCHEDULES[name], stages, micro_batches, find_group(arguments, name, stages))
     times = [find_time(arguments, flag, 1.0) for flag in TIMES]
     duration = durations(*times) if measured is None else measured_durations(measured, stages)
     spans = simulate(stages, orders, duration, find_time(arguments, "transfer", 0.0))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite.pipeline.lowering import lower
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedules import SCHEDULES
+from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import peak_in_flight
 from tests.distributed.pipeline_run import (
     FACTOR,
@@ -143,7 +143,7 @@ def test_activations_are_as_many_as_the_lists_say(schedule: str, chunks: int, ra
     cases = [Case(schedule, chunks, micro_batches, ("sum", "tanh")) for micro_batches in (1, 3, 8)]
     for case, _, ranks in run(rank_pools, 3, cases):
         stages = case.stages(3)
-        lists = lower(stages, SCHEDULES[schedule].orders(stages, case.micro_batches))
+        lists = lower(stages, orders_of(SCHEDULES[schedule], stages, case.micro_batches))
         assert [found.most_alive for found in ranks] == [peak_in_flight(actions) for actions in lists], case
 
 
