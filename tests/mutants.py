@@ -509,8 +509,8 @@ MUTANTS = (
     Mutant(
         "what packs the state is timed with the update",
         "kernels/megalite_kernels/cases.py",
-        "return partial(self._step, *self._packed(*inputs))",
-        "return lambda: self._step(*self._packed(*inputs))",
+        "return partial(update_, *self._packed(*inputs), self.by)",
+        "return lambda: update_(*self._packed(*inputs), self.by)",
         f"{_SELFTEST}an_update_is_timed_alone_and_moves_what_is_kept",
     ),
     Mutant(
@@ -2268,7 +2268,7 @@ MUTANTS = (
         "megalite/pipeline/engine.py",
         "self._deferred.pop((action.chunk, action.micro_batch)).add()",
         "self._deferred[action.chunk, action.micro_batch].add()",
-        f"{_ENGINE}activations_are_as_many_as_the_checker_says[zb-h1-1]",
+        f"{_ENGINE}activations_are_as_many_as_the_lists_say[zb-h1-1]",
     ),
     Mutant(
         "engine: an input is kept behind its backward",
@@ -3733,8 +3733,8 @@ MUTANTS = (
     Mutant(
         "the doctor lets one pair of neighbours out",
         "megalite/doctor/bandwidth.py",
-        "pairs[1::2], odd_one)",
-        "pairs[1::2])",
+        "*pairs[1::2], *odd_one]",
+        "*pairs[1::2]]",
         f"{_DOCTOR}neighbours_in_a_ring_talk_to_one_at_a_time_and_each_pair_does_once",
     ),
     Mutant(
@@ -3754,8 +3754,8 @@ MUTANTS = (
     Mutant(
         "the doctor fits absolute errors",
         "megalite/doctor/bandwidth.py",
-        "weights = {size: 1 / seconds for size, seconds in points.items()}",
-        "weights = dict.fromkeys(points, 1.0)",
+        "weights = 1 / np.array(list(points.values()))",
+        "weights = np.ones(len(points))",
         f"{_DOCTOR}a_small_message_counts_as_much_as_a_large_one",
     ),
     Mutant(

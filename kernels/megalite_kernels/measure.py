@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,23 +27,21 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[torch.cuda.Event] = []
-        self._times: list[float] = []
+        self._marks: list[Any] = []
 
     def mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         else:
-            self._times.append(time.perf_counter())
+            self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the seconds between each mark and the next."""
         if not self._on_gpu:
-            return [stop - start for start, stop in zip(self._times, self._times[1:], strict=False)]
+            return [stop - start for start, stop in pairwise(self._marks)]
         torch.cuda.synchronize()
-        return [start.elapsed_time(stop) / 1e3 for start, stop in zip(self._marks, self._marks[1:], strict=False)]
+        return [start.elapsed_time(stop) / 1e3 for start, stop in pairwise(self._marks)]
 
 
 Step = Callable[[Callable[[], None]], object]

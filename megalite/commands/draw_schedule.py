@@ -78,7 +78,7 @@ def main() -> None:
 
 def build_time_line(arguments: Arguments) -> TimeLine:
     """Return the time line that the flags describe: measured, or simulated from measured or assumed times."""
-    from megalite.pipeline.schedules import SCHEDULES
+    from megalite.pipeline.schedules import SCHEDULES, orders_of
     from megalite.pipeline.simulator import durations, simulate
     from megalite.pipeline.timeline import TimeLine, measured_durations
     from megalite.pipeline.trace import read_trace
@@ -98,7 +98,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
         micro_batches = measured.micro_batches
     if micro_batches is None:
         raise ConfigurationError("--num-micro-batches must be given, 1 or more")
-    orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
+    orders = orders_of(SCHEDULES[name], stages, micro_batches, find_group(arguments, name, stages))
     times = [1.0 if (time := getattr(arguments, flag)) is None else time for flag in TIMES.split()]
     duration = durations(*times) if measured is None else measured_durations(measured, stages)
     spans = simulate(stages, orders, duration, arguments.transfer or 0.0)

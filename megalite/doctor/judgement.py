@@ -131,16 +131,15 @@ def _head(found: Found) -> str:
 
 def _nodes(found: Found) -> Iterator[Row]:
     yield "node", "ranks", "address", "GPUs", "driver", "open files", "/dev/shm", "clock"
-    first = next(iter(found.roll.nodes))
     for node, report in found.nodes.items():
-        state, clock = report.state, found.reached.get(node, {}).get(first)
+        state = report.state
         if state is None:
             continue
         names = sorted(set(state.gpus))
         gpus = f"{len(state.gpus)} x {', '.join(names)}" if names else "none"
         files = "any" if state.open_files == resource.RLIM_INFINITY else f"{state.open_files:,}"
         shared = "none" if state.shared_memory is None else in_words(state.shared_memory)
-        ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
+        ahead = f"{round(1e3 * found.clocks[node], 1) + 0.0:+} ms" if node in found.clocks else ""
         address = "" if report.address is None else report.address[0]
         yield node, ranks_text(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
 
@@ -172,7 +171,7 @@ def _bandwidth(figure: Figure, *, bus: bool) -> str:
     if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
         return ""
     factor = bus_factor(figure.operation, figure.ranks) if bus else 1
-    return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
+    return f"{factor / figure.line.beta / 1e9:.3g} GB/s"
 
 
 def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
@@ -186,7 +185,6 @@ def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
 
 def write_json(path: str, found: Found, verdict: Verdict) -> None:
     """Write the findings and the verdict to a file. Raises FileError."""
-    first = next(iter(found.roll.nodes))
     content = {
         "exit_code": verdict.exit_code,
         "drop": verdict.drop,
@@ -197,11 +195,7 @@ def write_json(path: str, found: Found, verdict: Verdict) -> None:
             if report.state is not None
         },
         "checkpoint_bytes": found.checkpoint_size,
-        "clock_ahead_seconds": {
-            node: -others[first].clock
-            for node, others in found.reached.items()
-            if first in others and not others[first].problem
-        },
+        "clock_ahead_seconds": found.clocks,
         "timings": [asdict(figure) for figure in figures(found.timings, found.roll.nodes)],
     }
     write_atomically(Path(path), f"{json.dumps(content, indent=2)}\n".encode())

@@ -127,6 +127,13 @@ class Found:
         return {node: report.address for node, report in self.nodes.items() if report.address is not None}
 
     @property
+    def clocks(self) -> dict[str, float]:
+        """Return the seconds by which the clock of each node that has reached rank 0's node is ahead of its clock."""
+        first = next(iter(self.roll.nodes))
+        reached = {node: others[first] for node, others in self.reached.items() if first in others}
+        return {node: -each.clock for node, each in reached.items() if not each.problem}
+
+    @property
     def can_measure(self) -> bool:
         """Tell whether all ranks are connected, have valid flags of a run, and can reach one another."""
         complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)

@@ -27,17 +27,6 @@ class Collective:
         return self.name
 
 
-@dataclass(frozen=True)
-class Report:
-    """Largest numbers that each rank has at one time."""
-
-    activations: tuple[int, ...]
-    """Forwards, over all chunks, whose B or W has not run yet."""
-    activations_of_chunks: tuple[tuple[int, ...], ...]
-    receives: tuple[int, ...]
-    """Buffers with a posted receive whose computation has not run yet."""
-
-
 def check(
     stages: Stages,
     lists: Sequence[Sequence[Action]],
@@ -46,7 +35,7 @@ def check(
     *,
     backward: bool = True,
     after_list: Sequence[Sequence[Collective]] = (),
-) -> Report:
+) -> None:
     """Prove one step of a pipeline from the lists of all its ranks.
 
     The proof shows four facts. Every stage processes each micro-batch once, in an order that gives the same sums under
@@ -69,11 +58,6 @@ def check(
             rank.take(action)
         rank.end(after_list[number] if after_list else ())
     run([rank.program for rank in ranks])
-    return Report(
-        tuple(rank.most_kept[-1] for rank in ranks),
-        tuple(tuple(rank.most_kept[:-1]) for rank in ranks),
-        tuple(rank.most_receives for rank in ranks),
-    )
 
 
 @dataclass(frozen=True)
@@ -116,13 +100,10 @@ class _Rank:
         self._stage = own = step.stages.of_rank(rank)
         self._ends = {end: [_other_end(step.stages, stage, *end) for stage in own] for end in set(_OTHER_ENDS.values())}
         self._messages = {kind: [self._message(kind, chunk) for chunk in range(len(own))] for kind in _OTHER_ENDS}
-        # By kind and chunk, then by micro-batch. I counts as B; B counts as B and W. The value is the receive's number.
-        self._done: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
-        self._kept, self._receives = [0] * (len(own) + 1), 0
+        # By kind and chunk, then by micro-batch. I counts as B; B counts as B and W. The value is a receive's number.
+        self._done: dict[tuple[Kind, int], dict[int, int | None]] = defaultdict(dict)
         self._say = partial(_say, own)
         self.program = Program(f"rank {rank}", self._say)
-        self.most_kept, self.most_receives = [0] * (len(own) + 1), 0
-        """Activations by chunk; the last entry is over all chunks."""
 
     def take(self, action: Action) -> None:
         kind, micro_batch, chunk, _ = self._at = action
@@ -158,14 +139,10 @@ class _Rank:
                 yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
 
-    def _forward(self, action: Action) -> int:
+    def _forward(self, action: Action) -> None:
         self._need("F", action, self._ends[True, "F"][action.chunk])
-        for place in (action.chunk, -1):
-            self._kept[place] += 1
-            self.most_kept[place] = max(self.most_kept[place], self._kept[place])
-        return 0
 
-    def _backward(self, action: Action) -> int:
+    def _backward(self, action: Action) -> None:
         kind, m, chunk, _ = action
         if not self._step.backward:
             self._refuse("evaluation does not go backward")
@@ -175,23 +152,20 @@ class _Rank:
             self._refuse("it has not gone forward")
         self._need("B", action, self._ends[False, "B"][chunk])
         if kind == "B":
-            self._done["W", chunk][m] = self._weights_done(action)
-        return 0
+            self._weights_done(action)
+            self._done["W", chunk][m] = None
 
-    def _weight_gradients(self, action: Action) -> int:
+    def _weight_gradients(self, action: Action) -> None:
         if action.micro_batch not in self._done["B", action.chunk]:
             self._refuse("its I has not been done")
-        return self._weights_done(action)
+        self._weights_done(action)
 
-    def _weights_done(self, action: Action) -> int:
+    def _weights_done(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m > 0 and m - 1 not in self._done["W", chunk]:
             self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
-        self._kept[chunk] -= 1
-        self._kept[-1] -= 1
-        return 0
 
-    def _reduce(self, action: Action) -> int:
+    def _reduce(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
             self._refuse("none is due after this micro-batch")
@@ -199,7 +173,6 @@ class _Rank:
             self._refuse("its weight gradients have not been given")
         if m + 1 in self._done["W", chunk]:
             self._refuse("the next micro-batch has given weight gradients already")
-        return 0
 
     def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
         """Require the message that a computation uses, from another rank or another chunk of the same rank."""
@@ -213,30 +186,25 @@ class _Rank:
             if number is None or message is None:
                 self._refuse("the receive of its message has not been posted")
             self.program.wait(message.edge, number, action)
-            self._receives -= 1
         elif action.micro_batch not in self._done[way, chunk]:
             self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
 
     def _receive(self, action: Action) -> int:
         message = self._other_end(action)
-        self._receives += 1
-        self.most_receives = max(self.most_receives, self._receives)
         return self.program.begin(message.edge, message.first + action.micro_batch, action)
 
-    def _send(self, action: Action) -> int:
+    def _send(self, action: Action) -> None:
         """Block until the receive is posted: a step that ends under this assumption also ends if sends do not block."""
         message = self._other_end(action)
         if action.micro_batch not in self._done[message.way, action.chunk]:
             self._refuse("the action that gives it has not been done")
         self._together(message.edge, message.first + action.micro_batch, action)
-        return 0
 
-    def _free(self, action: Action) -> int:
+    def _free(self, action: Action) -> None:
         self._other_end(action)
         send: Kind = "send F" if action.kind == "free F" else "send B"
         if action.micro_batch not in self._done[send, action.chunk]:
             self._refuse("its send has not started")
-        return 0
 
     def _message(self, kind: Kind, chunk: int) -> _Message | None:
         """Return the message of an action; None if nothing is sent, or it stays on the rank."""
@@ -283,7 +251,7 @@ _OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
 }
 """Other end of each kind of message (True: the previous stage), and the direction of the message."""
 
-_TAKE: dict[str, Callable[[_Rank, Action], int]] = {
+_TAKE: dict[str, Callable[[_Rank, Action], int | None]] = {
     "F": _Rank._forward,
     "B": _Rank._backward,
     "I": _Rank._backward,

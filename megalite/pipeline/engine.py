@@ -96,9 +96,10 @@ class PipelineEngine(Generic[MicroBatch]):
         device: torch.device | None = None,
     ) -> None:
         stages = stages if stages is not None else Stages()
+        self.stages, self.rank = stages, rank
         self.links = links if links is not None else Links({}, {})
         self.device = device
-        self.chunks = [_Chunk(stages, rank, index, stage) for index, stage in enumerate(chunks)]
+        self.chunks = [_Chunk(stages, stages.stage(rank, index), stage) for index, stage in enumerate(chunks)]
 
     def run(
         self,
@@ -138,8 +139,8 @@ class PipelineEngine(Generic[MicroBatch]):
 class _Chunk(Generic[MicroBatch]):
     """One of the rank's stages, and its position in the pipeline."""
 
-    def __init__(self, stages: Stages, rank: int, index: int, stage: Stage[MicroBatch]) -> None:
-        self.run, self.stage = stage, stages.stage(rank, index)
+    def __init__(self, stages: Stages, number: int, stage: Stage[MicroBatch]) -> None:
+        self.run, self.stage = stage, number
         self.takes = stages.passes(self.stage - 1) if self.stage else ()
         self.passes = stages.passes(self.stage)
         for spec in (*self.takes, *self.passes):
@@ -148,16 +149,6 @@ class _Chunk(Generic[MicroBatch]):
         self.gives_back = [spec for spec in self.takes if spec.gradient]
         self.gets_back = [spec for spec in self.passes if spec.gradient]
         """Tensors whose gradients are sent to the previous stage, and received from the next one."""
-        self.next_here = self._here(stages, rank, self.stage + 1)
-        self.previous_here = self._here(stages, rank, self.stage - 1)
-        """Chunk of this rank that is the next (or previous) stage; None if that stage is on another rank."""
-
-    @staticmethod
-    def _here(stages: Stages, rank: int, stage: int) -> int | None:
-        if not 0 <= stage < stages.count:
-            return None
-        holder, chunk = stages.place(stage)
-        return chunk if holder == rank else None
 
     def passed_on(self, tensors: Mapping[str, Tensor], micro_batch: int) -> list[Tensor]:
         """Return the tensors for the next stage, in the declared order. Raises MegaliteError if they do not fit."""
@@ -206,10 +197,6 @@ def _is_wide(term: Tensor) -> bool:
 
 def _words(spec: TensorSpec) -> str:
     return spec.name.replace("_", " ")
-
-
-def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.gradient]
 
 
 class _Step(Generic[MicroBatch]):
@@ -274,9 +261,9 @@ class _Step(Generic[MicroBatch]):
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
         arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
-        if training and arrived:
-            self._inputs[key] = [tensor.requires_grad_() for tensor in _with_gradient(chunk.takes, arrived)]
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
+        if training and arrived:
+            self._inputs[key] = [inputs[spec.name].requires_grad_() for spec in chunk.gives_back]
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
         passed_on = chunk.passed_on(tensors, action.micro_batch)
         chunk.check_terms(terms, self.loss_multipliers if training else None, action.micro_batch)
@@ -288,7 +275,7 @@ class _Step(Generic[MicroBatch]):
             value = term.detach().double()
             sums[name] = sums[name] + value if name in sums else value
         if passed_on:
-            self._pass_on("F", action, passed_on, chunk.next_here)
+            self._pass_on("F", action, passed_on, chunk.stage + 1)
 
     def _backward(self, action: Action) -> None:
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
@@ -308,7 +295,7 @@ class _Step(Generic[MicroBatch]):
                         f"{_words(spec)}"
                     )
                 back.append(tensor.grad)
-            self._pass_on("B", action, back, chunk.previous_here)
+            self._pass_on("B", action, back, chunk.stage - 1)
 
     def _backward_input(self, action: Action) -> None:
         if self.gradients is None:
@@ -330,12 +317,13 @@ class _Step(Generic[MicroBatch]):
             for pending in arriving
         ]
 
-    def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], here: int | None) -> None:
+    def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], stage: int) -> None:
         """Pass tensors to a stage of this rank now, or keep them for the send action to another rank."""
-        if here is None:
-            self._to_send[kind, action.chunk, action.micro_batch] = tensors
+        rank, chunk = self.engine.stages.place(stage)
+        if rank == self.engine.rank:
+            self._arriving[kind, chunk, action.micro_batch] = [completed(tensor.detach()) for tensor in tensors]
         else:
-            self._arriving[kind, here, action.micro_batch] = [completed(tensor.detach()) for tensor in tensors]
+            self._to_send[kind, action.chunk, action.micro_batch] = tensors
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None

@@ -17,7 +17,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action, Kind
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, orders_of
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 
@@ -68,7 +68,7 @@ class ProvedSchedules:
         """Create the schedules of a run; `prove` must be called before the first step.
 
         Args:
-            schedule: a name in SCHEDULES; for `group_size` see `Schedule.orders`.
+            schedule: a name in SCHEDULES; for `group_size` see `orders_of`.
             overlap: overlap messages with computation.
             inside_actions: collectives inside actions, by kind, in order; data-parallel pipelines run them together.
             after_list: collectives after each rank's list (see `check`).
@@ -148,8 +148,8 @@ class ProvedSchedules:
         return self._lists[step]
 
     def _lowered(self, step: _Step, ranks: Sequence[int]) -> list[list[Action]]:
-        schedule = self._schedule if step.backward else FORWARD_ONLY
-        orders = schedule.orders(self.stages, step.micro_batches, self._group_size)
+        schedule = self._schedule if step.backward else forward_only
+        orders = orders_of(schedule, self.stages, step.micro_batches, self._group_size)
         reductions = self._reductions if step.backward else None
         return lower(self.stages, orders, reductions, overlap=self._overlap, ranks=ranks)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megalite.pipeline.stages import Stages
@@ -161,23 +160,20 @@ def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int
     return order
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Schedule: the order of each rank. config/parallel.py lists the pipelines that support it, by its name."""
-
-    order: Callable[[Stages, int, int, int], list[Action]]
-
-    def orders(self, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
-        """Return the order of each rank. `group`: micro-batches that go through a chunk before the next chunk; None: as
-        many as ranks."""
-        return [self.order(stages, rank, micro_batches, group or stages.ranks) for rank in range(stages.ranks)]
+Schedule = Callable[[Stages, int, int, int], list[Action]]
+"""Function that returns the order of a rank, from the stages, the rank, the number of micro-batches and the size of a
+group. config/parallel.py lists the pipelines that support each schedule, by name."""
 
 
-SCHEDULES = {
-    "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_forward_one_backward),
-    "interleaved-1f1b": Schedule(interleaved),
-    "zb-h1": Schedule(zb_h1),
-    "zb-v": Schedule(zb_v),
+def orders_of(schedule: Schedule, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
+    """Each rank's list. `group`: micro-batches that go through a chunk before the next; None: as many as ranks."""
+    return [schedule(stages, rank, micro_batches, group or stages.ranks) for rank in range(stages.ranks)]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved-1f1b": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
-FORWARD_ONLY = Schedule(forward_only)

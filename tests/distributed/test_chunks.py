@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import SCHEDULES, Action
+from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
 from megalite.pipeline.stages import Stages
 from tests.distributed.chunks_run import Case, Rank, actions, trained
 from tests.distributed.layout_cell import Cell, make_cell
@@ -32,7 +32,7 @@ def scheduled(name: str, cell: Cell) -> tuple[Action, ...]:
     schedule, v_shaped = SCHEDULES[name], name == "zb-v"
     stages = Stages(1, 2 if v_shaped or name.startswith("interleaved") else 1, v_shaped)
     reductions = Reductions(per_micro_batch=cell.zero >= 2, overlap=cell.overlap != "none")
-    (found,) = lower(stages, schedule.orders(stages, 4), reductions)
+    (found,) = lower(stages, orders_of(schedule, stages, 4), reductions)
     return tuple(found)
 
 

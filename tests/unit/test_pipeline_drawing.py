@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.errors import DataError
 from megalite.pipeline import drawing
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import SCHEDULES, Action, Kind
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
 from megalite.pipeline.simulator import Span, bubble, durations, simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine, measured_durations
@@ -37,7 +37,7 @@ PIPELINES = [
 
 
 def time_line(name: str, stages: Stages, micro_batches: int, in_seconds: bool = False, unit: float = 1.0) -> TimeLine:
-    orders = SCHEDULES[name].orders(stages, micro_batches)
+    orders = orders_of(SCHEDULES[name], stages, micro_batches)
     spans = simulate(stages, orders, durations(unit, 1.25 * unit, 0.5 * unit), 0.25 * unit)
     return TimeLine(f"{name} <&> it", stages, spans, in_seconds)
 
@@ -46,7 +46,7 @@ def measured(name: str, stages: Stages, micro_batches: int) -> TimeLine:
     """Return a time line in milliseconds, with the communication that the engine also measures after each
     computation."""
     computed = time_line(name, stages, micro_batches, in_seconds=True, unit=0.003)
-    lists = lower(stages, SCHEDULES[name].orders(stages, micro_batches), Reductions(overlap=True))
+    lists = lower(stages, orders_of(SCHEDULES[name], stages, micro_batches), Reductions(overlap=True))
     spans: list[list[Span]] = []
     for actions, computations in zip(lists, computed.spans, strict=True):
         times = {span.action: span for span in computations}
@@ -103,7 +103,7 @@ def test_messages_between_neighbours_are_arrows_unless_they_are_too_many() -> No
     assert len(arrows(time_line("1f1b", Stages(4), 8))) == 2 * 3 * 8
     assert len(arrows(time_line("zb-v", Stages(2, 2, v_shaped=True), 4))) == 2 * 2 * 4  # the turn stays on its rank
     assert not arrows(time_line("gpipe", Stages(8), 32))
-    two = simulate(Stages(2), SCHEDULES["gpipe"].orders(Stages(2), 1), durations())
+    two = simulate(Stages(2), orders_of(SCHEDULES["gpipe"], Stages(2), 1), durations())
     back, forth = ([*map(float, re.findall(r"[\d.]+", arrow)[:4])] for arrow in arrows(TimeLine("", Stages(2), two)))
     scale, edges = drawing.WIDTHS[0] / 6, (drawing.TOP + drawing.ROW, drawing.TOP + drawing.ROW + drawing.GAP)
     assert forth == pytest.approx([drawing.LEFT + scale, edges[0], drawing.LEFT + scale, edges[1]], abs=0.01)
@@ -112,7 +112,7 @@ def test_messages_between_neighbours_are_arrows_unless_they_are_too_many() -> No
 
 def test_what_is_written_under_the_picture() -> None:
     stages = Stages(4)
-    drawn = TimeLine("1f1b", stages, simulate(stages, SCHEDULES["1f1b"].orders(stages, 8), durations()))
+    drawn = TimeLine("1f1b", stages, simulate(stages, orders_of(SCHEDULES["1f1b"], stages, 8), durations()))
     texts = [text.text for text in ElementTree.fromstring(drawing.to_svg(drawn)).iter(f"{SVG}text")]
     assert "A step takes 33: computation 24, bubble 9 (37.5 % of the computation)" in texts
     assert "Peak activations (micro-batches): rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1" in texts

@@ -11,7 +11,7 @@ from megalite.parallel.stage import TensorSpec
 from megalite.pipeline import proved_schedules as module
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.proved_schedules import ProvedSchedules
-from megalite.pipeline.schedules import SCHEDULES, Action
+from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 
@@ -19,7 +19,7 @@ from megalite.pipeline.stages import Stages
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
 def test_a_rank_gets_its_list_of_those_of_all(schedule: str, chunks: int) -> None:
     stages, reductions = Stages(3, chunks, schedule == "zb-v"), Reductions(overlap=True)
-    lists = lower(stages, SCHEDULES[schedule].orders(stages, 5), reductions)
+    lists = lower(stages, orders_of(SCHEDULES[schedule], stages, 5), reductions)
     for rank in range(3):
         steps = ProvedSchedules(stages, rank, schedule=schedule, reductions=reductions).prove([5])
         assert steps.training(5) == lists[rank]
