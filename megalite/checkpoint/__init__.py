@@ -9,7 +9,7 @@ from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
-    read_model_config,
+    model_config,
     saved_section,
 )
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
@@ -49,13 +49,13 @@ __all__ = [
     "latest",
     "load",
     "load_weights",
+    "model_config",
     "newest_whole",
     "only_run",
     "open_directory",
     "raise_on_all_ranks",
     "read_config",
     "read_manifest",
-    "read_model_config",
     "remove_old",
     "saved_section",
     "write_atomically",

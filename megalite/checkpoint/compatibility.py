@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.checkpoint.manifest import read_config
 from megalite.checkpoint.storage import AnyPath
 from megalite.config.model import ModelConfig, model_problems
 from megalite.config.run import fields_by_name, fits, section_types
@@ -22,16 +21,11 @@ Section = TypeVar("Section")
 _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
 
 
-def read_model_config(path: AnyPath) -> ModelConfig:
-    """Return the network's configuration from the checkpoint in folder `path`.
+def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+    """Return the network's configuration from `config`, the saved configuration of the run, by section.
 
     Raises CheckpointError if this version of megalite does not support the network.
     """
-    return model_config(path, read_config(path))
-
-
-def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
-    """Return the network's configuration from `config`, the saved configuration of the run, by section."""
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise CheckpointError(

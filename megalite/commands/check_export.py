@@ -17,8 +17,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError
+from megalite.lifecycle.failure import run_tool
 
 PROMPT = (5, 17, 33, 8, 21)
 """Prompt of small token ids, which every vocabulary has."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, flag_of
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     import torch

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most, given
 from megalite.config.parallel import SHAPES, ScheduleName
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
+from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.pipeline.stages import Stages

@@ -29,10 +29,9 @@ from megalite.process.place import place_from_environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megalite.checkpoint import AnyPath
-    from megalite.config import ModelConfig
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
+    from megalite.inference.loading import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,23 @@ def main() -> int:
     from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
-    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    path = find_model(arguments.load)
-    model, batch_size = read_model(path), arguments.micro_batch_size
+    model, batch_size = open_model(arguments.load), arguments.micro_batch_size
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
-    check_layout(model, tp, pp)
+    check_layout(model.config, tp, pp)
     if place.world_size % (tp * pp):
         raise ConfigurationError(
             f"{place.world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
         )
-    length, stride = lengths(arguments, path, model)
-    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    length, stride = lengths(arguments, model)
+    tokenizer = load_tokenizer(model, arguments.tokenizer_model)
     documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), None
     if arguments.tasks:
         from megalite.inference import lm_eval_adapter
@@ -110,8 +108,8 @@ def main() -> int:
         names = [name for names in arguments.tasks for name in names.split(",") if name]
         tasks = lm_eval_adapter.load_tasks(names, arguments.include_path)
     mesh = join(ParallelConfig(tp, pp), place, repr(arguments))
-    network = load_network(path, mesh)
-    results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
+    network = load_network(model, mesh)
+    results: dict[str, Any] = {"checkpoint": str(model.path), "seq_length": length, "stride": stride}
     if documents:
         with progress("predicting", sum(each.count for each in documents), "tokens", mesh.rank) as advance:
             figures = evaluate_all(network, tokenizer, documents, length, stride, batch_size, advance)
@@ -148,15 +146,15 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 
 
-def lengths(arguments: Arguments, path: AnyPath, model: ModelConfig) -> tuple[int, int]:
+def lengths(arguments: Arguments, model: TrainedModel) -> tuple[int, int]:
     """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if the model cannot use them."""
-    from megalite.inference.loading import read_sequence_length
-
-    length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
+    length = model.sequence_length if arguments.seq_length is None else arguments.seq_length
     if length is None:
-        raise ConfigurationError(f"{path} does not tell how many tokens it was trained to read: give --seq-length")
+        raise ConfigurationError(
+            f"{model.path} does not tell how many tokens it was trained to read: give --seq-length"
+        )
     stride = length if arguments.stride is None else arguments.stride
-    rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+    rows = model.config.learned_positions
     if length < 1 or (rows is not None and length > rows):
         most = "" if rows is None else f" and at most {rows}, the positions that the model has learnt"
         raise ConfigurationError(f"--seq-length {length}: must be at least 1{most}")

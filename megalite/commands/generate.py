@@ -74,29 +74,28 @@ def main() -> int:
 
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.generation import check_prompts, generate
-    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
     from megalite.inference.text import encode_prompt, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    path = find_model(arguments.load)
-    model = read_model(path)
+    model = open_model(arguments.load)
     layout = choose_layout(
-        model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+        model.config, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )
-    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    tokenizer = load_tokenizer(model, arguments.tokenizer_model)
     mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
         prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
-        check_prompts(model, prompts)
+        check_prompts(model.config, prompts)
         return prompts
 
     prompts = of_rank_0(mesh, read)
     events = generate(
-        load_network(path, mesh),
+        load_network(model, mesh),
         prompts,
         max_new_tokens=arguments.max_new_tokens,
         eod=tokenizer.eod,

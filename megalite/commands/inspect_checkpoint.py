@@ -22,8 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.fields import CORES, Workers
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.checkpoint.comparison import Comparison

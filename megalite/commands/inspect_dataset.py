@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)

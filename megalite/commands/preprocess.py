@@ -14,7 +14,8 @@ from functools import partial
 
 from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.tokenizer import EncodingFlags
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",

@@ -18,7 +18,8 @@ from typing import Literal
 
 from megalite.config import ParallelConfig
 from megalite.config.fields import CORES, PositiveInt, Workers
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Arguments:
 def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
+    from megalite.checkpoint import FORMATS, directory, model_config, open_directory
     from megalite.checkpoint.manifest import OPTIMIZER
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
@@ -67,7 +68,7 @@ def main() -> None:
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None
-        else cut_by_weights(tensors, weights_of_ranks(read_model_config(reader.path), layout))
+        else cut_by_weights(tensors, weights_of_ranks(model_config(reader.path, reader.manifest.config), layout))
     )
     size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Literal
 
 from megalite.config.fields import PositiveInt, Workers
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)

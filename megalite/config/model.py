@@ -160,6 +160,11 @@ class ModelConfig:
         """True if queries and keys are rotated by their position."""
         return self.position_embedding_type in ("rope", "yarn")
 
+    @property
+    def learned_positions(self) -> int | None:
+        """Number of rows of the table of learned positions; None if the model has no such table."""
+        return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
+
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""

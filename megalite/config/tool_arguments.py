@@ -1,43 +1,21 @@
-"""Common code of the commands: flags from a frozen dataclass, and one message and exit code per error."""
+"""Flags of a command, from a frozen dataclass."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
-from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
-from megalite.process.output import require_streams
+from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
 
 Arguments = TypeVar("Arguments")
-
-
-def run_tool(main: Callable[[], None]) -> None:
-    """Run a command. An error that a user can cause ends it with a message and an exit code; Ctrl-C and SIGTERM end it
-    cleanly."""
-    require_streams()
-    # SIGTERM raises an exception, as Ctrl-C does, so that temporary files are removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        main()
-    except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader of the output has ended, for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing it at the end must not fail again
-        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse_tool_arguments(

@@ -88,7 +88,7 @@ def generate(
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ConfigurationError if a prompt is empty, has an unknown token, or exceeds a learned position table."""
-    limit = _positions(config)
+    limit = config.learned_positions
     for number, prompt in enumerate(prompts, start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         if not prompt:
@@ -102,11 +102,6 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
             raise ConfigurationError(
                 f"{which} has {len(prompt)} tokens, and the model has learnt {limit} positions: shorten it"
             )
-
-
-def _positions(config: ModelConfig) -> int | None:
-    """Return the number of positions in a learned position table; None if the model has no such table."""
-    return config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None
 
 
 @dataclass
@@ -124,7 +119,7 @@ class _Sequence:
 
 
 def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Sequence:
-    limit, learnt = len(prompt) + max_new_tokens, _positions(config)
+    limit, learnt = len(prompt) + max_new_tokens, config.learned_positions
     if learnt is not None:
         limit = min(limit, learnt + 1)  # the last token is never an input, so it needs no position
     key = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()

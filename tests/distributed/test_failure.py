@@ -102,6 +102,11 @@ def test_memory_that_is_used_up_is_no_defect(error: str, told: str, start: Start
     ("body", "code", "message"),
     [
         ("return 0", 93, "error: the output cannot be written (No space left on device): a part of it is lost\n"),
+        (
+            "print(*range(10**5))",
+            93,
+            "error: the output cannot be written (No space left on device): a part of it is lost\n",
+        ),
         ("raise CheckpointError('disk full')", 93, "error: disk full\n"),
         ("raise KeyboardInterrupt", 85, "error: interrupted\n"),
     ],

@@ -217,7 +217,7 @@ def test_statistics_of_nothing() -> None:
 
 
 def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
-    program = "from megalite.config.tool_arguments import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
+    program = "from megalite.lifecycle.failure import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
     command = [sys.executable, "-c", program]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert tool.stdout is not None
@@ -227,3 +227,13 @@ def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) ->
     assert tool.stderr is not None
     assert tool.stderr.read() == b""
     tool.stderr.close()
+
+
+@pytest.mark.parametrize("body", ["print(*range(10**5))", "print(1)", "(print(1), sys.exit(0))"])
+def test_a_full_disk_under_the_output_is_told(body: str) -> None:
+    """Whether it is noticed while the program runs, at its end, or after --help."""
+    program = f"import sys\nfrom megalite.lifecycle.failure import run_tool\nrun_tool(lambda: {body})"
+    with open("/dev/full", "w") as full:
+        tool = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert tool.returncode == 93
+    assert tool.stderr == "error: the output cannot be written (No space left on device): a part of it is lost\n"
