@@ -231,7 +231,7 @@ def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) ->
 
 @pytest.mark.parametrize("body", ["print(*range(10**5))", "print(1)", "(print(1), sys.exit(0))"])
 def test_a_full_disk_under_the_output_is_told(body: str) -> None:
-    """Whether it is noticed while the program runs, at its end, or after --help."""
+    """It may be noticed while the program runs, at its end, or after --help."""
     program = f"import sys\nfrom megalite.lifecycle.failure import run_tool\nrun_tool(lambda: {body})"
     with open("/dev/full", "w") as full:
         tool = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
