@@ -20,35 +20,35 @@ class DataConfig(TokenizerFlags):
     seq_length: PositiveInt
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files; with several, give a weight before each, or before none."""
     train_data_path: tuple[str, ...] = ()
-    """The same for training alone, instead of data-path with split."""
+    """The same for training only, instead of data-path with split."""
     valid_data_path: tuple[str, ...] = ()
     """The same for validation."""
     test_data_path: tuple[str, ...] = ()
     """The same for the test at the end of training."""
     data_args_path: str | None = None
-    """A file that holds what would follow data-path."""
+    """File with the arguments of data-path."""
     per_split_data_args_path: str | None = None
-    """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
+    """JSON file with the arguments of train-, valid- and test-data-path, under "train", "valid" and "test"."""
     data_cache_path: str | None = None
-    """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    """Directory of the sample indices; unset: a folder `cache` next to the data."""
     sft: bool = False
-    """The data are JSONL files of conversations; the loss counts on answers only."""
+    """The data are JSONL files of conversations; only answers have a loss."""
     chat_template: str | None = None
-    """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
+    """With sft: Jinja template of a conversation, or a file with one; unset: the tokenizer's."""
     fim_data: bool = False
-    """Rearrange documents to fill in their middle."""
+    """Rearrange documents for fill-in-the-middle training."""
     fim_rate: Share = 0.5
     """Share of documents that are rearranged."""
     fim_spm_rate: Share = 0.5
-    """Share of those that are in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
+    """Share of these in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
     fim_split_sample: str | None = None
-    """Token that divides a document into fragments, each rearranged by itself."""
+    """Token that divides a document into fragments, each rearranged separately."""
     fim_fragment_rate: Share | None = None
-    """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
+    """Share of fragments that are rearranged, in documents that are rearranged; unset: fim-rate."""
     fim_no_prefix: str | None = None
-    """Leave texts that begin so as they are."""
+    """Do not rearrange texts that begin with this."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -56,11 +56,11 @@ class DataConfig(TokenizerFlags):
     fim_suffix_token: str = "<fim_suffix>"
     """Token before the suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills up samples that become shorter; no loss counts there."""
+    """Token that pads samples that become shorter; it has no loss."""
     fim_eod_token: str | None = None
     """Token that ends documents; unset: the tokenizer's."""
     mid_level_dataset_surplus: NonNegativeFloat = 0.005
-    """Share that is drawn from each dataset of a blend beyond its weight."""
+    """Share of extra samples built from each dataset of a blend, beyond its weight."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
@@ -99,7 +99,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
     words = split.replace(",", " ").split()
     numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
     if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
-        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
+        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test, as in 969,30,1")
     train, valid, test = map(float, (*words, "0", "0")[:3])
     return train, valid, test
 
@@ -109,7 +109,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
     if ways == 0:
-        yield "give the data as --data-path or as --mock-data"
+        yield "there is no data: give --data-path or --mock-data"
     elif ways > 1:
         yield (
             "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
@@ -130,7 +130,7 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
     if data.sft and (data.mock_data or data.fim_data):
         yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
     if data.sft and data.eod_mask_loss:
-        yield "--eod-mask-loss is for token files: with --sft the loss counts on answers alone"
+        yield "--eod-mask-loss is for token files: with --sft only answers have a loss"
     if not data.sft:
         yield from needs(data, "chat_template", "--sft")
     if not data.fim_data:
@@ -150,7 +150,7 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
             yield f"--tokenizer-type {kind} needs {flag}, its file"
         elif not reads and value != getattr(DataConfig, name):
             given = " ".join(value) if isinstance(value, tuple) else value
-            yield f"--tokenizer-type {kind} reads no {flag} ({given})"
+            yield f"--tokenizer-type {kind} does not use {flag} ({given}): leave it out"
     if kind == "NullTokenizer" and vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
 

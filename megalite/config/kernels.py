@@ -13,9 +13,9 @@ class KernelsConfig:
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
     persist_layer_norm: bool = True
-    """Norms by their kernels. Off: in plain PyTorch, whatever kernels says; so with each fusion that follows."""
+    """Norms by their kernels. Off: in plain PyTorch, whatever kernels says; the same for the next fusion flags."""
     bias_dropout_fusion: bool = True
-    """Add a residual in the kernel of the norm behind it."""
+    """Add a residual in the kernel of the norm that follows."""
     bias_gelu_fusion: bool = True
     """GELU by its kernels. --no-bias-gelu-fusion also makes it exact, as in Megatron-LM."""
     bias_swiglu_fusion: bool = True
@@ -25,7 +25,7 @@ class KernelsConfig:
     cross_entropy_loss_fusion: bool = True
     """The loss by its kernels."""
     fused_linear_cross_entropy: bool = False
-    """Compute the loss with the output layer, over chunks of tokens: logits are never whole, and are computed again."""
+    """Compute the loss with the output layer, in chunks of tokens: never all logits at once, recomputed in backward."""
     compile: bool = False
     """Compile each layer by torch.compile: what is between its matrix products, attention and Triton's kernels."""
 

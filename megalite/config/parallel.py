@@ -52,18 +52,18 @@ class ParallelConfig:
     context_parallel_size: PositiveInt = 1
     """Ranks that each hold a part of every sequence (short: --cp)."""
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks among which the experts of a layer are dealt (short: --ep)."""
+    """Ranks that share the experts of a layer (short: --ep)."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each expert's matrices (short: --etp); unset: tensor-model-parallel-size."""
     pipeline_schedule: ScheduleName | None = None
     """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
-    """Layers of a stage, where a rank holds several stages; their number follows."""
+    """Layers per stage, if a rank has several stages; sets the number of stages."""
     num_virtual_stages_per_pipeline_rank: Annotated[PositiveInt, at_most(MOST_LAYERS)] | None = None
-    """Stages of a rank; unset: 1, with zb-v 2, or as the two other ways to say it give."""
+    """Stages per rank; unset: 1, with zb-v 2, or as the flag before or the flag after this one sets it."""
     pipeline_model_parallel_layout: str | None = None
     """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
-    repeat, as in "Ett|(ttt|)*6ttL". The stages go round the pipeline ranks."""
+    repeat, as in "Ett|(ttt|)*6ttL". Pipeline ranks take the stages in turn."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None
@@ -73,9 +73,9 @@ class ParallelConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Give the last stage one layer less, for the output layer and the loss."""
     microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
-    """Micro-batches that go through a stage before the rank's next one; unset: pipeline-model-parallel-size."""
+    """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
-    """Compute while messages between stages travel; off: wait for each that is sent."""
+    """Compute while messages between stages are sent; off: wait for each message."""
     sequence_parallel: bool = False
     """Split activations between the matrices along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
@@ -83,16 +83,16 @@ class ParallelConfig:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
     """State that stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
     num_distributed_optimizer_instances: PositiveInt = 1
-    """Groups of data-parallel (and context-parallel) ranks that each hold a whole set of shards (hybrid sharding)."""
+    """Groups of data-parallel (and context-parallel) ranks, each with a complete set of shards (hybrid sharding)."""
     overlap_grad_reduce: bool = False
-    """Reduce each bucket of gradients while backward goes on."""
+    """Reduce each bucket of gradients while backward continues."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward goes on."""
+    """Gather updated parameters during the next forward."""
     ddp_bucket_size: PositiveInt | None = None
     """Parameters in a bucket of the gradient reduction; unset, with overlap-grad-reduce: max(40 million,
     1 million x data-parallel size); without, one bucket (one a block under ZeRO 2 and 3)."""
     align_grad_reduce: bool = True
-    """With overlap-grad-reduce and several stages a rank: all pipeline ranks begin to reduce a stage together."""
+    """With overlap-grad-reduce and several stages per rank: all pipeline ranks reduce a stage at the same time."""
     grad_reduce_in_bf16: bool = False
     """With bf16: accumulate and reduce gradients in bf16 instead of fp32."""
     distributed_backend: Literal["nccl", "gloo"] | None = None

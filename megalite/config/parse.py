@@ -21,8 +21,8 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 _DESCRIPTION = (
-    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
-    "already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
+    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change "
+    "nothing, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
     "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp."
 )
 
@@ -83,7 +83,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         problems.append(f"missing: {', '.join(missing)}")
         load = next(iter(given.get("load", ())), sections["checkpoint"].get("load"))
         if load not in (None, "None") and not CheckpointConfig(load=load).loads_huggingface:
-            problems.append(f"(--load {load} has no config.json, from which a Hugging Face folder tells the network)")
+            problems.append(f"(--load {load} has no config.json, which describes the network in a Hugging Face folder)")
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)
@@ -126,7 +126,7 @@ def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> Checkpoi
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """Translate a flag. Returns arguments for tyro, or no arguments and a note that the flag changes nothing."""
     if not flag:
-        raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
+        raise ConfigurationError(f"{shown(' '.join(values))} comes before the first flag")
     tables = megatron_flags.tables()
     if flag in (*tables["shorthands"], megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
         return [*tables["shorthands"].get(flag, ()), *_none(flag, values)], None

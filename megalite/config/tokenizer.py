@@ -36,7 +36,7 @@ class TokenizerFlags:
     """Name of a tokenizer, and its files."""
 
     tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
+    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer is for data already in tokens."""
     tokenizer_model: str | None = None
     """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
     vocab_file: str | None = None
@@ -44,8 +44,8 @@ class TokenizerFlags:
     merge_file: str | None = None
     """The merges.txt of a GPT2BPETokenizer."""
     tiktoken_pattern: str = "v2"
-    """Pattern that cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
+    """Pattern that splits text into words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
     tiktoken_num_special_tokens: Annotated[NonNegativeInt, at_most(1_000_000)] = 1000
     """Special tokens of a TikTokenizer's .json file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
+    """The names of a TikTokenizer's special tokens, if they are not the usual ones."""
