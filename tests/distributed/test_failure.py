@@ -87,7 +87,7 @@ def test_one_process_ends_with_the_code_and_the_message(body: str, code: int, me
         ),
         (
             "OutOfMemoryError('CUDA out of memory. Tried to')",
-            "CUDA out of memory. Tried to\nA training takes less with",
+            "CUDA out of memory. Tried to\nTraining takes less with",
         ),
     ],
 )
