@@ -277,7 +277,7 @@ def test_our_own_models_go_by_words(tmp_path: Path) -> None:
         ({"normalization_rule_name": "nmt_nfkc"}, "rewrites the text"),
         ({"remove_extra_whitespaces": True}, "rewrites the text"),
         ({"treat_whitespace_as_suffix": True}, "spaces end its words"),
-        ({"split_by_whitespace": False, "vocab_size": 500}, "has a space behind another character"),
+        ({"split_by_whitespace": False, "vocab_size": 500}, "has a space after another character"),
     ],
 )
 def test_models_that_see_across_spaces_are_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:

@@ -210,9 +210,9 @@ def test_a_token_has_one_meaning() -> None:
         ConfigurationError, match=r"the end of a document \(--fim-eod-token\) and --fim-pad-token are one"
     ):
         rules(pad=EOD)
-    with pytest.raises(ConfigurationError, match="--fim-prefix-token and --fim-suffix-token are one token, 300"):
+    with pytest.raises(ConfigurationError, match="--fim-prefix-token and --fim-suffix-token are the same token, 300"):
         rules(suffix=PREFIX)
-    with pytest.raises(ConfigurationError, match="--fim-pad-token and --fim-split-sample are one token, 303"):
+    with pytest.raises(ConfigurationError, match="--fim-pad-token and --fim-split-sample are the same token, 303"):
         rules(separator=PAD)
 
 

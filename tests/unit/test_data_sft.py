@@ -88,7 +88,7 @@ CHATML_WITHOUT_A_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 
 
 def test_a_header_that_a_model_would_not_be_given_is_refused() -> None:
-    why = r"does not write '<\|im_start\|>assistant' before an answer where add_generation_prompt asks for it"
+    why = r"does not write '<\|im_start\|>assistant' before an answer if add_generation_prompt asks for it"
     with pytest.raises(ValueError, match=why):
         spans({"messages": TALK}, CHATML_WITHOUT_A_PROMPT)
     # Nothing to write before an answer but a space, as Llama 2 has it; and what a model itself says first is no header.
@@ -146,7 +146,7 @@ def test_templates_reach_nothing_but_their_arguments(template: str) -> None:
         ("{{ raise_exception('a\n' * 10**6) }}", f"refuses it: {'a ' * 99}a"),
         ("{{ '%1000000000d' | format(1) }}", "takes more than 512 MiB of memory"),
         ("{{ messages | tojson(indent=10**9) }}", "takes more than 512 MiB of memory"),
-        ("{{ messages[0].content[:9] * 10**6 }}", "makes 9000000 characters of it, and 8388608 is the limit"),
+        ("{{ messages[0].content[:9] * 10**6 }}", "makes 9000000 characters of it; the limit is 8388608"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
     ],
 )
@@ -316,7 +316,7 @@ def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     )
     assert train is not None
     assert notes[1].endswith(
-        "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned there"
+        "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned from them"
     )
     with pytest.raises(DataError, match="no answer begins within --seq-length 4, so that nothing would be learned"):
         build(tmp_path / "a.jsonl", length=4)
@@ -445,15 +445,15 @@ def test_splits_share_no_conversation_and_tokens_are_kept(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "holds no conversations"),
-        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is no conversation: not a JSON object \(Expecting"),
-        ("[]", "line 1 is no conversation: a JSON list, not an object"),
+        ("", "has no conversations"),
+        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is not a conversation: not a JSON object \(Expecting"),
+        ("[]", "line 1 is not a conversation: a JSON list, not an object"),
         (
             '{"prompt": "q", "completion": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
-            "line 1 is no conversation: .*recursion",
+            "line 1 is not a conversation: .*recursion",
         ),
-        ('{"prompt": "q"}', r"line 1 is no conversation: expected"),
-        ('{"prompt": "", "completion": ""}', "line 1 is no conversation: it has no text"),
+        ('{"prompt": "q"}', r"line 1 is not a conversation: expected"),
+        ('{"prompt": "", "completion": ""}', "line 1 is not a conversation: it has no text"),
         ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is no conversation"),
         ("\udcff", "line 1 is no conversation"),
     ],
@@ -467,20 +467,22 @@ def test_files_of_other_things_are_refused_by_line(tmp_path: Path, text: str, pr
 @pytest.mark.parametrize("kind", ["SentencePiece", "Hugging Face"])
 def test_half_a_character_is_refused_by_line(spaces_first: dict[str, Tokenizer], tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud83d", "completion": "b"}\n')
-    with pytest.raises(DataError, match=r"a.jsonl line 1 is no conversation: .*surrogates not allowed"):
+    with pytest.raises(DataError, match=r"a.jsonl line 1 is not a conversation: .*surrogates not allowed"):
         build(tmp_path / "a.jsonl", tokenizer=spaces_first[kind])
 
 
 def test_tokens_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "eod", 70_000)
     write(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"})
-    with pytest.raises(DataError, match=r"line 1 is no conversation: it has tokens from 97 to 70000, but .* has 257"):
+    with pytest.raises(
+        DataError, match=r"line 1 is not a conversation: it has tokens from 97 to 70000, but .* has 257"
+    ):
         build(tmp_path / "a.jsonl")
 
 
 def test_a_file_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read \(no regular file"):
+    with pytest.raises(DataError, match=r"cannot be read \(not a regular file"):
         build(tmp_path / "a.jsonl")
 
 

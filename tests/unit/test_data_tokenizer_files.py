@@ -150,7 +150,7 @@ def test_patterns_cut_words_differently(folder: Path) -> None:
     }
     assert len({identity["pattern"] for identity in ids.values()}) == 5
     with pytest.raises(
-        ConfigurationError, match=r"--tiktoken-pattern \( is none of v1, v2, gpt2, cl100k and no regular"
+        ConfigurationError, match=r"--tiktoken-pattern \( is not one of v1, v2, gpt2, cl100k, and not a regular"
     ):
         build_tokenizer("TikTokenizer", str(folder / "ranks.json"), options=TokenizerOptions(tiktoken_pattern="("))
 
@@ -291,7 +291,7 @@ def test_ids_are_bounded_and_another_for_each_token(folder: Path, tmp_path: Path
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     description["model"]["vocab"]["a"] = description["model"]["vocab"]["b"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have one id"):
+    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have the same id"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     ranks = (folder / "ranks.tiktoken").read_text()
     for rank in ("-1", "4000000000", "1" + "0" * 30):
@@ -312,7 +312,7 @@ def test_a_vocabulary_without_an_end(folder: Path, tmp_path: Path) -> None:
     description["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(
-        DataError, match=r"does not tell which token ends a document .*put a tokenizer_config.json beside"
+        DataError, match=r"does not say which token ends a document .*put a tokenizer_config.json next to"
     ):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 

@@ -78,8 +78,8 @@ def build_tokenizer(
     tokenizer = _from_files(tokenizer_type, tokenizer_model, vocab_size, options)
     if tokenizer.vocab_size > LARGEST_VOCABULARY:
         raise DataError(
-            f"the {tokenizer_type} has a token {tokenizer.vocab_size - 1}, where {LARGEST_VOCABULARY - 1} is the "
-            "largest there may be: its file is damaged"
+            f"the {tokenizer_type} has a token {tokenizer.vocab_size - 1}, but {LARGEST_VOCABULARY - 1} is the "
+            "largest possible: its file is damaged"
         )
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(
