@@ -50,7 +50,7 @@ class ChunkedFiles:
                 for ends in zip(*(zip(chunk.box.offset, chunk.box.size, strict=True) for chunk in found), strict=True)
             )
             if not covers((chunk.box for chunk in found), Box.whole(whole)):
-                raise CheckpointError(f"the pieces of {name} {list(whole)} do not hold each of its elements once")
+                raise CheckpointError(f"the pieces of {name} {list(whole)} do not have each of its elements once")
             wanted = shapes.get(name, whole)
             fits = len(wanted) == len(whole) and all(a <= b for a, b in zip(wanted, whole, strict=True))
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)
