@@ -63,7 +63,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def check(options: Options, others: Sequence[str]) -> None:
     """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
     if options.node and others:
-        raise ConfigurationError(f"--node looks at a node without a run: leave {others[0]} away")
+        raise ConfigurationError(f"--node checks a node without a run: leave {others[0]} out")
     for name in ("gpus", "checkpoints", "max_bytes", "seconds"):
         value = getattr(options, name)
         if value is not None and not 0 <= value < math.inf:

@@ -27,7 +27,7 @@ ALREADY_SO = {
     "tokenizer-hf-use-fast": "it is the only kind",
     **dict.fromkeys(
         ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
-        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+        "only a model pads its vocabulary: data have the tokenizer's own numbers",
     ),
 }
 REFUSED = {
@@ -35,7 +35,7 @@ REFUSED = {
     **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
     **dict.fromkeys(
         ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
-        "is not there: one worker for each core, the default, is the fastest",
+        "is not supported: one worker for each core, the default, is the fastest",
     ),
 }
 
@@ -49,15 +49,15 @@ class Arguments(TokenizerFlags):
     output_prefix: str
     """Prefix of the output: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
     tokenizer_type: TokenizerType = field()
-    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
+    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are the same."""
     vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
+    """The number of tokens of a NullTokenizer; the number to use of a TikTokenizer."""
     tokenizer_hf_include_special_tokens: bool = True
     """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
     beginning)."""
     fast_encoding: FastEncoding = "auto"
-    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
-    always, with an error if they might differ; never. The other types have only one way, which is fast."""
+    """Faster encoding, of byte-level BPE through tiktoken and of SentencePiece BPE by words: auto, if it gives the
+    same tokens; require, with an error if they might differ; or off. Other types have only one way, which is fast."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False
@@ -106,7 +106,7 @@ def main() -> None:
     from megalite.preprocessing.preprocess import output_prefix_of, preprocess
 
     if arguments.workers < 1 or arguments.log_interval < 1:
-        raise ConfigurationError("--workers and --log-interval are 1 or more")
+        raise ConfigurationError("--workers and --log-interval must be at least 1")
     encoding = Encoding(
         arguments.json_keys,
         arguments.append_eod,
@@ -121,7 +121,7 @@ def main() -> None:
     )
     print(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
     if output.tokens:
-        print(f"{output.text_bytes / output.tokens:.2f} bytes a token; sequences of {lengths}")
+        print(f"{output.text_bytes / output.tokens:.2f} bytes per token; sequences of {lengths}")
     if output.skipped:
         print(f"{output.skipped:,} bad lines were left out")
     for key in arguments.json_keys:

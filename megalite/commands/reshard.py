@@ -28,7 +28,7 @@ class Arguments:
     load: str
     """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     save: str
-    """The run directory to write to, which must not hold a checkpoint of this iteration."""
+    """The run directory to write to, which must not have a checkpoint of this iteration."""
     files: int | None = None
     """Write this many files, of equal size."""
     tensor_model_parallel_size: int | None = None
@@ -60,7 +60,7 @@ def main() -> None:
     if (arguments.files is None) == (layout is None):
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
     if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
-        raise ConfigurationError("--files and --workers are 1 or more")
+        raise ConfigurationError("--files and --workers must be at least 1")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
     tensors = {
         name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not name.startswith(OPTIMIZER)

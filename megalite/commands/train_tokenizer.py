@@ -37,7 +37,7 @@ def main() -> None:
     from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
     if arguments.vocab_size < 1 or arguments.num_threads < 1:
-        raise ConfigurationError("--vocab-size and --num-threads are 1 or more")
+        raise ConfigurationError("--vocab-size and --num-threads must be at least 1")
     corpus = (arguments.input, arguments.json_keys, arguments.output_prefix, arguments.vocab_size)
     if arguments.model_type == "byte-level-bpe":
         pieces = train_byte_level_bpe(*corpus, arguments.num_threads)

@@ -59,7 +59,7 @@ def evaluate(
     are as in `score_windows`. Raises ConfigurationError if the context is longer than `length`.
     """
     if len(context) > length:
-        raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
+        raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens come before each document")
     windows = [window for tokens in documents.tokens for window in sliding_windows(tokens, context, length, stride)]
     scores = score_windows(network, windows, micro_batch_size, advance)
     count = sum(window.counted for window in windows)

@@ -196,13 +196,13 @@ def test_each_field_of_a_record_is_a_document_of_its_own(tmp_path: Path) -> None
 
 def test_data_that_cannot_be_predicted_are_refused(tmp_path: Path, beginning: Path) -> None:
     tokenizer = load_tokenizer_json(str(beginning), True, "auto")
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         read_token_files([write(tmp_path / "empty", [[[1]], []])], tokenizer)
-    with pytest.raises(DataError, match=r"document 1 of .* holds tokens from 3 to 9, but the vocabulary"):
+    with pytest.raises(DataError, match=r"document 1 of .* has tokens from 3 to 9, but the vocabulary"):
         read_token_files([write(tmp_path / "other", [[[2]], [[3, 9]]])], tokenizer)
     numbers = NullTokenizer(8)  # and the end of document, 8
     read_token_files([write(tmp_path / "last", [[[7, 8, 7]]])], numbers)
-    with pytest.raises(DataError, match="holds tokens from 7 to 9, but the vocabulary of the model has 9"):
+    with pytest.raises(DataError, match="has tokens from 7 to 9, but the vocabulary of the model has 9"):
         read_token_files([write(tmp_path / "size", [[[7, 9]]])], numbers)
     with pytest.raises(DataError, match="was made with the tokenizer"):
         read_token_files([write(tmp_path / "bytes", [[[2]]], BYTES.identity())], tokenizer)

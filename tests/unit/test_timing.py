@@ -18,7 +18,7 @@ def test_the_slowest_rank_is_the_one_that_works_longest_and_waits_least() -> Non
     assert figures["iteration_time_s/slowest_rank_works"] == pytest.approx(0.033)
     assert figures["iteration_time_s/forward_and_backward"] == 0.010
     assert timing.line() == (
-        "ms a step, median of 4 ranks: data 1.0, forward and backward 10.0, optimizer 2.0, waiting for others 25.0; "
+        "ms per step, median of 4 ranks: data 1.0, forward and backward 10.0, optimizer 2.0, waiting for others 25.0; "
         "slowest: rank 2 on n1, 33.0 of work against 13.0, most of the difference in forward and backward"
     )
 
