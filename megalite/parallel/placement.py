@@ -62,8 +62,8 @@ def split(
         length = tensor.shape[dimension] if padding is None else padding
         if length % mesh.size(*axes):
             raise ValueError(
-                f"dimension {dimension} of {tensor.name}, {length} long, does not divide over {mesh.size(*axes)} ranks "
-                f"of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
+                f"dimension {dimension} of {tensor.name}, {length} long, cannot be divided among {mesh.size(*axes)} "
+                f"ranks of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
             )
         start, count = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
         true_start = min(start, tensor.shape[dimension])

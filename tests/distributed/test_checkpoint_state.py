@@ -355,7 +355,7 @@ def test_the_tools_show_it(alone: Path, saved: Path) -> None:
     assert run_tool("inspect_checkpoint", "--load", alone, "--verify").code == 0
     differences = run_tool("inspect_checkpoint", "--diff", alone, alone, "--tensors", "state/*")
     assert differences.code == 0
-    assert "2 of 2 tensors that both have in one shape are equal" in differences.stdout
+    assert "2 of 2 tensors that both have in the same shape are equal" in differences.stdout
 
 
 def test_a_difference_of_one_in_a_large_count_is_seen(alone: Path, tmp_path: Path) -> None:
@@ -485,9 +485,7 @@ def test_inference_has_the_state_that_was_saved(alone: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
-    ):
+    with pytest.raises(CheckpointError, match="is column, momentum_buffer, row for the weights, but this run needs"):
         Run(Layout()).load(alone)
 
 

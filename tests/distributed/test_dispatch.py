@@ -71,7 +71,7 @@ def test_counts_that_do_not_deal_the_rows_are_an_error(
 
 
 def test_counts_that_are_not_equally_many_for_each_rank_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 counts cannot be dealt evenly to 2 ranks"):
+    with pytest.raises(ValueError, match="3 counts cannot be divided evenly among 2 ranks"):
         exchange_counts([1, 2, 3], Group(ranks=(0, 1), rank=0), torch.device("cpu"))
 
 
