@@ -37,7 +37,7 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
         there = run_directory.iterations(directory)
     check_all_see(str(there), directory, mesh)
     if iteration not in there:
-        holds = f"those of steps {', '.join(map(str, there))}" if there else "no checkpoint"
+        holds = f"only steps {', '.join(map(str, there))}" if there else "no checkpoint"
         raise ConfigurationError(f"--ckpt-step {iteration}: {directory} has {holds}")
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 

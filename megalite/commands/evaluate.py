@@ -70,7 +70,7 @@ class Arguments:
     tokenizer_model: str | None = None
     """Current path of the tokenizer's file; unset: its path when the model was trained."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:

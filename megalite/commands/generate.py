@@ -57,7 +57,7 @@ class Arguments:
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (short: --pp)."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:

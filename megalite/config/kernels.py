@@ -11,7 +11,7 @@ class KernelsConfig:
     """Options of how operations are computed; the results are the same except for rounding."""
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
     persist_layer_norm: bool = True
     """Norms by their kernels. Off: in plain PyTorch, whatever kernels says; the same for the next fusion flags."""
     bias_dropout_fusion: bool = True

@@ -174,7 +174,7 @@ def _entry(name: str, fields: Any, header: int) -> _Entry:
         raise ValueError(f"{name} must have just a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _KINDS:
-        raise ValueError(f"it has numbers of kind {str(dtype)[:_LONGEST_NAME]}, where {', '.join(_DTYPES)} are known")
+        raise ValueError(f"it has the dtype {str(dtype)[:_LONGEST_NAME]}, supported are {', '.join(_DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"the shape or the offsets of {name} are not whole numbers of 0 or more, or are too many")
     kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets

@@ -130,7 +130,7 @@ class RankDump:
         dump = cls(**known | {"flight_recorder": None if recorded is None else Snapshot.of(recorded)})
         for one in fields(cls):
             if one.type in ("int", "float", "str") and type(getattr(dump, one.name)).__name__ != one.type:
-                raise ValueError(f"{one.name} is of another kind than {one.type}")
+                raise ValueError(f"{one.name} has another type than {one.type}")
         return dump
 
 

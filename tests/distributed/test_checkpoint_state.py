@@ -439,7 +439,7 @@ def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds state/toy.router.bias, .*: no other format has a place"):
+    with pytest.raises(CheckpointError, match=r"has state/toy.router.bias, .*: no other format can store"):
         open_megalite(alone)
 
 
@@ -463,7 +463,7 @@ def test_a_checkpoint_without_state_that_the_network_has_is_refused(tmp_path: Pa
     with factored():
         path = trained(Layout(), routed=False).save(tmp_path)
         load = loads(trained(Layout()), path)[way]
-        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is of another"):
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is from another"):
             load()
 
 

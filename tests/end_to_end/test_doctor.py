@@ -125,7 +125,7 @@ Measurement.run = lambda *_: (print("now"), time.sleep(1000))
     job.wait_for_output(1, "now")
     job.kill_all(signal.SIGTERM)
     assert job.wait(120) == [93, 93]
-    assert "sick: this was to end before everything was looked at" in job.stdout(0)
+    assert "sick: this was stopped before all checks were done" in job.stdout(0)
 
 
 # ---------------------------------------------------------------------------------------------------- what ranks have

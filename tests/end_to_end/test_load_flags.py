@@ -105,7 +105,7 @@ def test_ckpt_step_goes_back_and_leaves_what_was_beyond(run: Run, whole: Path, c
     assert f"note: iter_0000004, iter_0000003 in {copy}: newer than step 2" in out
     assert f"continues from {step(copy, 2)}" in out
     error = run(*flags, 7, "--save", tmp_path / "third", expected=64).stderr
-    assert f"--ckpt-step 7: {copy} has those of steps 1, 2, 3, 4" in error
+    assert f"--ckpt-step 7: {copy} has only steps 1, 2, 3, 4" in error
 
 
 def test_a_missing_checkpoint_ends_the_run_if_asked_to(run: Run, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path
     run(*CONSTANT, "--train-iters", 2, "--save", first, "--no-save-optim", "--no-save-rng")
     assert all(name.startswith("model/") for name in saved_tensors(step(first, 2)))
     flags = [*CONSTANT, "--train-iters", 3, "--load", first, "--save", second]
-    assert "it was saved with --no-save-optim. --no-load-optim goes on" in run(*flags, expected=93).stderr
+    assert "it was saved with --no-save-optim. --no-load-optim continues" in run(*flags, expected=93).stderr
     out = run(*flags, "--no-load-optim", "--no-load-rng", "--optimizer", "sgd").stdout
     assert "--no-load-rng: already so" in out
     assert "ignored: optimizer state (2 updates): a new one by --no-load-optim" in out

@@ -109,7 +109,7 @@ def test_ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another
     with Job([entry, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert job.wait(timeout=60) == [64, 64]
         for rank, where in enumerate(("error: ", "error on rank 1: ")):
-            assert re.match(where + r"there are too many open files \(\d+ are allowed to a process\)", job.stderr(rank))
+            assert re.match(where + r"there are too many open files \(the limit is \d+ per process\)", job.stderr(rank))
 
 
 @pytest.mark.parametrize("store_of_rank_0", [False, True], ids=["store of the launcher", "store of rank 0"])

@@ -417,7 +417,9 @@ def test_the_tracker_says_which_one_is_loaded(tmp_path: Path) -> None:
     assert "left alone" in found.notes[0]
     for text in ("8", "", "release"):
         tracker.write_text(text)
-        with pytest.raises(CheckpointError, match=r"latest_checkpointed.*no checkpoint here: write one of 7, 12345678"):
+        with pytest.raises(
+            CheckpointError, match=r"latest_checkpointed.*not a checkpoint here: write one of 7, 12345678"
+        ):
             checkpoint.latest(tmp_path)
     tracker.unlink()
     assert checkpoint.latest(tmp_path) == second

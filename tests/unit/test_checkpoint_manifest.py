@@ -219,6 +219,6 @@ def test_a_tracker_that_cannot_be_read_names_nothing(path: Path) -> None:
         make(tracker)
         found = directory.candidates(path.parent)
         assert found.paths == (path,)
-        assert "which is no step" in found.notes[0]
+        assert "which is not a step" in found.notes[0]
         with pytest.raises(CheckpointError, match="not a checkpoint here: write one of 3 into it"):
             directory.latest(path.parent)

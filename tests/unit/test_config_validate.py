@@ -664,10 +664,10 @@ SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
             "--decoder-last-pipeline-num-layers 4: --pipeline-model-parallel-size is 1, so there is one rank: leave it "
             "out",
         ),
-        (SEVERAL, "2 stages a rank need --pipeline-model-parallel-size 2 or more"),
+        (SEVERAL, "2 stages per rank need --pipeline-model-parallel-size 2 or more"),
         (
             f"{SEVERAL} --pipeline-schedule interleaved-1f1b",
-            "2 stages a rank need --pipeline-model-parallel-size 2 or more",
+            "2 stages per rank need --pipeline-model-parallel-size 2 or more",
         ),
         (
             "--pp 2 --pipeline-schedule interleaved-1f1b",
@@ -692,7 +692,7 @@ SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
         *(
             (
                 f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4",
-                "--microbatch-group-size-per-virtual-pipeline-stage 4 needs several stages a rank, and the schedule "
+                "--microbatch-group-size-per-virtual-pipeline-stage 4 needs several stages per rank, and the schedule "
                 "interleaved-1f1b",
             )
             for flags in ("", "--pp 2", "--pp 2 --pipeline-schedule zb-v")
@@ -738,7 +738,7 @@ def test_without_a_pipeline_what_steers_it_changes_nothing_and_is_told(flag: str
     ("flags", "why"),
     [
         ("--num-virtual-stages-per-pipeline-rank 2", "without --overlap-grad-reduce"),
-        ("--overlap-grad-reduce", "with one stage a rank"),
+        ("--overlap-grad-reduce", "with one stage per rank"),
         ("--overlap-grad-reduce --pipeline-schedule zb-v", "with zb-v, whose chunks end in another order"),
         (
             "--overlap-grad-reduce --pipeline-schedule zb-v --data-parallel-sharding-strategy optim_grads",

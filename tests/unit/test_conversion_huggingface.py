@@ -703,7 +703,7 @@ def test_others_are_asked_for_a_folder_and_one_with_too_much_is_refused(folders:
 def test_flags_that_do_not_go_together(folders: Path, tmp_path: Path) -> None:
     place = ("--load-dir", folders / "llama", "--save-dir", tmp_path / "out")
     for flags, message in (
-        (("--loader", "hf", "--saver", "hf"), "are one"),
+        (("--loader", "hf", "--saver", "hf"), "equals --saver"),
         (("--loader", "megalite", "--saver", "hf", "--target-tensor-parallel-size", 2), "needs --saver megalite"),
         (("--loader", "hf", "--saver", "megalite", "--max-shard-size", 2.5), "needs --saver hf"),
         (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "above 0"),

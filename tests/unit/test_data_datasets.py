@@ -112,7 +112,7 @@ def test_a_blend_that_draws_too_little_names_the_flag(tmp_path: Path) -> None:
     datasets: Any = [[1] * 5, [1] * 4]
     BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), str(tmp_path / "a"))
     with pytest.raises(
-        DataError, match=r"takes 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
+        DataError, match=r"needs 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
     ):
         BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), str(tmp_path / "a"))
 

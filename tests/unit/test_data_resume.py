@@ -168,7 +168,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, name: str) -> N
     folder.mkdir()
     (folder / name).write_text("Dear diary")
     for resume in (False, True):
-        with pytest.raises(DataError, match=r"c\.partial is where unfinished output goes, but it holds something else"):
+        with pytest.raises(DataError, match=r"c\.partial is for unfinished output, but it has something else"):
             go_on(tmp_path / "c", source, resume)
         assert contents(folder) == {name: b"Dear diary"}
 
@@ -229,7 +229,7 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
     with output(tmp_path / "c", resume=False) as partial:
         partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
-    with pytest.raises(DataError, match="of a run with other inputs: give the flags and the input files of that run"):
+    with pytest.raises(DataError, match="from a run with other inputs: give the flags and the input files of that run"):
         output(tmp_path / "c", resume=True, run={"inputs": "changed"})
     with output(tmp_path / "c", resume=True) as partial, pytest.raises(DataError, match="another run is writing"):
         assert partial.resumed

@@ -76,7 +76,7 @@ def test_templates_see_special_tokens_and_the_prompt() -> None:
 
 def test_templates_that_hide_answers_are_refused() -> None:
     last_only = "{{ messages[-1].content }}"
-    with pytest.raises(ValueError, match="does not render the beginning of this conversation as it renders the whole"):
+    with pytest.raises(ValueError, match="renders the beginning of this conversation alone differently"):
         spans({"messages": TALK}, last_only)
     with pytest.raises(ValueError, match="refuses it: no system"):
         spans({"messages": TALK}, "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
@@ -108,7 +108,7 @@ def test_answers_that_follow_each_other_are_told_apart() -> None:
     ends_but_before_an_answer = (
         "{% for m in messages %}{{ m.content }}{{ '' if loop.last and add_generation_prompt else '|' }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="does not render the beginning"):
+    with pytest.raises(ValueError, match="renders the beginning"):
         spans({"messages": answers}, ends_but_before_an_answer)
 
 
@@ -225,7 +225,7 @@ def test_the_template_of_a_tokenizer_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--chat-template missing cannot be read"):
         given_template("missing", None)
     (tmp_path / "chat_template.jinja").unlink()
-    for text, why in (("[", "cannot be read"), ("[]", "not an object"), ('{"chat_template": [1]}', "of .* is none")):
+    for text, why in (("[", "cannot be read"), ("[]", "not an object"), ('{"chat_template": [1]}', "of .* is not one")):
         config.write_text(text)
         with pytest.raises(DataError, match=why):
             find_template(str(tmp_path))
@@ -318,7 +318,7 @@ def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     assert notes[1].endswith(
         "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned from them"
     )
-    with pytest.raises(DataError, match="no answer begins within --seq-length 4, so that nothing would be learned"):
+    with pytest.raises(DataError, match="no answer begins within --seq-length 4, so nothing would be learned"):
         build(tmp_path / "a.jsonl", length=4)
 
 
@@ -454,8 +454,8 @@ def test_splits_share_no_conversation_and_tokens_are_kept(tmp_path: Path) -> Non
         ),
         ('{"prompt": "q"}', r"line 1 is not a conversation: expected"),
         ('{"prompt": "", "completion": ""}', "line 1 is not a conversation: it has no text"),
-        ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is no conversation"),
-        ("\udcff", "line 1 is no conversation"),
+        ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is not a conversation"),
+        ("\udcff", "line 1 is not a conversation"),
     ],
 )
 def test_files_of_other_things_are_refused_by_line(tmp_path: Path, text: str, problem: str) -> None:

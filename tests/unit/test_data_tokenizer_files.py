@@ -212,12 +212,12 @@ def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp
             "are not vocab.json and merges.txt of a BPE",
         ),
         (("TikTokenizer", "{}/vocab.json"), {}, DataError, "vocab.json is neither Megatron-LM's JSON of ranks nor"),
-        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 less .* is not from 256"),
+        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 minus .* is not from 256"),
         (
             ("TikTokenizer", "{}/ranks.json"),
             {"tokenizer_special_tokens": ("<s>",)},
             ConfigurationError,
-            "must hold each of <unk> <s>",
+            "must have each of <unk> <s>",
         ),
         (
             ("TikTokenizer", "{}/ranks.json"),
@@ -287,7 +287,7 @@ def test_ids_are_bounded_and_another_for_each_token(folder: Path, tmp_path: Path
     description = json.loads((folder / "bpe" / "tokenizer.json").read_text())
     description["model"]["vocab"]["a"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="has a token 4000000000, where 16777215 is the largest there may be"):
+    with pytest.raises(DataError, match="has a token 4000000000, but 16777215 is the largest possible"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     description["model"]["vocab"]["a"] = description["model"]["vocab"]["b"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))

@@ -156,9 +156,9 @@ def test_bytes_of_token_files_are_those_of_their_text(tmp_path: Path, beginning:
 @pytest.mark.parametrize(
     ("tokenizer", "document", "why"),
     [
-        (NullTokenizer(9), [1, 2, 9], "NullTokenizer stands for data that is in tokens already"),
-        (BYTES, [97, 195, 256], "the tokens of document 0"),  # half of a character
-        (BYTES, [97, 256, 97, 256], "the tokens of document 0"),  # two documents stored as one
+        (NullTokenizer(9), [1, 2, 9], "NullTokenizer is for data that is already tokens"),
+        (BYTES, [97, 195, 256], "document 0 has other tokens"),  # half of a character
+        (BYTES, [97, 256, 97, 256], "document 0 has other tokens"),  # two documents stored as one
     ],
 )
 def test_where_the_text_cannot_be_told_there_are_no_bits_per_byte(

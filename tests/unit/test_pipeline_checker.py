@@ -167,7 +167,7 @@ def receives_behind_sends(lists: Lists) -> str:
                 late += [a for key, a in receives.items() if key == (receive, action.micro_batch, action.chunk)]
             late += [] if action.kind.startswith("receive") else [action]
         lists.lists[rank] = late
-    return "where a send waits for its receive: rank 0 at send F .* waits for rank 1; .* waits for rank|rank 0 .* meets"
+    return "if a send waits for its receive: rank 0 at send F .* waits for rank 1; .* waits for rank|rank 0 .* meets"
 
 
 def backward_before_its_forward(lists: Lists) -> str:
