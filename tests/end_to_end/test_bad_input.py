@@ -287,7 +287,7 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
         (LLAMA, ["from another model", "swiglu"]),
         (["--num-layers", "1"], ["num_layers"]),
         (["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"]),
-        (["--bf16"], ["of the optimizer", "give --optimizer, the precision"]),
+        (["--bf16"], ["its optimizer state", "give --optimizer, the precision"]),
         (["--fp64"], ["float32 in it and float64 in this run"]),
         (["--optimizer", "sgd"], ["--optimizer"]),
     ],

@@ -204,7 +204,7 @@ def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_
         (said,) = everything_said(job)
         process = job.ranks[rank].process.pid
         assert re.match(rf"error: rank {rank} \(process {process} on .*\) has ended without a message, last", said)
-        assert re.search(r' heard of in step 0, "meeting", [\d.]+ s before', said)
+        assert re.search(r' seen in step 0, "meeting", [\d.]+ s before', said)
 
 
 def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_a_tracker_that_names_nothing_is_not_believed(tmp_path: Path) -> None:
         tracker.write_text(text)
         found = checkpoint.find_candidates(tmp_path, MESH)
         assert found.paths == (second, first)
-        assert f"holds {text!r}, which is no step" in found.notes[0]
+        assert f"has {text!r}, which is not a step" in found.notes[0]
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ TROUBLES = {  # question, answer, severity, what is told
     "fails": (GPUS, "!echo GPU is lost; exit 15", "sick", "nvidia-smi fails: GPU is lost"),
     "hot": (CLOCKED, "0, Active, Not Active, Not Active, Active", "sick", "GPU 0 is slowed down because it is too hot"),
     "power": (CLOCKED, "0, Not Active, Active, Not Active, Active", "sick", "power brake"),
-    "warm": (CLOCKED, "0, Not Active, Not Active, Active, Not Active", "warning", "since it is hot"),
+    "warm": (CLOCKED, "0, Not Active, Not Active, Active, Not Active", "warning", "because it is hot"),
     "slow": (CLOCKED, "0, Not Active, Not Active, Not Active, Active", "warning", "by its hardware"),
     "row": (ROWS, "GPU-1, 1, 0", "sick", "GPU 1 waits to remap a row"),
     "no rows": (ROWS, "GPU-1, No, Yes", "sick", "GPU 1 has no spare row left"),

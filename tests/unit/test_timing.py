@@ -25,7 +25,7 @@ def test_the_slowest_rank_is_the_one_that_works_longest_and_waits_least() -> Non
 
 def test_one_rank_is_slower_than_none() -> None:
     timing = gather_timing({DATA: 0.1, FORWARD_BACKWARD: 1.0, OPTIMIZER: 0.2}, 10, ParallelMesh())
-    assert timing.line() == "ms a step: data 10.0, forward and backward 100.0, optimizer 20.0"
+    assert timing.line() == "ms per step: data 10.0, forward and backward 100.0, optimizer 20.0"
 
 
 def test_what_is_waited_for_others_is_no_time_of_a_section() -> None:
