@@ -131,12 +131,12 @@ def _range(text: str) -> list[int]:
 
 def test_lines() -> None:
     assert layout_lines(model(20), parallel(2, num_virtual_stages_per_pipeline_rank=2)) == (
-        "20 layers in 4 stages, 2 a rank, schedule interleaved-1f1b",
+        "20 layers in 4 stages, 2 per rank, schedule interleaved-1f1b",
         "rank 0: embedding, layers 0-4; layers 10-14",
         "rank 1: layers 5-9; layers 15-19, loss",
     )
     assert layout_lines(model(16), parallel(4, pipeline_schedule="zb-v")) == (
-        "16 layers in 8 stages, 2 a rank, schedule zb-v",
+        "16 layers in 8 stages, 2 per rank, schedule zb-v",
         "rank 0: embedding, layers 0-1; layers 14-15, loss",
         "ranks 1-3: layers 2-7; layers 8-13 (2 + 2 each)",
     )

@@ -332,8 +332,8 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
     ("arguments", "problem"),
     [
         ([*size("dual"), "--output", "a.svg"], "dual"),
-        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 to a rank"),
-        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 to a rank"),
+        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 chunks a rank"),
+        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 chunks a rank"),
         ([*size("interleaved-1f1b"), "--output", "a.svg"], "needs 2 or more --num-virtual-stages-per-pipeline-rank"),
         ([*size("interleaved-1f1b", 1), *TWO, "--output", "a.svg"], "on 2 or more --pipeline-model-parallel-size"),
         ([*size("gpipe", 0), "--output", "a.svg"], "--pipeline-model-parallel-size must be given, 1 or more"),
