@@ -166,7 +166,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, they have 6"),
     "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is not valid"),
     "other chunks": (lambda record: record | {"crc32": record["crc32"] | {"chunk_bytes": 1}}, "chunks of 67,108,864"),
-    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "no CRC-32"),
+    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "not CRC-32"),
     "too many": (lambda record: record | {"crc32": record["crc32"] | {"bin": [0, 0]}}, "2 checksums of the .bin"),
 }
 
