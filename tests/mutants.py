@@ -2797,14 +2797,14 @@ MUTANTS = (
         """    found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:80]!r} stands twice in one object")
+            raise ValueError(f"the key {name[:80]!r} is twice in one object")
         found[name] = value
     return found
 """,
         """    found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)[:80]!r} stands twice in one object")
+        raise ValueError(f"the key {max(names, key=names.count)[:80]!r} is twice in one object")
     return found
 """,
         "tests/unit/test_small_files.py::test_a_repeated_key_is_found_in_one_pass",
@@ -4415,8 +4415,8 @@ MUTANTS = (
     Mutant(
         "ranks may declare other messages",
         "megalite/pipeline/proved_schedules.py",
-        "passes on {spec}",
-        "passes on a tensor",
+        "sends {spec}",
+        "sends a tensor",
         _DECLARED,
     ),
     Mutant(

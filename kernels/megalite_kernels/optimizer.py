@@ -138,7 +138,7 @@ def update_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> None:
     tensors = [tensor for tensor in (*flat[:3], *values) if tensor is not None]
     for tensor in tensors:
         if tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(flat.parameters):
-            raise ValueError("an update is of flat tensors of one length, their elements side by side")
+            raise ValueError("an update needs flat, contiguous tensors of the same length")
     if not current().runs_triton("optimizer", *tensors):
         update_reference_(flat, moments, by)
         return

@@ -28,12 +28,10 @@ def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
     """
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
-        raise CheckpointError(
-            f"{path} is of a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite"
-        )
+        raise CheckpointError(f"{path} has a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite")
     model = saved_section(path, config, ModelConfig)
     if problems := model_problems(model):
-        raise CorruptCheckpointError("\n".join((f"{path} is of no model that can be:", *problems)))
+        raise CorruptCheckpointError("\n".join((f"{path} describes an impossible model:", *problems)))
     return model
 
 
@@ -51,8 +49,8 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     wrong += [f"no {each}" for each in sorted(required - values.keys())]
     if wrong:
         raise CorruptCheckpointError(
-            f"{path} says of the run that saved it, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
-            "of a newer megalite: load another checkpoint"
+            f"{path} has a wrong configuration, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
+            "from a newer megalite: load another checkpoint"
         )
     return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
 
@@ -73,7 +71,7 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
     if different:
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
-            "\n".join([f"{what} is of another model; give the flags it was trained with, or load another:", *lines])
+            "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
 
 

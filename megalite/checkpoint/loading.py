@@ -201,11 +201,11 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
         return
     if not saved:
         raise CheckpointError(
-            f"it holds weights alone where this run needs {listed(kinds)}, too: it was saved with --no-save-optim. "
-            "--no-load-optim goes on with a new optimizer, --finetune begins at step 0"
+            f"it has only weights, but this run also needs {listed(kinds)}: it was saved with --no-save-optim. "
+            "--no-load-optim continues with a new optimizer, --finetune begins at step 0"
         )
     raise CheckpointError(
-        f"of the optimizer it holds {listed(saved)} for the weights where this run needs {listed(kinds)}: give "
+        f"its optimizer state is {listed(saved)} for the weights, but this run needs {listed(kinds)}: give "
         "--optimizer, the precision and --sgd-momentum as in the run that saved it, or --no-load-optim"
     )
 
@@ -225,7 +225,7 @@ def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> st
     if saved.dtype != part.dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         if name.startswith(OPTIMIZER):
-            flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
+            flags = "give --main-params-dtype, --exp-avg-dtype and similar flags as then, or "
         elif name.startswith(STATE):
             flags = ""
         return (
@@ -233,14 +233,14 @@ def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> st
             f"silently; {flags}give --load-casts"
         )
     if not covers((box.box for box in saved.boxes), part.box):
-        return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"
+        return f"{name} is incomplete in it: its boxes do not have {part.box} exactly once"
     return None
 
 
 def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
     """Return the reason why a part cannot be read from a tensor, even if casts are allowed, or None."""
     if saved is None:
-        return f"{name} {list(part.shape)} is not in it: it is of another model"
+        return f"{name} {list(part.shape)} is not in it: it is from another model"
     if saved.shape != part.shape:
         return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
     if saved.dtype.is_floating_point != part.dtype.is_floating_point:
@@ -260,7 +260,7 @@ def _check_all_used(
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
     if unused:
         problems = [f"{name} {list(manifest.tensors[name].shape)} has no place in this run's model" for name in unused]
-        raise CheckpointError(f"loading {path} failed: it is of another model:\n{_listed(problems)}")
+        raise CheckpointError(f"loading {path} failed: it is from another model:\n{_listed(problems)}")
 
 
 @torch.no_grad()

@@ -189,7 +189,7 @@ class Manifest:
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
-            raise CheckpointError(f"it is not of format version {VERSION}, the one this program reads")
+            raise CheckpointError(f"its format version is not {VERSION}, the one this program reads")
         read = Manifest(
             _training_from_json(fields["training"]),
             _config_from_json(fields["config"]),
@@ -198,7 +198,7 @@ class Manifest:
         )
         for name, file in read.files.items():
             if not _FILE_NAME.fullmatch(name) or not _is_count(file.size):
-                raise ValueError(f"{shown(name)} is no file in its folder")
+                raise ValueError(f"{shown(name)} is not a file in its folder")
         for name, tensor in read.tensors.items():
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise ValueError(f"a tensor is called {shown(name)}")
@@ -217,12 +217,12 @@ def read_manifest(path: AnyPath) -> Manifest:
     try:
         return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
+        raise CorruptCheckpointError(f"{path} is not a checkpoint: it has no {NAME}{of_others(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{path / NAME} is damaged or foreign: {str(error)[:300]}. Load another checkpoint"
+            f"{path / NAME} is damaged or not ours: {str(error)[:300]}. Load another checkpoint"
         ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
@@ -231,7 +231,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 def of_others(path: AnyPath) -> str:
     """Return the end of an error message: advice if Megatron-LM has written the folder, otherwise an empty text."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
-        return "; one of Megatron-LM is brought in by megalite-convert --loader megatron"
+        return "; megalite-convert --loader megatron imports one of Megatron-LM"
     return ""
 
 
@@ -282,8 +282,8 @@ def _are_apart(parts: Sequence[Box], cuts: int) -> bool:
         low = [min(starts) for starts in zip(*(part.offset for part in parts), strict=True)]
         high = [max(stops) for stops in zip(*(map(add, part.offset, part.size) for part in parts), strict=True)]
         raise CorruptCheckpointError(
-            f"the {len(parts)} boxes of {[*map(sub, high, low)]} elements from {low} on interlock, where straight cuts "
-            "part those that megalite writes: load another checkpoint"
+            f"the {len(parts)} boxes of {[*map(sub, high, low)]} elements from {low} on interlock, which "
+            "those that megalite writes never do: load another checkpoint"
         )
     return all(one.intersection(other) is None for one, other in combinations(parts, 2))
 
@@ -342,7 +342,7 @@ def _check_box(saved: SavedBox, files: dict[str, SavedFile]) -> None:
     """
     offset, size, shape, start = saved.box.offset, saved.box.size, saved.shape, saved.start
     if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
-        raise TypeError(f"{saved.entry} is no box of {list(shape)}")
+        raise TypeError(f"{saved.entry} is not a box of {list(shape)}")
     beyond = any(map(gt, map(add, offset, size), shape))
     if beyond or min(offset, default=0) < 0 or min(size, default=1) < 1:
         raise ValueError(f"{saved.entry} is not within {list(shape)}")
@@ -350,7 +350,7 @@ def _check_box(saved: SavedBox, files: dict[str, SavedFile]) -> None:
     if saved.file not in files or not 0 <= start < stop <= files[saved.file].size:
         raise ValueError(f"{saved.entry} is not within {saved.file!r}")
     if len(saved.checksums) != -(-(stop - start) // BLOCK):
-        raise ValueError(f"{saved.entry} has not a checksum for each block")
+        raise ValueError(f"{saved.entry} does not have a checksum for each block")
 
 
 def box_to_json(saved: SavedBox) -> dict[str, Any]:
@@ -367,9 +367,9 @@ def box_to_json(saved: SavedBox) -> dict[str, Any]:
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
-        raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
+        raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is not a dtype of a checkpoint")
     if not dtype.is_floating_point and name.startswith((MODEL, MASTER)):
-        raise TypeError(f"{shown(name)} is a weight, and of whole numbers, {dtype_name(dtype)}")
+        raise TypeError(f"{shown(name)} is a weight, but has whole numbers, {dtype_name(dtype)}")
     shape = _axes(name, fields["shape"])
     return SavedTensor(shape, dtype, tuple(_box_from_json(name, shape, dtype, saved) for saved in fields["boxes"]))
 
@@ -387,5 +387,5 @@ def _axes(name: str, values: Any) -> tuple[int, ...]:
     `from_json` later checks that they are integers, before they are multiplied.
     """
     if not isinstance(values, list) or len(values) > _MOST_AXES:
-        raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
+        raise TypeError(f"{shown(name)} has {shown(values)} as a shape, or as the offset or size of a box")
     return tuple(values)

@@ -62,7 +62,7 @@ def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple
         boxes[name].append(box)
     for name, tensor in tensors.items():
         if not covers(boxes[name], Box.whole(tensor.shape)):
-            raise CheckpointError(f"{name} {list(tensor.shape)} is not of the model that the config in it describes")
+            raise CheckpointError(f"{name} {list(tensor.shape)} is not in the model that its config describes")
     return cut
 
 
@@ -83,7 +83,7 @@ def write_checkpoint(
     """
     transaction = FolderTransaction(directory, training.iteration)
     if transaction.path.exists():
-        raise CheckpointError(f"{transaction.path} is there already: choose another folder")
+        raise CheckpointError(f"{transaction.path} already exists: choose another folder")
     try:
         with writing(transaction.folder):
             transaction.begin()

@@ -29,7 +29,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
 from megalite.parallel.sharding import Box
 
-_ADVICE = "Checkpoints saved before are as they were. Free space, or give another folder with --save"
+_ADVICE = "Earlier checkpoints are unchanged. Free space, or give another folder with --save"
 _ALIGNMENT = 64  # bytes
 
 

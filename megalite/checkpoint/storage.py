@@ -230,7 +230,7 @@ def read_small(path: AnyPath, *, largest: int) -> bytes:
     if isinstance(path, Path):
         return read_small_file(path, largest=largest)
     if path.stat().st_size > largest:
-        raise ValueError(f"larger than the {largest / MIB:g} MiB that it may have")
+        raise ValueError(f"larger than its limit of {largest / MIB:g} MiB")
     return path.read_bytes()
 
 

@@ -45,7 +45,7 @@ class Arguments:
     """The folder to write: a run directory for megalite and Megatron, else a folder that is empty or does not exist
     yet."""
     model_type: Literal["GPT"] = "GPT"
-    """The kind of model: there is one."""
+    """The kind of model: there is only one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
     target_tensor_parallel_size: PositiveInt | None = None
@@ -101,7 +101,7 @@ def main() -> None:
 def check(arguments: Arguments) -> None:
     """Raise ConfigurationError for flags that contradict each other."""
     if arguments.loader == arguments.saver:
-        raise ConfigurationError("--loader and --saver are one: megalite-reshard rewrites a checkpoint of megalite")
+        raise ConfigurationError("--loader equals --saver: megalite-reshard rewrites a checkpoint of megalite")
     for name, savers in (
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),
@@ -110,7 +110,7 @@ def check(arguments: Arguments) -> None:
         if getattr(arguments, name) is not None and arguments.saver not in savers:
             raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
-        raise ConfigurationError("--true-vocab-size needs --loader megatron: the others tell it")
+        raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:
@@ -124,7 +124,7 @@ def dtype(arguments: Arguments) -> torch.dtype | None:
 def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     """Open a model in one of the formats. Raises CheckpointError if it cannot be read."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is not a folder")
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
@@ -170,11 +170,11 @@ def report(first: OpenedModel, second: OpenedModel) -> None:
     if found.transformers is not None:
         print(f"verified: those of transformers differ from megalite's by {found.transformers:.1e} at most")
     elif second.is_huggingface or first.is_huggingface:
-        print("transformers was not asked: pip install transformers")
+        print("not compared with transformers: pip install transformers")
     if found.different:
-        raise CheckpointError(f"the two sides are not one model: they differ in {', '.join(found.different[:8])}")
+        raise CheckpointError(f"the two sides are not the same model: they differ in {', '.join(found.different[:8])}")
     if (found.transformers or 0.0) > TOLERANCE * found.largest:
-        raise CheckpointError("transformers computes something else from the Hugging Face folder")
+        raise CheckpointError("transformers computes other logits from the Hugging Face folder")
 
 
 command = partial(run_tool, main)

@@ -62,7 +62,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def check(options: Options, others: Sequence[str]) -> None:
     """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
     if options.node and others:
-        raise ConfigurationError(f"--node looks at a node without a run: leave {others[0]} away")
+        raise ConfigurationError(f"--node checks a node without a run: leave {others[0]} out")
     if 0 < options.max_bytes < SMALLEST:
         raise ConfigurationError(f"--max-bytes {options.max_bytes}: must be at least {SMALLEST}, or 0 to time none")
 

@@ -86,7 +86,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
 
     measured = read_trace(Path(arguments.measured)) if arguments.measured is not None else None
     if measured is not None and (flags := given(arguments, TIMES)):
-        raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of both")
+        raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of the two")
     name = arguments.pipeline_schedule
     if name is None:
         if measured is None:
@@ -127,7 +127,7 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
         return Stages(ranks, chunks)
     if chunks not in (None, shape.chunks):
         raise ConfigurationError(
-            f"--pipeline-schedule {name} has {shape.chunks} to a rank: drop --num-virtual-stages-per-pipeline-rank "
+            f"--pipeline-schedule {name} has {shape.chunks} chunks a rank: drop --num-virtual-stages-per-pipeline-rank "
             f"{chunks}"
         )
     return Stages(ranks, shape.chunks, shape.v_shaped)

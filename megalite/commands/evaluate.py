@@ -41,7 +41,7 @@ class Arguments:
     load: str
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files to predict; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files to predict; with several, give a weight before each, or before none."""
     text: tuple[str, ...] = ()
     """Files of text to predict: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     json_keys: tuple[str, ...] = ("text",)
@@ -67,9 +67,9 @@ class Arguments:
     output: str | None = None
     """JSON file to write all figures to."""
     tokenizer_model: str | None = None
-    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    """Current path of the tokenizer's file; unset: its path when the model was trained."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:
@@ -96,7 +96,7 @@ def main() -> int:
     check_layout(model.config, tp, pp)
     if place.world_size % (tp * pp):
         raise ConfigurationError(
-            f"{place.world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
+            f"{place.world_size} ranks cannot be divided: --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
         )
     length, stride = lengths(arguments, model)
@@ -150,13 +150,11 @@ def lengths(arguments: Arguments, model: TrainedModel) -> tuple[int, int]:
     """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if the model cannot use them."""
     length = model.sequence_length if arguments.seq_length is None else arguments.seq_length
     if length is None:
-        raise ConfigurationError(
-            f"{model.path} does not tell how many tokens it was trained to read: give --seq-length"
-        )
+        raise ConfigurationError(f"{model.path} does not say how many tokens it was trained to read: give --seq-length")
     stride = length if arguments.stride is None else arguments.stride
     rows = model.config.learned_positions
     if length < 1 or (rows is not None and length > rows):
-        most = "" if rows is None else f" and at most {rows}, the positions that the model has learnt"
+        most = "" if rows is None else f" and at most {rows}, the positions that the model has learned"
         raise ConfigurationError(f"--seq-length {length}: must be at least 1{most}")
     if not 1 <= stride <= length:
         raise ConfigurationError(

@@ -44,21 +44,21 @@ class Arguments:
     batch_size: PositiveInt = 8
     """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token each time."""
+    """Divides the logits; 0 always takes the most likely token."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probabilities reach p."""
+    """Keep the fewest most likely tokens whose probabilities reach p."""
     seed: int = 1234
     """Random seed; the same seed gives the same texts."""
     tokenizer_model: str | None = None
-    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    """Current path of the tokenizer's file; unset: its path when the model was trained."""
     tensor_model_parallel_size: int | None = None
     """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (short: --pp)."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:
@@ -69,7 +69,7 @@ def main() -> int:
     from megalite.inference.sampling import Sampling
 
     if arguments.output is not None and Path(arguments.output).exists():
-        raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
+        raise ConfigurationError(f"--output {arguments.output} already exists: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
     from megalite.config.kernels import KernelsConfig

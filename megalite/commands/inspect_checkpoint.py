@@ -40,7 +40,7 @@ class Arguments:
     diff: tuple[str, str] | None = None
     """Two of these to compare: training state, configuration, tensors, and values, whatever layouts saved them."""
     tensors: str = "*"
-    """Only tensors with names of this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
+    """Only tensors whose names match this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
     config: bool = False
     """Show the configuration of the run."""
     verify: bool = False
@@ -188,7 +188,7 @@ def difference_lines(found: Comparison) -> list[str]:
         of_values = [[name, *map(shown_value, asdict(values).values())] for name, values in found.values.items()]
         shown += ["", *table(header, of_values)]
     equal = found.compared - len(found.values)
-    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in one shape are equal"]
+    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in the same shape are equal"]
 
 
 def shown_value(value: Any) -> str:

@@ -28,7 +28,7 @@ ALREADY_SO = {
     "tokenizer-hf-use-fast": "it is the only kind",
     **dict.fromkeys(
         ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
-        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+        "only a model pads its vocabulary: data have the tokenizer's own numbers",
     ),
 }
 REFUSED = {
@@ -36,7 +36,7 @@ REFUSED = {
     **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
     **dict.fromkeys(
         ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
-        "is not there: one worker for each core, the default, is the fastest",
+        "is not supported: one worker for each core, the default, is the fastest",
     ),
 }
 
@@ -93,7 +93,7 @@ def main() -> None:
     )
     print(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
     if output.tokens:
-        print(f"{output.text_bytes / output.tokens:.2f} bytes a token; sequences of {lengths}")
+        print(f"{output.text_bytes / output.tokens:.2f} bytes per token; sequences of {lengths}")
     if output.skipped:
         print(f"{output.skipped:,} bad lines were left out")
     for key in arguments.json_keys:

@@ -29,7 +29,7 @@ class Arguments:
     load: str
     """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     save: str
-    """The run directory to write to, which must not hold a checkpoint of this iteration."""
+    """The run directory to write to, which must not have a checkpoint of this iteration."""
     files: PositiveInt | None = None
     """Write this many files, of equal size."""
     tensor_model_parallel_size: int | None = None

@@ -84,8 +84,8 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
             yield f"{flag} needs --save, the run directory"
     elif is_url(checkpoint.save) and checkpoint.ckpt_format != "megalite":
         yield (
-            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
-            "its .metadata would be overwritten before the new checkpoint is there"
+            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}: there "
+            "its .metadata would be overwritten before the new checkpoint is complete"
         )
     if checkpoint.save is not None and is_url(checkpoint.save) and checkpoint.log_progress:
         yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
@@ -99,15 +99,15 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     if checkpoint.loads_where_it_saves and checkpoint.resume == "auto":
         for flag in given(checkpoint, _OF_LOAD):
             yield (
-                f"{flag} is for the checkpoint of --load, and --resume auto continues the newest of --save, which is "
+                f"{flag} is for the checkpoint in --load, but --resume auto continues the newest in --save, which is "
                 "the same directory: drop one of the two, or save elsewhere"
             )
     elif checkpoint.loads_where_it_saves and checkpoint.finetune:
-        yield "--finetune begins a new run at step 0: save it into another directory than --load"
+        yield "--finetune begins a new run at step 0: --save and --load must be different directories"
     if not checkpoint.save_optim and checkpoint.resume == "auto":
         yield "--resume auto continues with the optimizer's state, which --no-save-optim does not save: drop one"
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retained is not None and interval is None:
         yield f"--save-retain-interval {retained} needs --save-interval"
     elif retained is not None and interval is not None and retained % interval:
-        yield f"--save-retain-interval {retained} is no multiple of --save-interval {interval}: few steps are of both"
+        yield f"--save-retain-interval {retained} is not a multiple of --save-interval {interval}: few steps fit both"

@@ -93,7 +93,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
     words = split.replace(",", " ").split()
     numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
     if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
-        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
+        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test, as in 969,30,1")
     train, valid, test = map(float, (*words, "0", "0")[:3])
     return train, valid, test
 
@@ -103,7 +103,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
     if ways == 0:
-        yield "give the data as --data-path or as --mock-data"
+        yield "there is no data: give --data-path or --mock-data"
     elif ways > 1:
         yield (
             "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
@@ -124,7 +124,7 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
     if data.sft and (data.mock_data or data.fim_data):
         yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
     if data.sft and data.eod_mask_loss:
-        yield "--eod-mask-loss is for token files: with --sft the loss counts on answers alone"
+        yield "--eod-mask-loss is for token files: with --sft only answers have a loss"
     if not data.sft:
         yield from needs(data, "chat_template", "--sft")
     if not data.fim_data:
@@ -144,7 +144,7 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
             yield f"--tokenizer-type {kind} needs {flag}, its file"
         elif not reads and value != getattr(DataConfig, name):
             given = " ".join(value) if isinstance(value, tuple) else value
-            yield f"--tokenizer-type {kind} reads no {flag} ({given})"
+            yield f"--tokenizer-type {kind} does not use {flag} ({given}): leave it out"
     if kind == "NullTokenizer" and vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
 

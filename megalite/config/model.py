@@ -203,7 +203,7 @@ class ModelConfig:
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Rows of the embedding over all ranks. Raises ConfigurationError if the vocabulary size is unknown."""
         if self.vocab_size is None:
-            raise ConfigurationError("the vocabulary is unknown: give --vocab-size or a tokenizer that has one")
+            raise ConfigurationError("the vocabulary size is unknown: give --vocab-size or a tokenizer that has one")
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
 
@@ -224,14 +224,14 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
     if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if model.kv_channels is None and model.hidden_size % heads:
-        yield f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads} (or --kv-channels)"
+        yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
     if not model.group_query_attention and model.num_query_groups != 1:
         yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
     chosen = [flag for flag in FLAGS if getattr(model, flag)]
     if model.activation.flags != set(chosen):
-        yield f"--{' and --'.join(chosen).replace('_', '-')} are of several activations: choose one"
+        yield f"--{' and --'.join(chosen).replace('_', '-')} are different activations: choose one"
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
     try:
@@ -245,7 +245,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     if model.position_embedding_type == "yarn":
         yield from _yarn(model)
     if model.rotary and int(model.head_dim * model.rotary_percent) < 2:
-        yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
+        yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels per head leaves no pair to rotate"
     if not model.use_rope_scaling:
         return
     if model.rotary_seq_len_interpolation_factor is not None:
@@ -266,7 +266,7 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
     if model.yarn_beta_fast <= slow:
         yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
     if original is not None and original < 2 * math.pi * slow:
-        yield f"over --yarn-original-max-position-embeddings {original} nothing turns --yarn-beta-slow {slow} times"
+        yield f"nothing turns --yarn-beta-slow {slow} times over --yarn-original-max-position-embeddings {original}"
 
 
 def idle_positions(model: ModelConfig) -> Iterator[str]:

@@ -79,7 +79,7 @@ class WatchdogConfig:
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if logging.tensorboard_dir is not None and is_url(logging.tensorboard_dir):
-        yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
+        yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard appends to its files, which needs a folder"
     metrics = logging.metrics_path
     if metrics is not None and not is_url(metrics) and os.path.isdir(metrics):
         yield f"--metrics-path {metrics} is a folder: give a file, as {metrics.rstrip('/')}/metrics.jsonl"
@@ -97,10 +97,10 @@ def profiling_problems(
     if step is not None and last is not None and step > last:
         yield f"--profile-pipeline {step} is beyond --train-iters {last}"
     if not profiling.profile_ranks:
-        yield "--profile-ranks names no rank"
+        yield "--profile-ranks is empty: give at least one rank"
     for rank in profiling.profile_ranks:
         if not 0 <= rank < world_size:
-            yield f"--profile-ranks {rank}: there are ranks 0 to {world_size - 1}"
+            yield f"--profile-ranks {rank}: there are only ranks 0 to {world_size - 1}"
     start, end = profiling.profile_step_start, profiling.profile_step_end
     if not profiling.profile:
         yield from needs(profiling, "use_pytorch_profiler profile_step_start profile_step_end", "--profile")
@@ -115,7 +115,7 @@ def profiling_problems(
     if not by_torch and save is None:
         yield from needs(profiling, "pytorch_profiler_collect_*", "--profile --use-pytorch-profiler, or --save")
     if not profiling.profile or by_torch:
-        yield from needs(profiling, "record_shapes", "--profile without --use-pytorch-profiler, which is for nsys")
+        yield from needs(profiling, "record_shapes", "--profile without --use-pytorch-profiler: it is for nsys")
     if not profiling.record_memory_history:
         yield from needs(profiling, "memory_snapshot_path", "--record-memory-history")
         if not profiling.profile and save is None:

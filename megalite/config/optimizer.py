@@ -53,7 +53,7 @@ class OptimizerConfig:
     """Options of the weight updates. An iteration of the schedule counts as one global batch of samples."""
 
     lr: NonNegativeFloat
-    """Highest learning rate; under noam the factor of its formula."""
+    """Highest learning rate; with noam, the factor of its formula."""
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
@@ -162,7 +162,7 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
     kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
     if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
         wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
-        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
+        yield f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {kind}: give {wanted}"
     yield from _what_is_kept(optimizer, training)
 
 
@@ -170,7 +170,7 @@ def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Itera
     """Refuse optimizer state that the back end does not support, or not in this precision."""
     backend = optimizer.optimizer_backend
     if backend == "apex" and training.fp64:
-        yield "--optimizer-backend apex knows no --fp64: leave it out"
+        yield "--optimizer-backend apex does not support --fp64: leave one out"
     for name, dtype in optimizer.narrow.items():
         flag = f"{flag_of(name)} {dtype}"
         if not optimizer.use_precision_aware_optimizer:
@@ -178,33 +178,33 @@ def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Itera
         elif not (training.bf16 or training.fp16):
             yield f"{flag} needs --bf16 or --fp16"
         if name != "main_grads_dtype" and backend in ("torch", "apex"):
-            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+            yield f"{flag} needs --optimizer-backend megalite (or auto), not {backend}"
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum and "exp_avg_dtype" in optimizer.narrow:
-        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 has no average"
     name, row = optimizer.optimizer, RULE_FLAGS[optimizer.optimizer]
     if not row.squares and "exp_avg_sq_dtype" in optimizer.narrow:
-        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} keeps no squares"
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} has no average of squares"
     if not row.eight_bits and optimizer.exp_avg_dtype in _EIGHT_BITS:
         others = " and ".join(other for other, its in RULE_FLAGS.items() if its.eight_bits)
-        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of {others}: {name}'s momentum is not in 8 bits"
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is for {others} only: {name}'s momentum cannot have 8 bits"
     if optimizer.exp_avg_sq_dtype in _EIGHT_BITS and optimizer.adam_eps < _LEAST_EPSILON:
         dtype = optimizer.exp_avg_sq_dtype
         yield (
-            f"--adam-eps {optimizer.adam_eps} with --exp-avg-sq-dtype {dtype}, where averages with a root below 3e-14 "
-            f"are zeros; give {_LEAST_EPSILON} or more"
+            f"--adam-eps {optimizer.adam_eps} is too small for --exp-avg-sq-dtype {dtype}, which rounds averages with "
+            f"a root below 3e-14 to zero: give {_LEAST_EPSILON} or more"
         )
     if optimizer.store_param_remainders:
         yield from _remainders(optimizer, training)
     if training.fp16 and optimizer.main_params_dtype == "fp16":
-        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
+        yield "--main-params-dtype fp16 with --fp16 has no more precise weights: use --bf16, or keep fp32"
 
 
 def _remainders(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
     flag = "--store-param-remainders"
     if not training.bf16:
-        yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
+        yield f"{flag} needs --bf16: it stores the bits of fp32 masters that bf16 parameters do not have"
     if optimizer.main_params_dtype != "fp32":
-        yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
+        yield f"{flag} stores fp32 masters, not --main-params-dtype {optimizer.main_params_dtype}: drop one"
     if not RULE_FLAGS[optimizer.optimizer].remainders:
         yield f"{flag} needs --optimizer {' or '.join(name for name, row in RULE_FLAGS.items() if row.remainders)}"
     if optimizer.optimizer_backend in ("torch", "apex"):

@@ -21,8 +21,8 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 _DESCRIPTION = (
-    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
-    "already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
+    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change "
+    "nothing, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
     "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp."
 )
 
@@ -86,7 +86,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         problems.append(f"missing: {', '.join(missing)}")
         if loading.load is not None and not loading.loads_huggingface:
             load = loading.load
-            problems.append(f"(--load {load} has no config.json, from which a Hugging Face folder tells the network)")
+            problems.append(f"(--load {load} has no config.json, which describes the network in a Hugging Face folder)")
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
@@ -118,7 +118,7 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
 def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str | None]:
     """Translate a flag. Returns the field that it sets, or no field and a note that the flag changes nothing."""
     if not flag:
-        raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
+        raise ConfigurationError(f"{shown(' '.join(values))} comes before the first flag")
     tables = megatron_flags.tables()
     meant = tables["value_shorthands"].get(flag, {}).get(" ".join(values))
     if flag in tables["shorthands"]:

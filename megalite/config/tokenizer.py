@@ -56,15 +56,15 @@ class EncodingFlags(TokenizerFlags):
     """Rules for converting records of a corpus to tokens."""
 
     tokenizer_type: TokenizerType = field()
-    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
+    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are the same."""
     vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
+    """The number of tokens of a NullTokenizer; the number to use of a TikTokenizer."""
     tokenizer_hf_include_special_tokens: bool = True
     """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
     beginning)."""
     fast_encoding: FastEncoding = "auto"
-    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
-    always, with an error if they might differ; never. The other types have only one way, which is fast."""
+    """Faster encoding, of byte-level BPE through tiktoken and of SentencePiece BPE by words: auto, if it gives the
+    same tokens; require, with an error if they might differ; or off. Other types have only one way, which is fast."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False

@@ -96,10 +96,10 @@ def training_problems(training: TrainingConfig) -> Iterator[str]:
     dynamic = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     if not training.fp16:
         for name in changed(training, f"loss_scale {dynamic}"):
-            yield f"{flag_of(name)} scales the loss of --fp16, which is not given"
+            yield f"{flag_of(name)} scales the loss of --fp16: add --fp16, or leave it out"
     if training.loss_scale is not None:
         for name in changed(training, dynamic):
-            yield f"{flag_of(name)} steers a dynamic loss scale; --loss-scale makes it constant: drop one"
+            yield f"{flag_of(name)} is for a dynamic loss scale, but --loss-scale makes it constant: drop one"
     if training.min_loss_scale > training.initial_loss_scale:
         yield (
             f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale "
@@ -116,11 +116,11 @@ def _ramp(training: TrainingConfig) -> Iterator[str]:
     start, increment, samples = training.rampup_batch_size
     flag = f"--rampup-batch-size {start} {increment} {samples}"
     if training.train_samples is None:
-        yield f"{flag} needs --train-samples: steps of different sizes do not tell how much is trained on"
+        yield f"{flag} needs --train-samples: steps of different sizes do not say how much is trained on"
     elif training.train_samples < start:
         yield f"--train-samples {training.train_samples} is less than the first batch of {flag}"
     final = training.global_batch_size or start
     if min(start, increment, samples) < 1:
         yield f"{flag}: the start, the increment and the samples must be at least 1"
     elif start > final or (final - start) % increment:
-        yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"
+        yield f"{flag} does not go from {start} in steps of {increment} to --global-batch-size {final}"

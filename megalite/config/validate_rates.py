@@ -43,7 +43,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
     warmup, decay = _lengths(config, unit)
     last = getattr(optimizer, f"lr_wsd_decay_{unit}")
     if decay is not None and warmup >= decay and optimizer.lr_decay_style not in ("constant", "noam"):
-        yield f"a warm-up of {warmup} {unit} leaves nothing of the {decay} of the whole schedule (--lr-decay-{unit})"
+        yield f"a warm-up of {warmup} {unit} is not shorter than the whole schedule of {decay} (--lr-decay-{unit})"
     if (optimizer.lr_decay_style == "WSD") != (last is not None):
         yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
     elif decay is not None and last is not None and warmup + last > decay:
@@ -70,7 +70,7 @@ def _noam(config: RunConfig, unit: str) -> Iterator[str]:
     if optimizer.lr_warmup_init:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init}: leave it out, noam's formula says where the warm-up starts"
     if getattr(optimizer, f"lr_decay_{unit}"):
-        yield f"--lr-decay-{unit}: leave it out, noam decays without an end (but --min-lr)"
+        yield f"--lr-decay-{unit}: leave it out, noam decays without an end, down to --min-lr"
     # The highest learning rate is far below the factor --lr, so a minimum that suits another style may be too high.
     batch_size = config.training.global_batch_size or config.training.micro_batch_size
     steps = warmup if unit == "iters" else warmup / batch_size
@@ -122,4 +122,4 @@ def _weight_decay(optimizer: OptimizerConfig) -> Iterator[str]:
     elif start > end:
         yield f"--start-weight-decay {start} is above --end-weight-decay {end}: weight decay can only rise"
     if optimizer.weight_decay != OptimizerConfig.weight_decay:
-        yield f"--weight-decay {optimizer.weight_decay}: leave it out, --weight-decay-incr-style {style} reads none"
+        yield f"--weight-decay {optimizer.weight_decay}: leave it out, --weight-decay-incr-style {style} ignores it"

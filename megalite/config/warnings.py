@@ -16,20 +16,20 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
     if optimizer.exp_avg_sq_dtype == "bf16" and optimizer.optimizer != "sgd" and decay < _HALF_OF_THE_LAST_BIT:
         lines.append(
             f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: a step lowers an average of squares by "
-            f"{decay:.2g} of itself at the most, which bf16 rounds away: what was high once stays so. Give "
+            f"at most {decay:.2g} of its value, which bf16 rounds away: once high, it stays high. Give "
             "--adam-beta2 0.99 or less, or keep fp32"
         )
     if optimizer.exp_avg_dtype == "fp16":
         lines.append("--exp-avg-dtype fp16: averages of gradients below 6e-8 become zero; bf16 has fp32's range")
     if optimizer.exp_avg_dtype == "int8" and optimizer.optimizer == "adam" and optimizer.exp_avg_sq_dtype != "int8":
         lines.append(
-            f"--exp-avg-dtype int8 beside --exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: weights whose gradients are "
-            "1000 times smaller than some of their 256 neighbours' are thrown about by the rounding of their average. "
+            f"--exp-avg-dtype int8 with --exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: weights whose gradients are "
+            "1000 times smaller than some of their 256 neighbours' change at random, since their average is rounded. "
             "Give int8 for both, which lets them learn slowly instead, or fp8 for both"
         )
     if optimizer.main_params_dtype == "fp16":
         lines.append(
-            "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"
+            "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of its value is rounded away"
         )
     model, training = config.model, config.training
     if model.activation.name == "gelu" and not model.add_bias_linear:
@@ -39,8 +39,8 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
     layers = (training.recompute_num_layers or 1) if training.recompute_method == "uniform" else 1
     if config.parallel.zero_stage == 3 and layers > 1:
         lines.append(
-            f"--recompute-num-layers {layers} under ZeRO 3: backward recomputes so many layers together, and has all of"
-            " their parameters whole at once"
+            f"--recompute-num-layers {layers} under ZeRO 3: backward recomputes that many layers together, and gathers"
+            " all of their parameters at once"
         )
     # Masks may give micro-batches different numbers of counted tokens. The gradient is then another mean than
     # Megatron-LM's, unless Megatron-LM runs with --calculate-per-token-loss.

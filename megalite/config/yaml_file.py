@@ -117,7 +117,9 @@ class _Loader(yaml.SafeLoader):
                     return self.construct_object(node)
             except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):  # errors of the constructors
                 pass
-            raise TypeError(f"{shown(node.value)} is no {node.tag.rpartition(':')[2][:20]} (a text stands in quotes)")
+            raise TypeError(
+                f"{shown(node.value)} is not of type {node.tag.rpartition(':')[2][:20]} (put text in quotes)"
+            )
         raise TypeError("expected one value, or a list of values")
 
 

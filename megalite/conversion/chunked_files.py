@@ -49,7 +49,7 @@ class ChunkedFiles:
             stops = (map(add, chunk.box.offset, chunk.box.size) for chunk in found)
             whole = tuple(max(each) for each in zip(*stops, strict=True))
             if not covers((chunk.box for chunk in found), Box.whole(whole)):
-                raise CheckpointError(f"the pieces of {name} {list(whole)} do not hold each of its elements once")
+                raise CheckpointError(f"the pieces of {name} {list(whole)} do not have each of its elements once")
             wanted = shapes.get(name, whole)
             fits = len(wanted) == len(whole) and all(a <= b for a, b in zip(wanted, whole, strict=True))
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)

@@ -53,7 +53,7 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         if config.get(name) not in (None, value):
-            raise CheckpointError(f"{name} is {shown(config[name])}, where only {shown(value)} is known")
+            raise CheckpointError(f"{name} is {shown(config[name])}, but only {shown(value)} is supported")
         return {}
 
     return Keys((name,), read, lambda _: {name: value} if written else {})
@@ -97,7 +97,7 @@ def linear_biases() -> Keys:
         attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
         if attention != mlp:
             raise CheckpointError(
-                f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, where both are alike"
+                f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, but they must be equal"
             )
         return {"add_bias_linear": attention}
 
@@ -112,7 +112,7 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
     def read(config: Json) -> dict[str, Any]:
         value = config.get(name) or default
         if value not in rows:
-            raise CheckpointError(f"{name} is {shown(value)}, where {', '.join(rows)} are known")
+            raise CheckpointError(f"{name} is {shown(value)}, supported are {', '.join(rows)}")
         return {flag: flag in rows[value].flags for flag in FLAGS}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def tanh_gate() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         for name in ("hidden_act", "hidden_activation"):
             if config.get(name) not in (None, "gelu", *TANH_GELU):
-                raise CheckpointError(f"{name} is {shown(config[name])}, where gelu, {', '.join(TANH_GELU)} are known")
+                raise CheckpointError(f"{name} is {shown(config[name])}, supported are gelu, {', '.join(TANH_GELU)}")
         return {flag: flag == "geglu" for flag in FLAGS}
 
     names = ("hidden_act", "hidden_activation")
@@ -191,7 +191,7 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
     """Return the fields for rotary parameters, in the old or new form. `max_positions`: max_position_embeddings."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _SCALINGS:
-        raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, where {', '.join(_SCALINGS)} are known")
+        raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, supported are {', '.join(_SCALINGS)}")
     known = _SCALINGS[kind]
     handled = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     unknown = sorted(name for name in parameters if name not in known and name not in handled)
@@ -243,7 +243,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
         base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
         part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
         if share is None and part != 1.0:
-            raise CheckpointError(f"partial_rotary_factor is {shown(part)}, where this family rotates all of a head")
+            raise CheckpointError(f"partial_rotary_factor is {shown(part)}, but this family rotates all of a head")
         scaled = _scaling_fields(parameters, config.get("max_position_embeddings"))
         return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
 
@@ -264,9 +264,9 @@ def rotary_of_two_kinds() -> Keys:
         if sliding.get("rope_type", "default") != "default":
             raise CheckpointError(f"layers with a window have rotary embeddings of kind {shown(sliding['rope_type'])}")
         if "type" in (config.get("rope_scaling") or {}) and "rope_type" not in full:
-            raise CheckpointError("rope_scaling has a type and no rope_type, by which transformers scales here")
+            raise CheckpointError("rope_scaling has a type, but no rope_type, which transformers needs here")
         if not full.get("truncate", True):
-            raise CheckpointError("truncate is false, which transformers does not see where layers are of two kinds")
+            raise CheckpointError("truncate is false, which transformers ignores if layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
         if unknown:
             raise CheckpointError(f"rope_parameters of {', '.join(unknown)[:200]} are unknown")
@@ -310,7 +310,7 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
     """Return for each layer whether it has a window, from layer_types or, if this key is missing, from `otherwise`."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if type(layers) is not int or layers > MOST_LAYERS:
-        raise CheckpointError(f"num_hidden_layers is {shown(layers)}, where at most {MOST_LAYERS:,} are")
+        raise CheckpointError(f"num_hidden_layers is {shown(layers)}, at most {MOST_LAYERS:,} are possible")
     if types is None:
         return [otherwise(layer) for layer in range(layers)]
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})

@@ -45,7 +45,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     try:
         model = family.model(config)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / 'config.json'} is of no model that megalite computes:\n{error}") from error
+        raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
     logical = logical_tensors(model)
     mapping = file_tensors(family.rules, model, logical)
@@ -58,8 +58,8 @@ def open_huggingface(folder: Path) -> OpenedModel:
         word = next(tensor.name for tensor in mapping if tensor.boxes[0][0] == "embedding.word")
         if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
             raise CheckpointError(
-                f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they "
-                "are one: set tie_word_embeddings to false there if they are two"
+                f"{folder} has {family.head} and {word} with different values, but config.json says that they "
+                "are tied: set tie_word_embeddings to false there if they are not"
             )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
     return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
@@ -73,9 +73,9 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
         if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
-    named = ", ".join(map(str, architectures[:8]))[:200] or "of no architecture"
+    named = ", ".join(map(str, architectures[:8]))[:200] or "without an architecture"
     what = f"{shown(config.get('model_type'))}, {named}"
-    raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
+    raise CheckpointError(f"{folder / 'config.json'} has {what}. Supported are {known}")
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def write_huggingface(
     """
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there already: choose another folder")
+        raise CheckpointError(f"{folder} already exists: choose another folder")
     # config.json must have a maximum sequence length for every kind of position embedding.
     positions = opened.config.max_position_embeddings or opened.sequence_length
     companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)

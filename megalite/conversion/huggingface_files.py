@@ -55,14 +55,14 @@ class HuggingFaceFiles:
                     if ours in self.tensors:
                         raise CheckpointError(f"{folder} has {ours} twice")
                     if kind.dtype not in _DTYPES.values():
-                        has = f"{folder} has {name} in numbers of kind {dtype_name(kind.dtype)}"
-                        raise CheckpointError(f"{has}, where {', '.join(_DTYPES)} are known")
+                        has = f"{folder} has {name} with the dtype {dtype_name(kind.dtype)}"
+                        raise CheckpointError(f"{has}, supported are {', '.join(_DTYPES)}")
                     self._read[ours], self.tensors[ours] = read, kind
                 elif not re.fullmatch(family.buffers, name):
                     unknown.append(name)
         if unknown:
             some = ", ".join(name[:_LONGEST_NAME] for name in sorted(unknown)[:8])
-            raise CheckpointError(f"{folder} has weights that {family.name} lacks: {some}")
+            raise CheckpointError(f"{folder} has weights that {family.name} does not have: {some}")
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor, as a view of the mapped file."""
@@ -88,10 +88,10 @@ def _open(folder: Path) -> Iterator[_Tensors]:
             weight_map = read_json(index).get("weight_map")
             files = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
-                raise CheckpointError(f"{index} is no index of files in its folder")
+                raise CheckpointError(f"{index} is not an index of files in its folder")
             yield from (opener(folder / name) for name in sorted(set(files)))
             return
-    raise CheckpointError(f"{folder} has neither model.safetensors nor an index of files that are like it")
+    raise CheckpointError(f"{folder} has neither model.safetensors nor an index of such files")
 
 
 def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     return found
 
 
@@ -114,7 +114,7 @@ def _safetensors(path: Path) -> _Tensors:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
     lock, handed_out = Lock(), dict[str, int]()
 
     def read(name: str) -> Tensor:
@@ -142,23 +142,23 @@ def _entries(content: mmap.mmap) -> dict[str, tuple[Kind, int]]:
     if length > _LONGEST_HEADER or end > len(content):
         raise ValueError(f"a header of {length:,} bytes in a file of {len(content):,}")
     if content[8:9] != b"{":
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     header: dict[str, Any] = parse_json(content[8:end].decode())
     _check_metadata(header.pop("__metadata__", {}))
     found = {name: _entry(name, fields, end) for name, fields in header.items()}
     for name, (kind, start) in sorted(found.items(), key=lambda item: (item[1][1], item[1][0].size)):
         if start != end:
-            raise ValueError(f"{name} begins at byte {start}, where the tensor before it ends at {end}")
+            raise ValueError(f"{name} begins at byte {start}, but the tensor before it ends at {end}")
         end += kind.size
     if end != len(content):
-        raise ValueError(f"its tensors end at byte {end}, and it at {len(content)}")
+        raise ValueError(f"its tensors end at byte {end}, but the file at {len(content)}")
     return found
 
 
 def _check_metadata(metadata: Any) -> None:
     """Raise ValueError unless all values in the header's metadata are texts."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are no texts")
+        raise ValueError("its metadata are not texts")
     for text in (*metadata, *metadata.values()):
         text.encode()  # fails for half of a surrogate pair, which is not a character
 
@@ -167,12 +167,12 @@ def _entry(name: str, fields: Any, header: int) -> tuple[Kind, int]:
     """Return a tensor, and its position in a file whose header ends at byte `header`. Raises ValueError."""
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} has not just a dtype, a shape and data_offsets")
+        raise ValueError(f"{name} must have just a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _KINDS:
-        raise ValueError(f"it has numbers of kind {str(dtype)[:_LONGEST_NAME]}, where {', '.join(_DTYPES)} are known")
+        raise ValueError(f"it has the dtype {str(dtype)[:_LONGEST_NAME]}, supported are {', '.join(_DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the shape or the offsets of {name} are no whole numbers of 0 or more, or too many")
+        raise ValueError(f"the shape or the offsets of {name} are not whole numbers of 0 or more, or are too many")
     kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets
     if math.prod(size or 1 for size in shape) * kind.dtype.itemsize >= 2**63 or stop - start != kind.size:
         raise ValueError(f"{name} of shape {str(shape)[:_LONGEST_NAME]} does not take bytes {start} to {stop}")
@@ -199,11 +199,11 @@ def _pickled(path: Path) -> _Tensors:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     loaded = read_torch_file(path)
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds no tensors by name")
+        raise CheckpointError(f"{path} has no tensors by name")
     try:
         for name in loaded:
             _check_name(name)
     except ValueError as error:
-        raise CheckpointError(f"{path} holds no tensors by name: {error}") from error
+        raise CheckpointError(f"{path} has no tensors by name: {error}") from error
     tensors = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
     return {name: (Kind(value.shape, value.dtype), value.read) for name, value in tensors.items()}

@@ -45,7 +45,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigurationError if the model cannot be divided equally among the ranks."""
     if parallel.pipeline_model_parallel_size < 1:
-        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
+        raise ConfigurationError("--pipeline-model-parallel-size must be at least 1")
     size = parallel.tensor_model_parallel_size
     for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
         if size < 1 or count % size:

@@ -133,7 +133,7 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
         boxes[name].append(box)
     for name, shape in logical.items():
         if not covers(boxes[name], Box.whole(shape)):
-            raise CheckpointError(f"{name} {list(shape)} has no place in files of this family")
+            raise CheckpointError(f"{name} {list(shape)} does not belong in files of this family")
     return found
 
 
@@ -196,17 +196,17 @@ class FromFiles:
             kind = files.tensors.get(tensor.name)
             if kind is None or kind.shape != tensor.shape:
                 there = "is missing" if kind is None else f"has shape {list(kind.shape)}"
-                problems.append(f"{tensor.name} {there} where the model has {list(tensor.shape)}")
+                problems.append(f"{tensor.name} {there}, but the model has {list(tensor.shape)}")
                 continue
             if not kind.dtype.is_floating_point:
-                problems.append(f"{tensor.name} is {dtype_name(kind.dtype)} where weights are floating point")
+                problems.append(f"{tensor.name} is {dtype_name(kind.dtype)}, but weights are floating point")
                 continue
             for name, box, view in tensor.boxes:
                 self._boxes[name].append((tensor, box, view))
                 dtypes[name] = torch.promote_types(dtypes.get(name, kind.dtype), kind.dtype)
         if problems:
             more = [f"and {len(problems) - _MOST_PROBLEMS} more"] * (len(problems) > _MOST_PROBLEMS)
-            problems = ["the files are not of the model that is described:", *problems[:_MOST_PROBLEMS], *more]
+            problems = ["the files do not fit the model that is described:", *problems[:_MOST_PROBLEMS], *more]
             raise CheckpointError("\n".join(problems))
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 

@@ -78,7 +78,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network" for name, value in unknown.items()
     ]
     problems += [
-        f"  --{name.replace('_', '-')} is not told"
+        f"  --{name.replace('_', '-')} is missing"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
         if name not in values
     ]
@@ -90,7 +90,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
         problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
-        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
+        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite has one scaling")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]

@@ -43,7 +43,7 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
     if state := [name for name in reader.tensors if name.startswith(STATE)]:
-        raise CheckpointError(f"{reader.path} holds {', '.join(state[:8])}: no other format has a place for such state")
+        raise CheckpointError(f"{reader.path} has {', '.join(state[:8])}: no other format can store such state")
     names = {}
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize

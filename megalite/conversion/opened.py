@@ -106,6 +106,6 @@ class Watched:
         names = sorted(self._found)
         more = ", ..." if len(names) > _SHOWN else ""
         return (
-            f"WARNING: {len(names):,} of {len(self.tensors):,} tensors hold NaN or infinities: "
+            f"WARNING: {len(names):,} of {len(self.tensors):,} tensors have NaN or infinities: "
             f"{', '.join(names[:_SHOWN])}{more}"
         )

@@ -103,7 +103,7 @@ def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple
         raise pickle.UnpicklingError("a tensor needs a storage")
     numbers = (offset, *_size(shape), *_size(strides))
     if len(shape) != len(strides) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise pickle.UnpicklingError("a tensor has a shape, strides and an offset that are none")
+        raise pickle.UnpicklingError("a tensor has a shape, strides and an offset that are not valid")
     elements, last = 1, offset
     for length, stride in zip(shape, strides, strict=True):
         elements, last = elements * length, last + (length - 1) * stride
@@ -114,7 +114,7 @@ def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple
 
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > MOST_AXES:
-        raise pickle.UnpicklingError("a size is none")
+        raise pickle.UnpicklingError("a size is not valid")
     return tuple(values)
 
 
@@ -160,7 +160,7 @@ class Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
-            raise pickle.UnpicklingError("a tensor outside of a file of torch.save")
+            raise pickle.UnpicklingError("a tensor outside a file of torch.save")
         return self._storage(pid)
 
     def check_key(self, key: object) -> None:
@@ -180,7 +180,7 @@ class Unpickler(pickle._Unpickler):
         elif kind is _Dictionary and not arguments:
             self.append(_Dictionary())
         else:
-            raise pickle.UnpicklingError("a call of what is no function")
+            raise pickle.UnpicklingError("a call of something that is not a function")
 
 
 def _refused(unpickler: Any) -> None:
@@ -261,4 +261,4 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, OSError):
         return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
     why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"{path} cannot be read ({why[:200]}): it is damaged, or no such file")
+    return CheckpointError(f"{path} cannot be read ({why[:200]}): it is damaged, or not such a file")

@@ -58,7 +58,7 @@ def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None
     if len(numbers) != len(weights) or not all(0 < weight < math.inf for weight in numbers):
         raise DataError(
             f"--data-path {' '.join(parts)}: give weight and prefix in turn (30 a_text_document 70 b_text_document), "
-            "every weight positive, or prefixes alone"
+            "every weight positive, or only prefixes"
         )
     return parts[1::2], numbers
 
@@ -174,8 +174,8 @@ class BlendedDataset(Generic[Sample]):
         lengths = [len(dataset) for dataset in datasets]
         if weights is None and size > sum(lengths):
             raise DataError(
-                f"the run needs {size} samples, but --data-path without weights takes each of its prefixes' "
-                f"{sum(lengths)} samples once: give weights (1 prefix_a 1 prefix_b) to repeat data, or train for less"
+                f"the run needs {size} samples, but --data-path without weights uses the {sum(lengths)} samples of "
+                "its prefixes once: give weights (1 prefix_a 1 prefix_b) to repeat data, or train for less"
             )
         shares = normalize(lengths if weights is None else weights)
         limits = lengths if weights is None else None
@@ -188,7 +188,7 @@ class BlendedDataset(Generic[Sample]):
         for number, (count, length) in enumerate(zip(index["counts"], lengths, strict=True)):
             if count > length:
                 raise DataError(
-                    f"the blend takes {count} samples of its dataset {number + 1}, which has {length}: give a larger "
+                    f"the blend needs {count} samples of its dataset {number + 1}, which has {length}: give a larger "
                     "--mid-level-dataset-surplus"
                 )
 

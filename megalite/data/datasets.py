@@ -151,12 +151,12 @@ def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[An
         sequences = sources[prefix].sequences
         if not sequences:
             raise DataError(
-                f"{prefix} holds no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
+                f"{prefix} has no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
                 "it, or add documents"
             )
         if not part.sequences(sequences):
             return (
-                f"the {name} data would be none of the {sequences} sequences of {prefix}: give {name} a "
+                f"the {name} data would get none of the {sequences} sequences of {prefix}: give {name} a "
                 "larger share in --split, or none, or add documents"
             )
     return None

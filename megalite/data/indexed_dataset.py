@@ -223,7 +223,7 @@ def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int
         _damaged(path, "at least one document boundary", f"{boundaries}")
     size = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) == size + sequences and sequences:
-        _damaged(path, "a text dataset", "a multimodal one (a mode byte a sequence), which megalite does not read")
+        _damaged(path, "a text dataset", "a multimodal one (a mode byte per sequence), which megalite does not read")
     if len(index) != size:
         expected = f"{size} bytes for {sequences} sequences and {boundaries} document boundaries"
         _damaged(path, expected, f"{len(index)} bytes")

@@ -100,8 +100,8 @@ class ConversationFile:
         self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
         if self.unanswered == len(self):
             raise DataError(
-                f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
-                "make it longer"
+                f"in {path} no answer begins within --seq-length {sequence_length}, so nothing would be learned: "
+                "increase it"
             )
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class ConversationFile:
             notes.append(f"{self.path}: {cut} {of} are longer than --seq-length and are cut")
         if self.unanswered:
             answers = f"{self.unanswered} {of} have no answer within --seq-length"
-            notes.append(f"{self.path}: {answers}: nothing is learned there")
+            notes.append(f"{self.path}: {answers}: nothing is learned from them")
         return notes
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
@@ -237,7 +237,7 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
                         f"{tokenizer.vocab_size}: its file is damaged"
                     )
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} line {number} is no conversation: {error}") from error
+                raise DataError(f"{path} line {number} is not a conversation: {error}") from error
             roles.update(message["role"] for message in record.get("messages", ()))
             begin = ends[-1] if ends else 0
             borders = np.flatnonzero(np.diff(learned, prepend=False, append=False))
@@ -245,10 +245,10 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
             tokens += np.asarray(ids, dtype).tobytes()
             ends.append(begin + len(ids))
     if not ends:
-        raise DataError(f"{path} holds no conversations: with --sft the data are JSONL files of them")
+        raise DataError(f"{path} has no conversations: with --sft the data are JSONL files of them")
     if not answers:
         raise DataError(
-            f"{path} has no answers, so that nothing would be learned: answers are what the role {ANSWERS!r} says, and "
+            f"{path} has no answers, so nothing would be learned: answers are what the role {ANSWERS!r} says, and "
             f"the roles there are {', '.join(map(repr, sorted(roles)))}: rename the one that answers"
         )
     return {

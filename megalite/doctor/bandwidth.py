@@ -219,7 +219,7 @@ def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) ->
         median = statistics.median(by_node.values())
         for node, seconds in by_node.items():
             if median < _CLEARLY_SLOWER * seconds:
-                speeds = f"{size / seconds / 1e9:.3g} GB/s, and {size / median / 1e9:.3g} in the middle of all nodes"
+                speeds = f"{size / seconds / 1e9:.3g} GB/s, and {size / median / 1e9:.3g} is the median of all nodes"
                 yield Finding("warning", f"slow {scope}: {operation} of {size:,} bytes at {speeds}", node)
 
 

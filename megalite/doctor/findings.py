@@ -73,9 +73,9 @@ class Verdict:
     def _summary(self) -> str:
         if self.drop:
             more = any(finding.node is None for finding in self._of("sick")) or self._of("wrong")
-            return f"drop node {', '.join(self.drop)}" + (", and see to the rest" if more else "")
+            return f"drop node {', '.join(self.drop)}" + (", and repair the rest" if more else "")
         if self.exit_code != EXIT_FINISHED:
-            return "a run would fail, and not by one node alone"
+            return "a run would fail, and not because of one node"
         warnings = len(self._of("warning"))
         return "well" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 

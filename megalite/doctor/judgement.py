@@ -27,7 +27,7 @@ def judge(found: Found) -> Verdict:
     """Return the verdict with all findings."""
     verdict = Verdict(_findings(found))
     if found.stopped and verdict.exit_code == EXIT_FINISHED:
-        text = "this was to end before everything was looked at: what is told is not all"
+        text = "this was stopped before all checks were done: findings may be missing"
         verdict.findings.append(Finding("sick", text))
     return verdict
 
@@ -72,7 +72,7 @@ def _absent(found: Found) -> Iterator[Finding]:
         node = siblings.pop() if len(siblings) == 1 else None
         where = "" if node is not None or size == 1 else f", of the launcher's node {launcher}"
         seconds = f"within {found.options.patience:g} seconds (--patience)"
-        yield Finding("sick", f"{ranks_text(ranks)} of {found.world_size}{where} never came {seconds}", node)
+        yield Finding("sick", f"{ranks_text(ranks)} of {found.world_size}{where} never connected {seconds}", node)
 
 
 def _silent(found: Found) -> Iterator[Finding]:
@@ -80,10 +80,10 @@ def _silent(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.reports]
         if gone:
-            yield Finding("sick", f"{ranks_text(gone)} came and then did not answer: ended, or stopped", node)
+            yield Finding("sick", f"{ranks_text(gone)} connected, but then did not answer: ended, or suspended", node)
         first = found.reports.get(ranks[0])
         if first is not None and first.doing:
-            yield Finding("sick", f"{first.doing} does not come to an end: does a file system hang?", node)
+            yield Finding("sick", f"{first.doing} does not end: does a file system hang?", node)
 
 
 def _unmeasured(found: Found) -> Iterator[Finding]:
@@ -93,7 +93,7 @@ def _unmeasured(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.measured]
         if gone:
-            yield Finding("sick", f"{ranks_text(gone)} did not come back from timing messages: ended, or stopped", node)
+            yield Finding("sick", f"{ranks_text(gone)} did not return from timing messages: ended, or suspended", node)
     if len(found.measured) == found.world_size:
         for failure, ranks in _by_text(found.failures).items():
             yield Finding("sick", f"on {ranks_text(ranks)}: {failure}")

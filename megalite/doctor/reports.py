@@ -71,11 +71,11 @@ class Report:
         if config is not None:
             with self._at("reading the data"):
                 self.files = fingerprints(config.data)
-        with self._at("looking at its GPUs, memory and limits"):
+        with self._at("checking its GPUs, memory and limits"):
             self.state, found = examine_node(gpus, ranks=len(roll.ranks), data_files=len(self.files))
             self.findings += found
         if config is not None and config.checkpoint.save is not None and roll.probe is not None:
-            with self._at("looking at the run directory"):
+            with self._at("checking the run directory"):
                 self.directory = look(open_directory(config.checkpoint.save), *roll.probe)
 
     @contextmanager

@@ -95,12 +95,12 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
             raise ConfigurationError(f"{which} has no tokens: give it some text")
         if config.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise ConfigurationError(
-                f"{which} has tokens from {min(prompt)} to {max(prompt)}, and the model's vocabulary is "
+                f"{which} has tokens from {min(prompt)} to {max(prompt)}, but the model's vocabulary is "
                 f"{config.vocab_size}: give the tokenizer it was trained with as --tokenizer-model"
             )
         if limit is not None and len(prompt) > limit:
             raise ConfigurationError(
-                f"{which} has {len(prompt)} tokens, and the model has learnt {limit} positions: shorten it"
+                f"{which} has {len(prompt)} tokens, but the model has learned {limit} positions: shorten it"
             )
 
 

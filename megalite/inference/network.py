@@ -94,7 +94,7 @@ def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parall
     for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
         if count % tp:
             raise ConfigurationError(
-                f"{count} {what} do not divide over {tp} ranks: choose another --tensor-model-parallel-size"
+                f"{count} {what} cannot be divided among {tp} ranks: choose another --tensor-model-parallel-size"
             )
     if pp > config.num_layers:
         raise ConfigurationError(

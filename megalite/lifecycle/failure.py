@@ -143,13 +143,13 @@ def _describe(error: BaseException) -> str:
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: torch may not be imported
         return (
-            f"{error}\nA training takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
-            f"split over more ranks; --record-memory-history tells what takes it.\n{_innermost(error)}"
+            f"{error}\nTraining takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
+            f"split over more ranks; --record-memory-history shows what takes it.\n{_innermost(error)}"
         )
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"this machine is out of memory: {error}\n{_innermost(error)}"
     trace = "".join(traceback.format_exception(error))
-    return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
+    return f"a defect in megalite or a library, please report it:\n{trace.rstrip()}"
 
 
 def _innermost(error: BaseException) -> str:

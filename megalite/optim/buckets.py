@@ -277,7 +277,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
         ValueError: a chunk contains the parameter but does not use it, or uses it but does not contain it.
     """
     if {use.chunk for use in record.uses} != set(range(len(chunks))):
-        raise ValueError(f"{record.name} is held by {len(chunks)} chunks; its uses are {record.uses}")
+        raise ValueError(f"{record.name} is in {len(chunks)} chunks, but its uses are {record.uses}")
     return {
         chunk: {number: use.times for number, use in enumerate(record.uses) if use.chunk == position}
         for position, chunk in enumerate(chunks)

@@ -23,8 +23,8 @@ from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group, WaitTimer
 
 _LOST = (
-    "another rank has ended (its own message says why, or the system's log where it ran out of "
-    "memory) or does not answer. The last checkpoint is as it was; --resume auto continues from it. The backend says: "
+    "another rank has ended (its own message says why, or the system's log if it ran out of "
+    "memory) or does not answer. The last checkpoint is unchanged; --resume auto continues from it. The backend says: "
 )
 
 # torch 2.13 renamed these two and warns at the old names.

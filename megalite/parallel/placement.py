@@ -55,8 +55,8 @@ def split(
         length = padded if padded is not None and dimension == 0 else tensor.shape[dimension]
         if length % mesh.size(*axes):
             raise ValueError(
-                f"dimension {dimension} of {tensor.name}, {length} long, does not divide over {mesh.size(*axes)} ranks "
-                f"of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
+                f"dimension {dimension} of {tensor.name}, {length} long, cannot be divided among {mesh.size(*axes)} "
+                f"ranks of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
             )
         start, local[dimension] = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
         offset[dimension] = min(start, tensor.shape[dimension])

@@ -145,11 +145,11 @@ class _Rank:
     def _backward(self, action: Action) -> None:
         kind, m, chunk, _ = action
         if not self._step.backward:
-            self._refuse("evaluation does not go backward")
+            self._refuse("evaluation has no backward")
         if m > 0 and m - 1 not in self._done["B", chunk]:
-            self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
+            self._refuse(f"micro-batch {m - 1} of this chunk has not had its backward")
         if m not in self._done["F", chunk]:
-            self._refuse("it has not gone forward")
+            self._refuse("it has not had its forward")
         self._need("B", action, self._ends[False, "B"][chunk])
         if kind == "B":
             self._weights_done(action)
@@ -187,7 +187,7 @@ class _Rank:
                 self._refuse("the receive of its message has not been posted")
             self.program.wait(message.edge, number, action)
         elif action.micro_batch not in self._done[way, chunk]:
-            self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
+            self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not produced its message")
 
     def _receive(self, action: Action) -> int:
         message = self._other_end(action)
@@ -197,7 +197,7 @@ class _Rank:
         """Block until the receive is posted: a step that ends under this assumption also ends if sends do not block."""
         message = self._other_end(action)
         if action.micro_batch not in self._done[message.way, action.chunk]:
-            self._refuse("the action that gives it has not been done")
+            self._refuse("the action that produces it has not been done")
         self._together(message.edge, message.first + action.micro_batch, action)
 
     def _free(self, action: Action) -> None:
@@ -220,7 +220,7 @@ class _Rank:
     def _other_end(self, action: Action) -> _Message:
         message = self._messages[action.kind][action.chunk]
         if message is None:
-            self._refuse("nothing travels here")
+            self._refuse("no message is sent here")
         if action.peer != message.peer:
             self._refuse(f"the other end is rank {message.peer}")
         return message

@@ -69,7 +69,7 @@ def run(programs: Sequence[Program]) -> None:
         before = now
     blocked = [_why(programs, program, wait, begun) for program, wait in zip(programs, now, strict=True) if wait]
     if blocked:
-        raise ScheduleError(f"the step never ends, where a send waits for its receive: {'; '.join(blocked)}")
+        raise ScheduleError(f"the step never ends if a send waits for its receive: {'; '.join(blocked)}")
 
 
 def _waits(program: Program, begun: Begun, rank: int) -> Iterator[Event]:
@@ -97,7 +97,7 @@ def _matched(programs: Sequence[Program]) -> Begun:
         for communicator in program.begun:
             if rank not in communicator.ranks:
                 raise ScheduleError(
-                    f"{program.name} at {program.at(communicator, 0)} is no member of {communicator.ranks}"
+                    f"{program.name} at {program.at(communicator, 0)} is not a member of {communicator.ranks}"
                 )
             communicators[communicator] = None
     for communicator in communicators:

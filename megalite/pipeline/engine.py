@@ -159,7 +159,7 @@ class _Chunk(Generic[MicroBatch]):
             if output.shape != spec.shape or output.dtype != spec.dtype:
                 raise MegaliteError(
                     f"stage {self.stage} returned {_words(spec)} {tuple(output.shape)} of {output.dtype} for "
-                    f"micro-batch {micro_batch}, where the next stage expects {spec.shape} of {spec.dtype}"
+                    f"micro-batch {micro_batch}, but the next stage expects {spec.shape} of {spec.dtype}"
                 )
         return [tensors[spec.name] for spec in self.passes]
 
@@ -171,7 +171,7 @@ class _Chunk(Generic[MicroBatch]):
                 if not tensor.requires_grad:
                     raise MegaliteError(
                         f"stage {self.stage} returned {_words(spec)} without a graph for micro-batch {micro_batch}, "
-                        "where the next stage gives back a gradient: compute it from parameters or inputs that need "
+                        "but the next stage returns a gradient: compute it from parameters or inputs that need "
                         "one, or declare it with gradient=False"
                     )
                 edges.append(get_gradient_edge(tensor))
@@ -183,7 +183,7 @@ class _Chunk(Generic[MicroBatch]):
             if not isinstance(term, Tensor) or term.dim() or not _is_wide(term):
                 shown = f"{tuple(term.shape)} of {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
                 raise MegaliteError(
-                    f"stage {self.stage} returned a term of the loss that is no scalar of fp32 or wider for "
+                    f"stage {self.stage} returned a term of the loss that is not a scalar of fp32 or wider for "
                     f"micro-batch {micro_batch}: {name}, {shown}"
                 )
             if loss_multipliers is not None and name not in loss_multipliers:

@@ -191,14 +191,14 @@ def _difference(
     usual = next(rank for rank, (kind, _) in enumerate(found) if kind == found[other][0] and rank not in others)
     pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
     theirs, expected = next((one, two) for one, two in pairs if one != two)
-    return f"declares {theirs[:_LONGEST]}, where rank {usual} declares {expected[:_LONGEST]}"
+    return f"declares {theirs[:_LONGEST]}, but rank {usual} declares {expected[:_LONGEST]}"
 
 
 def _declared(stages: Stages, terms: Sequence[LossTerm]) -> list[str]:
     """Return, as text, declarations that must be the same on all ranks: messages of stages, and terms of the loss."""
     borders = range(stages.count - 1)
     return [
-        *(f"that stage {stage} passes on {spec}" for stage in borders for spec in stages.passes(stage)),
+        *(f"that stage {stage} sends {spec}" for stage in borders for spec in stages.passes(stage)),
         *(f"the term of the loss {term}" for term in terms),
     ]
 

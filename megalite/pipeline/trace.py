@@ -74,7 +74,7 @@ def read_trace(path: Path) -> TimeLine:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is no trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
+        raise DataError(f"{path} is not a trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
 
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
@@ -99,5 +99,5 @@ def _span(event: Mapping[str, Any], stages: Stages) -> tuple[int, Span]:
     start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
     known = action.kind in get_args(Kind) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
     if not (known and action.micro_batch >= 0 and 0 <= start <= end < LONGEST):
-        raise ValueError(f"{event['name']} of rank {rank} cannot be")
+        raise ValueError(f"{event['name']} of rank {rank} is impossible")
     return rank, Span(action, start, end)

@@ -117,7 +117,7 @@ class IndexedDatasetWriter:
             DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
         """
         if lengths.sum() != len(tokens):
-            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
+            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, but there are {len(tokens)} tokens")
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= LONGEST:
             raise DataError(
                 f"sequences have from {lengths.min()} to {lengths.max()} tokens: 0 to {LONGEST} can be stored"
@@ -138,8 +138,8 @@ class IndexedDatasetWriter:
         stored = tokens.astype(self.dtype)
         if not np.array_equal(stored, tokens):
             raise DataError(
-                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type {self.prefix} is "
-                "written in: the tokenizer gives tokens beyond its own vocabulary size"
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type of "
+                f"{self.prefix}: the tokenizer gives tokens beyond its own vocabulary size"
             )
         return stored
 
@@ -223,7 +223,7 @@ def publish(prefix: str | Path, folder: Path) -> None:
                 os.replace(folder / path.name, path)
         sync_directory(index.parent)
     except OSError as error:
-        raise FileError(f"{prefix} cannot be given its name ({error.strerror}): is the folder writable?") from error
+        raise FileError(f"{prefix} cannot get its final name ({error.strerror}): is the folder writable?") from error
 
 
 def read_blocks(path: Path, dtype: str) -> Iterator[np.ndarray]:

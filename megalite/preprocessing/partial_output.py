@@ -153,7 +153,7 @@ class PartialOutput:
             return False
         if differing := [key for key in header if found.get(key) != header[key]]:
             raise DataError(
-                f"{self.folder} is of a run with other {', '.join(differing)}: give the flags and the input files of "
+                f"{self.folder} is from a run with other {', '.join(differing)}: give the flags and the input files of "
                 "that run, unchanged, or leave --resume out to start again"
             )
         self._statistics = statistics
@@ -249,7 +249,7 @@ class PartialOutput:
         if not self.done.documents:
             self._remove()
         elif error is not None:
-            note = f"what is done is in {self.folder}: the same command with --resume goes on from there"
+            note = f"the finished part is in {self.folder}: the same command with --resume continues it"
             print(note, file=sys.stderr, flush=True)
         self._open.close()
 
@@ -259,7 +259,7 @@ def _locked_journal(folder: Path) -> IO[bytes]:
     path = folder / JOURNAL
     busy = DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
     not_ours = DataError(
-        f"{folder} is where unfinished output goes, but it holds something else: move that away, or choose another "
+        f"{folder} is for unfinished output, but it has something else in it: move that away, or choose another "
         "--output-prefix"
     )
     # Try again if another run removes its journal or the folder between two of these steps.

@@ -79,7 +79,7 @@ def preprocess(
             with PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output:
                 before = output.done
                 if output.resumed:
-                    _print(f"going on after {before.documents:,} documents")
+                    _print(f"continuing after {before.documents:,} documents")
                 if not output.finished:
                     chunks = read_chunks(files, flags.json_keys, before.position)
                     # Closed immediately after an error, not when its traceback is deleted: no worker should still run
@@ -87,7 +87,7 @@ def preprocess(
                     with closing(_encode_all(pool, chunks, flags, workers)) as encoded:
                         _write(output, encoded, files, show, start)
                 if not output.done.documents:
-                    raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
+                    raise DataError(f"{', '.join(inputs)}: there is no document: expected one JSON object per line")
                 lengths = output.finish()
     rate = (output.done.tokens - before.tokens) / (time.monotonic() - start)
     return output.done, lengths, rate
@@ -99,7 +99,7 @@ def _check_keys(keys: Sequence[str]) -> None:
             raise ConfigurationError(f"--json-keys has {key} twice: name every field once")
         if os.sep in key:
             raise ConfigurationError(
-                f"--json-keys {key}: a key is part of the names of its files, which cannot hold {os.sep}: give the "
+                f"--json-keys {key}: a key is part of the names of its files, which cannot have {os.sep}: give the "
                 "field another name"
             )
 
@@ -119,7 +119,7 @@ def _write(
             if skipped <= NAMED:
                 _print(f"left out {record.place}: {record.reason}")
             if skipped == NAMED:
-                _print("more that are left out are only counted")
+                _print("from now on, those left out are only counted")
         done, now = output.done, time.monotonic()
         documents_per_second = (done.documents - before.documents) / (now - start)
         tokens_per_second = (done.tokens - before.tokens) / (now - start)
@@ -162,7 +162,7 @@ def _encode_all(
     pool: ProcessPoolExecutor, chunks: Iterable[Chunk], flags: EncodingFlags, workers: int
 ) -> Generator[EncodedChunk, None, None]:
     pending: deque[tuple[str, Future[EncodedChunk]]] = deque()
-    place = "the begin of the input"
+    place = "the start of the input"
     try:
         for chunk in chunks:
             with _interrupts_held():
@@ -176,7 +176,7 @@ def _encode_all(
             yield future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"a worker process was killed at {place} or not far behind, perhaps for want of memory: use fewer "
+            f"a worker process was killed at {place} or soon after it, perhaps for lack of memory: use fewer "
             "--workers, or shorten the documents there"
         ) from error
 

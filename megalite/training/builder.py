@@ -138,7 +138,7 @@ def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
     # Each replica orthogonalizes different matrices. Collectives within a matrix's tensor-parallel ranks may differ.
     split = [set(mesh.ranks("tp")), set(mesh.ranks("etp"))]
     does = [
-        f"{name} among {len(ranks)} ranks behind its list"
+        f"{name} among {len(ranks)} ranks after its list"
         for name, ranks in optimizer.collectives()
         if not any(set(ranks) <= ones for ones in split)
     ]

@@ -106,7 +106,7 @@ class Checkpoints:
                 self._failures, self._newest = 0, path
                 seconds = time.perf_counter() - self._began - self._unnoticed
                 self._longest = max(self._longest, seconds)
-                still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
+                still = f", training was paused for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
                 self.log_progress(f"saved {path.name}")
                 self._remove_old()
@@ -128,7 +128,7 @@ class Checkpoints:
                 newest = "none" if self._newest is None else self._newest.name
                 raise CheckpointError(f"{error}\nThe last checkpoint that this run has saved: {newest}") from error
             display.message(
-                f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failures} of {tolerated} that "
+                f"WARNING: {error}\nTraining continues, unsaved: failure {self._failures} of {tolerated} that "
                 "--tolerated-save-failures allows in a row"
             )
 

@@ -69,9 +69,9 @@ def order_notes(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -
     for number, checksum in seen:
         if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
             return (
-                f"note: sample {number}, consumed before this checkpoint, is another here: the data or their order have"
-                " changed, so some samples may come again and others never. --data-path, --split, --seed, --seq-length "
-                "and, where the data are repeated, --train-samples keep the order",
+                f"note: sample {number}, consumed before this checkpoint, is another now: the data or their order have "
+                "changed, so some samples may be repeated and others never read. To keep the order, keep --data-path, "
+                "--split, --seed, --seq-length and, if the data are repeated, --train-samples",
             )
     return ()
 

@@ -42,7 +42,7 @@ def load_notes(
         "weights": None,
         f"optimizer state ({state.optimizer_steps} updates)": without,
         f"position (step {state.iteration}, {state.consumed_samples} samples)": anew,
-        "metrics (cut off beyond that step)": anew,
+        "metrics (cut off after that step)": anew,
     }
     if state.loss_scale is not None:
         parts[f"loss scale ({state.loss_scale['value']:g})"] = without if dynamic else "none is dynamic here"

@@ -71,7 +71,7 @@ class TrainingLoop:
                 self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
             self._startup.over()
-            self._progress("goes on" if trainer.iteration else "begins")
+            self._progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.over)
             if self.config.training.manual_gc:

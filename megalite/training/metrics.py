@@ -149,7 +149,7 @@ class MetricsWriter:
                 if wrong:
                     self.note = (
                         f"WARNING: {path} {' and '.join(wrong)}: it was changed, or could not be written. "
-                        "The run goes on, and what can be read of it stays"
+                        "The run continues, and keeps what can be read of it"
                     )
                 self._lines = _Lines(file)
             if tensorboard_directory is not None:
@@ -183,7 +183,7 @@ class MetricsWriter:
             except OSError as error:
                 self._fails = True
                 told = (
-                    f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They wait until they can be"
+                    f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They will be written later"
                 )
         return None if failed else told
 

@@ -104,7 +104,7 @@ class Search:
     def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield each module of a chunk that is checked, with the names of its inputs and of its outputs."""
         stage = self._stages.stage(self._rank, number)
-        passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
+        passed_on = f"what stage {stage} sends" if chunk.head is None else "the loss times the loss mask"
         yield chunk, f"what stage {stage} receives", passed_on
         parts: list[tuple[nn.Module | None, str]] = [(chunk.embedding, "the embedding")]
         parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer)]

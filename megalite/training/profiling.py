@@ -45,12 +45,12 @@ def require_device(config: ProfilingConfig, place: torch.device) -> None:
         return
     if config.profile and not config.use_pytorch_profiler:
         raise ConfigurationError(
-            f"--profile marks steps for nsys, which looks at GPUs, and this run is on the {device.device_name(place)}: "
+            f"--profile marks steps for nsys, which profiles GPUs, but this run is on the {device.device_name(place)}: "
             "add --use-pytorch-profiler"
         )
     if config.record_memory_history:
         raise ConfigurationError(
-            f"--record-memory-history is a history of GPU memory, and this run is on the {device.device_name(place)}: "
+            f"--record-memory-history records GPU memory, but this run is on the {device.device_name(place)}: "
             "leave it out"
         )
 
@@ -76,21 +76,21 @@ class Profiler:
             self._plan(config.profile_step_start + 1, config.profile_step_end, by_torch=config.use_pytorch_profiler)
         elif config.profile:
             display.message(
-                f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run goes on after "
+                f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run continues after "
                 f"step {iteration}"
             )
 
     def ask(self, iteration: int) -> None:
         """Request a trace of the next steps. `iteration` is the last completed step."""
         if self._steps:
-            self._display.message(f"PROFILE: steps {self._between()} are about to be profiled, and no others meanwhile")
+            self._display.message(f"PROFILE: steps {self._between()} are about to be profiled: this request is ignored")
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
     def over(self) -> None:
         """End profiling, because the run ends."""
         if self._steps:
-            self._display.message(f"the profile of steps {self._between()} is lost: the run ends before they do")
+            self._display.message(f"the profile of steps {self._between()} is lost: the run ends before them")
 
     def _plan(self, first: int, last: int, *, by_torch: bool) -> None:
         self._steps, self._by_torch = range(first, last + 1), by_torch
@@ -242,7 +242,7 @@ def missed_step_note(step: int | None, iteration: int) -> tuple[str, ...]:
     """Return a note if a run resumes after the step whose time line is requested."""
     if step is None or step > iteration:
         return ()
-    return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
+    return (f"--profile-pipeline {step}: changes nothing, since the run continues after step {iteration}",)
 
 
 def begin_recording(mesh: ParallelMesh) -> Recording:

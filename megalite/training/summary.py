@@ -49,7 +49,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} a rank",
+        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} per rank",
         **_pipeline(trainer),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, trainer.dtype),
@@ -88,8 +88,8 @@ def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.
     if model.attention_dropout == 0.0 or not draws_its_own(device, dtype, model.attn_logit_softcapping):
         return {}
     return {
-        "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: another layout, "
-        "micro-batch size or GPU drops others of its probabilities; --attention-dropout 0 keeps them all"
+        "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: with another layout, "
+        "micro-batch size or GPU it drops other probabilities; --attention-dropout 0 drops none"
     }
 
 

@@ -169,7 +169,7 @@ def read_dumps(folder: Path) -> Dumps:
                 dump = replace(own, flight_recorder=own.flight_recorder or dump.flight_recorder)
             ranks[dump.rank] = dump
     if not ranks:
-        raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left{_hint(folder)}", *problems]))
+        raise ConfigurationError("; ".join([f"{folder} has no file of a rank{_hint(folder)}", *problems]))
     world_size = max(dump.world_size for dump in ranks.values())
     world = set(range(world_size)) if world_size > 1 else set()  # one process alone has nothing to record
     known = {rank for rank, dump in ranks.items() if dump.flight_recorder is not None}
@@ -179,7 +179,7 @@ def read_dumps(folder: Path) -> Dumps:
 def _hint(folder: Path) -> str:
     """Return a hint for a user who gives a run directory, or the folder in it that has a folder for each hang."""
     hangs = {file.parent for pattern in ("*", "hangs/*") for file in folder.glob(f"{pattern}/rank_*.json")}
-    return f": give a folder in it, the newest being {max(hangs)}" if hangs else ""
+    return f": give a folder in it; the newest is {max(hangs)}" if hangs else ""
 
 
 def _files(folder: Path) -> list[Path]:

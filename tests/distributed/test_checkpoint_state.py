@@ -355,7 +355,7 @@ def test_the_tools_show_it(alone: Path, saved: Path) -> None:
     assert run_tool("inspect_checkpoint", "--load", alone, "--verify").code == 0
     differences = run_tool("inspect_checkpoint", "--diff", alone, alone, "--tensors", "state/*")
     assert differences.code == 0
-    assert "2 of 2 tensors that both have in one shape are equal" in differences.stdout
+    assert "2 of 2 tensors that both have in the same shape are equal" in differences.stdout
 
 
 def test_a_difference_of_one_in_a_large_count_is_seen(alone: Path, tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds state/toy.router.bias, .*: no other format has a place"):
+    with pytest.raises(CheckpointError, match=r"has state/toy.router.bias, .*: no other format can store"):
         open_megalite(alone)
 
 
@@ -470,7 +470,7 @@ def test_a_checkpoint_without_state_that_the_network_has_is_refused(tmp_path: Pa
     with factored():
         path = trained(Layout(), routed=False).save(tmp_path)
         load = loads(trained(Layout()), path)[way]
-        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is of another"):
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is from another"):
             load()
 
 
@@ -492,9 +492,7 @@ def test_inference_has_the_state_that_was_saved(alone: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
-    ):
+    with pytest.raises(CheckpointError, match="is column, momentum_buffer, row for the weights, but this run needs"):
         Run(Layout()).load(alone)
 
 

@@ -160,10 +160,10 @@ def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: Rank
         assert told[0].startswith("rank 0: declares "), (case, told[0])
     first = dict(zip(UNLIKE, by_rank[0], strict=True))
     assert first["dtype"].startswith(
-        "rank 0: declares that stage 1 passes on hidden (3, 4) of torch.bfloat16, where rank 1 declares that stage 1 "
-        "passes on hidden (3, 4) of torch.float32. "
+        "rank 0: declares that stage 1 sends hidden (3, 4) of torch.bfloat16, but rank 1 declares that stage 1 "
+        "sends hidden (3, 4) of torch.float32. "
     )
-    assert "declares nothing more, where rank 1 declares the term of the loss balance" in first["terms' number"]
+    assert "declares nothing more, but rank 1 declares the term of the loss balance" in first["terms' number"]
 
 
 def other_list() -> str:

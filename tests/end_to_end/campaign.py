@@ -191,18 +191,18 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
     assert ("Traceback" in said[0]) == (fault.kind == "defect" and "failed on rank" not in said[0]), where
     process = job.ranks[fault.rank].process.pid
     if fault.kind in DEATHS:
-        gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a word, last heard of"
-        # Without a section: the rank was between two of them when it was last heard of.
+        gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a message, last seen"
+        # Without a section: the rank was between two of them when it was last seen.
         assert re.search(re.escape(gone) + r' in step \d+(, "[a-z ]+")?, [\d.]+ s before: ', said[0]), where
     elif fault.kind in STILL:
-        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) does not answer" in said[0], where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) has not answered" in said[0], where
     elif fault.kind in ERRORS:
         by = f"error on rank {fault.rank}: " if fault.rank else "error: "
         assert said[0].startswith(by) or f"failed on rank {fault.rank}: " in said[0], where
         assert "planted" in said[0], where
     else:
         assert re.match(r"error: step \d+ hangs: rank ", said[0]), where
-        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) holds it up" in said[0], where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) blocks it" in said[0], where
 
 
 def undisturbed(folder: Path, layout: str, steps: int) -> Path:

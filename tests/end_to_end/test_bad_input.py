@@ -106,7 +106,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
         (["--lr", "nan"], ["--lr 'nan': expected a finite number"]),
-        (["--distributed-backend", "nccl"], ["nccl talks between GPUs, and this run is on cpu: use gloo"]),
+        (["--distributed-backend", "nccl"], ["nccl connects only GPUs, but this run is on cpu: use gloo"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
         (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
@@ -141,7 +141,7 @@ def test_no_arguments_name_what_is_needed(refused: Refused) -> None:
 
 
 def test_no_data(refused: Refused) -> None:
-    assert "--data-path or as --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
+    assert "--data-path or --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
 
 
 @pytest.mark.parametrize(
@@ -284,11 +284,11 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
-        (["--hidden-size", "32"], ["of another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
-        (LLAMA, ["of another model", "swiglu"]),
+        (["--hidden-size", "32"], ["from another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
+        (LLAMA, ["from another model", "swiglu"]),
         (["--num-layers", "1"], ["num_layers"]),
         (["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"]),
-        (["--bf16"], ["of the optimizer", "give --optimizer, the precision"]),
+        (["--bf16"], ["its optimizer state", "give --optimizer, the precision"]),
         (["--fp64"], ["float32 in it and float64 in this run"]),
         (["--optimizer", "sgd"], ["--optimizer"]),
     ],
@@ -399,7 +399,7 @@ run_lock.SEEN_WITHIN = 0.5
 os.chdir({str(place.folder)!r} + f"/{{rank}}")
 """
     message = refused(93, PRETRAIN, *MOCK, *SHORT, "--save", "run", before=apart)
-    assert "looking at the run directory --save run failed on rank 1" in message
+    assert "checking the run directory --save run failed on rank 1" in message
     assert "the folder must be on a file system that all nodes share" in message
     assert not (place.folder / "1" / "run").exists()
 
@@ -431,5 +431,5 @@ def test_generation(place: Place, refused: Refused) -> None:
     assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0")
     assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1")
     assert "'one'" in refused(64, *command, "--prompt", "one")
-    assert "holds no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
     assert "3 ranks" in refused(64, *command, "--prompt", "1", world_size=3)

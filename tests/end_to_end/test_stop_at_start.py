@@ -86,7 +86,7 @@ def wait_until_others_are_missed(job: Job) -> None:
 
 
 def assert_stopped_by_file(job: Job, directory: Path) -> None:
-    """Touch a STOP that exists already, as slurm/pretrain_gpt.sbatch does, and wait as a launcher does.
+    """Touch a STOP that already exists, as slurm/pretrain_gpt.sbatch does, and wait as a launcher does.
 
     Touch it repeatedly, because a rank that has just begun takes an existing file for an old one.
     """

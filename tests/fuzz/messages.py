@@ -89,10 +89,10 @@ def _check(base: Path) -> None:
     """See that each conversation is taken as it is meant: else edits of them would try nothing."""
     said = {name: _speak_to_monitor(base, name, (), _LONG_SECONDS) for name in (HANG, LOST, FAILS, LEAVES)}
     assert 'hangs: rank 1 (process 4001 on n1) has been in "optimizer" for 61 s' in said[HANG], said
-    assert "rank 1 (process 4001 on n1) holds it up" in said[HANG], said
+    assert "rank 1 (process 4001 on n1) blocks it" in said[HANG], said
     assert "pretrain.py line 7" in said[HANG], said
     assert "a collective failed: reset by peer" in said[LOST], said
-    assert "message #3 from rank 0 to rank 1: rank 1 waits for it, rank 0 has not come to it" in said[LOST], said
+    assert "message #3 from rank 0 to rank 1: rank 1 waits for it, rank 0 has not reached it" in said[LOST], said
     assert said[FAILS] == said[LEAVES] == "", said
     assert (base / "out" / "hangs" / FOLDER / "rank_00001.json").exists()
     assert [(base / "out" / name).read_text() for name in (ENDS, TELLS)] == ["85", "64"]

@@ -132,7 +132,7 @@ def test_no_node_is_left_out_where_a_reservation_has_no_other(training: Training
         training.cluster.ask("scancel", "--user=root")
         training.cluster.ask("scontrol", "delete", "ReservationName=ours")
     assert job.restarts == 2
-    assert "SLURM is to leave out" not in job.log
+    assert "SLURM will leave out" not in job.log
 
 
 def test_a_job_moves_away_from_a_node_that_fails_its_check(training: Training) -> None:
@@ -155,7 +155,7 @@ def test_a_job_moves_away_from_a_node_on_which_ranks_die_twice_running(training:
     job = training.submit_instead(
         f"""
         if os.environ["SLURMD_NODENAME"] == "{second}":
-            print(f"rank 1 (process {{os.getpid()}} on {second}) has ended without a word, in step 1")
+            print(f"rank 1 (process {{os.getpid()}} on {second}) has ended without a message, in step 1")
         elif "SLURM_RESTART_COUNT" in os.environ:
             code.write_text("0")
         """
@@ -192,4 +192,4 @@ def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> No
     job = training.submit(HEALTH_CHECK="false")
     job.wait(exit_code=93)
     assert job.restarts == 2
-    assert job.log.count("only 0 of 2 nodes are well") == 2
+    assert job.log.count("only 0 of 2 nodes are healthy") == 2

@@ -249,7 +249,7 @@ def test_weights_of_another_model_are_refused(saved: Path) -> None:
     tensors = CheckpointReader(saved).tensors
     weights = [[(name, Box((0,) * len(t.shape), t.shape)) for name, t in tensors.items() if name.startswith("model/")]]
     assert len(cut_by_weights(tensors, weights)[0]) == len(tensors)
-    with pytest.raises(CheckpointError, match=r"is not of the model that the config in it describes"):
+    with pytest.raises(CheckpointError, match=r"is not in the model that its config describes"):
         cut_by_weights(tensors, [weights[0][:-1]])
 
 
@@ -266,7 +266,7 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
     checkpoint.load(path, network, None, MESH)
     for ours, theirs in zip(build(1)[0].parameters(), network.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(CheckpointError, match="it holds weights alone"):
+    with pytest.raises(CheckpointError, match="it has only weights"):
         checkpoint.load(path, *build(2), MESH)
 
 
@@ -281,7 +281,7 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
         (("--files", 0), "--files 0: must be at least 1"),
         (("--tensor-model-parallel-size", 3), "--tensor-model-parallel-size 3 does not divide the attention heads, 4"),
         (("--tensor-model-parallel-size", 0), "--tensor-model-parallel-size 0 does not divide"),
-        (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size is 1 or more"),
+        (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size must be at least 1"),
         (("--pipeline-model-parallel-size", 3), "cannot be divided evenly among 3 stages"),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_checkpoint_that_is_there_stays(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     result = run("--load", tmp_path, "--save", tmp_path, "--files", 2)
     assert result.code == 93
-    assert f"{path} is there already: choose another folder" in result.stderr
+    assert f"{path} already exists: choose another folder" in result.stderr
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
     newer = checkpoints.write(tmp_path / "other", TENSORS, training=replace(STATE, iteration=9))

@@ -164,7 +164,7 @@ def test_weights_alone_are_saved_and_loaded_under_any_optimizer(tmp_path: Path) 
         for part in made.slices():
             assert torch.equal(part.state.pop("master"), part.values.float())
             assert not any(values.any() for values in part.state.values()), "the optimizer begins anew"
-    with pytest.raises(CheckpointError, match=r"weights alone .* --no-load-optim goes on with a new optimizer"):
+    with pytest.raises(CheckpointError, match=r"only weights, .* --no-load-optim continues with a new optimizer"):
         checkpoint.load(path, *build(dtype=torch.bfloat16), MESH)
 
 
@@ -308,7 +308,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     with checkpoint.only_run(tmp_path, MESH) as notes:
-        assert "has no locks (No locks available): see to it that no other run saves there" in notes[0]
+        assert "has no locks (No locks available): make sure that no other run saves there" in notes[0]
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_blank_value_is_a_variable_that_is_not_set(flag: str, value: str) -> N
     if value and flag in ("fim-no-prefix", "fim-split-sample"):  # white space is text
         assert parse_arguments(arguments)
     else:
-        blank = f"--{flag} {value!r}: is blank: if a shell variable stands there, it may not be set"
+        blank = f"--{flag} {value!r}: is blank: if this was a shell variable, it may not be set"
         assert failure(arguments) == failure([*MINIMAL, f"--{flag}={value}"]) == blank
 
 
@@ -187,7 +187,7 @@ def test_no_flag_that_is_refused_is_suggested() -> None:
 
 
 def test_a_value_before_any_flag_is_an_error() -> None:
-    assert failure(["stray", *MINIMAL]) == "'stray' stands before any flag"
+    assert failure(["stray", *MINIMAL]) == "'stray' comes before the first flag"
 
 
 def test_yaml_gives_fields_and_flags_override_it(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_precision_aware_optimizer_in_fp32_is_off_with_a_note() -> None:
         ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999: a step lowers"),
         ("--exp-avg-sq-dtype bf16 --adam-beta2 0.99", None),
         ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16: averages of gradients below 6e-8"),
-        ("--exp-avg-dtype int8", "--exp-avg-dtype int8 beside --exp-avg-sq-dtype fp32: weights whose gradients"),
+        ("--exp-avg-dtype int8", "--exp-avg-dtype int8 with --exp-avg-sq-dtype fp32: weights whose gradients"),
         ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", None),
         ("--main-params-dtype fp16", "--main-params-dtype fp16: a step that changes a weight by less"),
     ],
@@ -262,7 +262,7 @@ def test_layers_that_zero_3_has_whole_together_are_noted() -> None:
     for method, layers, noted in (("uniform", 4, True), ("uniform", 1, False), ("block", 4, False)):
         recompute = ["--recompute-method", method, "--recompute-num-layers", str(layers)]
         notes = parse_arguments([*MINIMAL, *flags.split(), *recompute]).notes
-        assert any("parameters whole at once" in note for note in notes) == noted
+        assert any("all of their parameters at once" in note for note in notes) == noted
 
 
 def test_bf16_squares_stop_falling_where_the_note_says() -> None:

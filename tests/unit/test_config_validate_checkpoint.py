@@ -28,7 +28,7 @@ def problems(flags: str) -> list[str]:
         ("--save-retain-interval 2 --save s", "--save-retain-interval 2 needs --save-interval"),
         (
             "--save-retain-interval 5 --save-interval 2 --save s",
-            "--save-retain-interval 5 is no multiple of --save-int",
+            "--save-retain-interval 5 is not a multiple of --save-int",
         ),
         ("--no-save-optim", "--no-save-optim needs --save"),
         (
@@ -45,19 +45,19 @@ def problems(flags: str) -> list[str]:
         ("--load-casts --save s", "--load-casts needs --load or --resume auto"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load or --resume auto"),
         ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --resume auto"),
-        ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: save it into another directory"),
+        ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: --save and --load must be"),
         (
             "--load s --save s --resume auto --ckpt-step 3",
-            "--ckpt-step 3 is for the checkpoint of --load, and --resume",
+            "--ckpt-step 3 is for the checkpoint in --load, but --resume",
         ),
-        ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint of --load"),
-        ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint of --load"),
+        ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint in --load"),
+        ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint in --load"),
         (
             "--save s3://b/r --ckpt-format torch_dist",
             "--ckpt-format torch_dist needs a --save that is a folder",
         ),
-        ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard's files grow"),
-        ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: save"),
+        ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard appends to its files"),
+        ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: --save and"),
     ],
 )
 def test_what_has_nothing_to_act_on_is_refused(flags: str, problem: str) -> None:

@@ -186,7 +186,7 @@ def test_rows_that_pad_the_vocabulary_are_zeros_there_and_nowhere_here(tmp_path:
 
     assert open_megatron(tmp_path).config.vocab_size == 53
     assert open_megatron(tmp_path, true_vocab_size=60).source.tensors["output"].shape == (60, 24)
-    with pytest.raises(CheckpointError, match="64 rows for 65 tokens: --true-vocab-size"):
+    with pytest.raises(CheckpointError, match="64 rows for 65 tokens: give their number by --true-vocab-size"):
         open_megatron(tmp_path, true_vocab_size=65)
 
 

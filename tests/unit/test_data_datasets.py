@@ -105,7 +105,7 @@ def test_a_blend_that_draws_too_little_names_the_flag(tmp_path: Path) -> None:
     datasets: Any = [[1] * 5, [1] * 4]
     BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), str(tmp_path / "a"))
     with pytest.raises(
-        DataError, match=r"takes 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
+        DataError, match=r"needs 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
     ):
         BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), str(tmp_path / "a"))
 
@@ -181,7 +181,7 @@ def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
 def test_split_without_documents_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10, 1)
     for split, name in (("1,99,0", "train"), ("99,1,0", "valid")):
-        with pytest.raises(DataError, match=f"the {name} data would be none of the 10 sequences"):
+        with pytest.raises(DataError, match=f"the {name} data would get none of the 10 sequences"):
             build(Samples(5, 1, 1), data_path=[prefix], split=split)
 
 
@@ -189,7 +189,7 @@ def test_a_test_set_without_documents_is_left_out_with_a_note(tmp_path: Path) ->
     prefix = write(tmp_path / "a", 10, 1)
     sets = build(Samples(5, 1, 1), data_path=[prefix], split="90,10,.1")
     assert (sets.test, len(sets.notes)) == (None, 1)
-    assert sets.notes[0].startswith("no test at the end of training: the test data would be none of the 10 sequences")
+    assert sets.notes[0].startswith("no test at the end of training: the test data would get none of the 10 sequences")
     assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1").notes == ()
 
 
@@ -197,7 +197,7 @@ def test_a_file_without_sequences_is_refused_where_it_is_named(tmp_path: Path) -
     prefix, empty = write(tmp_path / "a", 10, 1), write(tmp_path / "empty", 0, 1)
     for name in ("train", "valid", "test"):
         paths = {f"{split}_data_path": [empty if split == name else prefix] for split in ("train", "valid", "test")}
-        with pytest.raises(DataError, match=f"empty holds no sequence: leave it out of --{name}-data-path"):
+        with pytest.raises(DataError, match=f"empty has no sequence: leave it out of --{name}-data-path"):
             build(Samples(5, 1, 1), **paths)
 
 
@@ -278,7 +278,7 @@ def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Pa
 )
 def test_an_identity_has_few_short_fields(tmp_path: Path, identity: dict[str, Any]) -> None:
     prefix = write(tmp_path / "a", 10, 1, identity)
-    with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read.*its tokenizer is none"):
+    with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read.*its tokenizer is not valid"):
         build(Samples(1, 0, 0), data_path=[prefix], split="1", tokenizer=ByteTokenizer())
 
 
@@ -317,7 +317,7 @@ def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
         ("per_split_data_args_path", "[", "expected JSON like"),
         ("per_split_data_args_path", "[]", "expected JSON like"),
         ("per_split_data_args_path", "[" * 100_000, "nested deeper"),
-        ("per_split_data_args_path", '{"train": "a"}', "'a' is no list"),
+        ("per_split_data_args_path", '{"train": "a"}', "'a' is not a list"),
         ("per_split_data_args_path", '{"train": ["a"], "vaild": ["b"]}', "has a key 'vaild'"),
     ],
 )
@@ -333,7 +333,7 @@ def test_files_of_paths_that_mean_nothing_are_refused(
 def test_a_file_of_paths_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "paths")
     for path in (str(tmp_path / "paths"), "/dev/zero"):
-        with pytest.raises(DataError, match=f"{path} cannot be read: no regular file"):
+        with pytest.raises(DataError, match=f"{path} cannot be read: not a regular file"):
             read_dataset_specs(DataConfig(seq_length=1, data_args_path=path))
 
 

@@ -200,7 +200,7 @@ def test_shuffle_keeps_32_bits_while_they_suffice() -> None:
 
 def test_no_tokens_is_an_error_and_not_an_endless_loop(tmp_path: Path) -> None:
     write(tmp_path / "tokens", [np.arange(3)])
-    with pytest.raises(DataError, match="hold no tokens: give this part a larger share in --split"):
+    with pytest.raises(DataError, match="have no tokens: give this part a larger share in --split"):
         GPTDataset(IndexedDataset(tmp_path / "tokens"), range(1, 1), 5, 4, 0, IndexCache())
 
 

@@ -290,7 +290,7 @@ def with_no_file_left(directory: Path, prefix: Path) -> None:
         while True:
             files.append(open(os.devnull))  # noqa: SIM115
     for act in (lambda: get(directory, never), lambda: IndexedDataset(prefix), lambda: recorded_tokenizer(prefix)):
-        with pytest.raises(ConfigurationError, match=rf"too many open files \({limit} are allowed.*ulimit -n"):
+        with pytest.raises(ConfigurationError, match=rf"too many open files \(the limit is {limit} per.*ulimit -n"):
             act()
 
 

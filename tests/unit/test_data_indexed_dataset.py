@@ -200,7 +200,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "float tokens": (lambda bin, idx: patch(idx, 17, b"\x07"), "integer tokens, found type code 7, float32"),
     "sequence count": (lambda bin, idx: patch(idx, 18, u64(4)), "expected 114 bytes for 4 sequences .*found 102 bytes"),
     "huge count": (lambda bin, idx: patch(idx, 18, u64(2**60)), "expected .* bytes for"),
-    "idx fifo": (lambda bin, idx: (idx.unlink(), os.mkfifo(idx)), r"tokens\.idx cannot be read \(no regular file"),
+    "idx fifo": (lambda bin, idx: (idx.unlink(), os.mkfifo(idx)), r"tokens\.idx cannot be read \(not a regular file"),
     "idx folder": (lambda bin, idx: (idx.unlink(), idx.mkdir()), r"tokens\.idx cannot be read \(Is a directory"),
     "bin fifo": (lambda bin, idx: (bin.unlink(), os.mkfifo(bin)), r"tokens\.bin.* expected 12 bytes .*found 0 bytes"),
     "bin device": (lambda bin, idx: (bin.unlink(), bin.symlink_to("/dev/zero")), r"tokens\.bin.* found 0 bytes"),

@@ -206,7 +206,7 @@ def test_an_error_leaves_earlier_files(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "missing.jsonl cannot be read (No such file or directory)"),
-        ("empty.jsonl", b"\n", "there is not one document"),
+        ("empty.jsonl", b"\n", "there is no document"),
         ("plain.jsonl.gz", b"{}", "plain.jsonl.gz cannot be read (Not a gzipped file"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:40], "cut.jsonl.gz cannot be read"),
     ],
@@ -224,7 +224,7 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
     ("keys", "message"),
     [
         (("text", "title", "text"), "--json-keys has text twice: name every field once"),
-        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot hold /"),
+        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot have /"),
     ],
 )
 def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
@@ -242,7 +242,7 @@ def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
     first = preprocess(*arguments)
     assert first.returncode == 0, first.stderr
-    assert f"named more than once and read once: {source}\n" in first.stderr
+    assert f"given more than once, but read once: {source}\n" in first.stderr
     before = contents(tmp_path)
     second = preprocess(*arguments)
     assert second.returncode == 0, second.stderr
@@ -267,7 +267,7 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert b"Traceback" not in stderr
-    assert b"c.partial: the same command with --resume goes on from there" in stderr
+    assert b"c.partial: the same command with --resume continues it" in stderr
     assert [path.name for path in out.iterdir()] == ["c.partial"]
 
 

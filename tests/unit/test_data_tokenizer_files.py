@@ -149,7 +149,7 @@ def test_patterns_cut_words_differently(folder: Path) -> None:
     }
     assert len({identity["pattern"] for identity in ids.values()}) == 5
     with pytest.raises(
-        ConfigurationError, match=r"--tiktoken-pattern \( is none of v1, v2, gpt2, cl100k and no regular"
+        ConfigurationError, match=r"--tiktoken-pattern \( is not one of v1, v2, gpt2, cl100k, and not a regular"
     ):
         named_tokenizer("TikTokenizer", str(folder / "ranks.json"), tiktoken_pattern="(")
 
@@ -212,12 +212,12 @@ def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp
             "are not vocab.json and merges.txt of a BPE",
         ),
         (("TikTokenizer", "{}/vocab.json"), {}, DataError, "vocab.json is neither Megatron-LM's JSON of ranks nor"),
-        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 less .* is not from 256"),
+        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 minus .* is not from 256"),
         (
             ("TikTokenizer", "{}/ranks.json"),
             {"tokenizer_special_tokens": ("<s>",)},
             ConfigurationError,
-            "must hold each of <unk> <s>",
+            "must have each of <unk> <s>",
         ),
         (
             ("TikTokenizer", "{}/ranks.json"),
@@ -285,11 +285,11 @@ def test_ids_are_bounded_and_another_for_each_token(folder: Path, tmp_path: Path
     description = json.loads((folder / "bpe" / "tokenizer.json").read_text())
     description["model"]["vocab"]["a"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="has a token 4000000000, where 16777215 is the largest there may be"):
+    with pytest.raises(DataError, match="has a token 4000000000, but 16777215 is the largest possible"):
         named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     description["model"]["vocab"]["a"] = description["model"]["vocab"]["b"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have one id"):
+    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have the same id"):
         named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     ranks = (folder / "ranks.tiktoken").read_text()
     for rank in ("-1", "4000000000", "1" + "0" * 30):
@@ -310,7 +310,7 @@ def test_a_vocabulary_without_an_end(folder: Path, tmp_path: Path) -> None:
     description["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(
-        DataError, match=r"does not tell which token ends a document .*put a tokenizer_config.json beside"
+        DataError, match=r"does not say which token ends a document .*put a tokenizer_config.json next to"
     ):
         named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 

@@ -146,7 +146,7 @@ def test_a_fast_path_that_is_required_is_taken_or_refused(corpus: Path, tmp_path
         for kind in ("bpe", "unigram")
     )
     assert list(bpe.encode_documents(["a text"])[0]) == bpe.encode("a text")
-    with pytest.raises(ConfigurationError, match=r"--fast-encoding require: .*it is no byte-pair encoding"):
+    with pytest.raises(ConfigurationError, match=r"--fast-encoding require: .*it is not a byte-pair encoding"):
         unigram.encode_documents(["a text"])
     assert list(named_tokenizer("ByteTokenizer", fast_encoding="require").encode_documents(["a"])[0]) == [97]
 

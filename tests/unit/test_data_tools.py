@@ -110,7 +110,7 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
     write(tmp_path / "other", [[[1]]], tokenizer={"type": "Other"})
     write(tmp_path / "unrecorded", [[[1]]], tokenizer=None)
     out = str(tmp_path / "out")
-    with pytest.raises(DataError, match=r"wide holds tokens as int32 and .*a as uint16"):
+    with pytest.raises(DataError, match=r"wide has tokens as int32 and .*a as uint16"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "wide")], out)
     with pytest.raises(DataError, match=r"other was made with .* type 'Other', .*a with type 'ByteTokenizer'"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "other")], out)
@@ -186,7 +186,7 @@ def test_a_token_as_large_as_the_recorded_vocabulary_is_damage(tmp_path: Path) -
     write(tmp_path / "last", [[[1, 256]]])
     verify(IndexedDataset(tmp_path / "last"))
     write(tmp_path / "size", [[[1, 257]]])
-    with pytest.raises(DataError, match="token number 1 is 257, which is none of the 257 tokens"):
+    with pytest.raises(DataError, match="token number 1 is 257, which is not one of the 257 tokens"):
         verify(IndexedDataset(tmp_path / "size"))
 
 

@@ -160,14 +160,14 @@ def test_a_file_that_another_has_replaced_is_no_damage(prefix: Path) -> None:
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda record: [record], "cannot be read as the record"),
-    "a key too many": (lambda record: record | {"crc33": {}}, "has not the keys"),
-    "no tokenizer": (lambda record: {"tokens": 6, "documents": 4}, "has not the keys"),
+    "a key too many": (lambda record: record | {"crc33": {}}, "does not have the right keys"),
+    "no tokenizer": (lambda record: {"tokens": 6, "documents": 4}, "does not have the right keys"),
     "a text": (lambda record: record | {"tokens": "6"}, "no counts"),
     "a huge count": (lambda record: record | {"documents": 10**30}, "whole number of 31 digits"),
-    "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, where they have 6"),
-    "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is none"),
+    "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, they have 6"),
+    "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is not valid"),
     "other chunks": (lambda record: record | {"crc32": record["crc32"] | {"chunk_bytes": 1}}, "chunks of 67,108,864"),
-    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "no CRC-32"),
+    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "not CRC-32"),
     "too many": (lambda record: record | {"crc32": record["crc32"] | {"bin": [0, 0]}}, "2 checksums of the .bin"),
 }
 

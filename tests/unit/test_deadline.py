@@ -41,7 +41,7 @@ def test_the_reason_has_its_figures() -> None:
     assert why_stop(97.0, step=2.0, evaluation=0.0, save=40.0) is None
     assert why_stop(96.0, step=2.0, evaluation=0.0, save=40.0) == (
         "the job ends in 96 s (SLURM_JOB_END_TIME), which may not be enough for a step of 2.0 s, 2 saves of 40.0 s and "
-        "15 s to end in"
+        "15 s to exit"
     )
     assert "an evaluation of 30.0 s" in str(why_stop(97.0, step=2.0, evaluation=30.0, save=40.0))
 
@@ -51,10 +51,10 @@ def test_the_reason_has_its_figures() -> None:
     [
         (None, None, None),
         ("2000", 2000.0, None),
-        ("999", None, "is over"),
-        ("Unknown", None, "is no time in Unix seconds"),
-        ("-5", None, "is no time in Unix seconds"),
-        ("\N{SUPERSCRIPT TWO}", None, "is no time in Unix seconds"),
+        ("999", None, "is in the past"),
+        ("Unknown", None, "is not a time in Unix seconds"),
+        ("-5", None, "is not a time in Unix seconds"),
+        ("\N{SUPERSCRIPT TWO}", None, "is not a time in Unix seconds"),
     ],
 )
 def test_when_the_job_ends(text: str | None, end: float | None, note: str | None) -> None:

@@ -106,17 +106,17 @@ def test_a_node_that_is_well_says_so_in_a_line(alone: Alone, tmp_path: Path) -> 
 
 GPUS, CLOCKED, ROWS = "--query-gpu=index,uuid", "--query-gpu=index,clocks_event", "--query-remapped-rows"
 TROUBLES = {  # question, answer, severity, what is told
-    "ECC": (GPUS, two(NAMES).replace(" 0, [N/A]\n", " 3, [N/A]\n", 1), "sick", "GPU 0 has met 3 uncorrectable"),
+    "ECC": (GPUS, two(NAMES).replace(" 0, [N/A]\n", " 3, [N/A]\n", 1), "sick", "GPU 0 has had 3 uncorrectable"),
     "page": (GPUS, two(NAMES).replace("[N/A]", "Yes", 1), "sick", "GPU 0 waits to retire a page"),
     "one lost": (GPUS, NAMES.format(0), "sick", "1 GPUs are there, and 2 are expected"),
     "all lost": (GPUS, "!echo No devices were found; exit 6", "sick", "0 GPUs are there, and 2 are expected"),
     "fails": (GPUS, "!echo GPU is lost; exit 15", "sick", "nvidia-smi fails: GPU is lost"),
-    "hot": (CLOCKED, "0, Active, Not Active, Not Active, Active", "sick", "GPU 0 is slowed down since it is too hot"),
+    "hot": (CLOCKED, "0, Active, Not Active, Not Active, Active", "sick", "GPU 0 is slowed down because it is too hot"),
     "power": (CLOCKED, "0, Not Active, Active, Not Active, Active", "sick", "power brake"),
-    "warm": (CLOCKED, "0, Not Active, Not Active, Active, Not Active", "warning", "since it is hot"),
+    "warm": (CLOCKED, "0, Not Active, Not Active, Active, Not Active", "warning", "because it is hot"),
     "slow": (CLOCKED, "0, Not Active, Not Active, Not Active, Active", "warning", "by its hardware"),
     "row": (ROWS, "GPU-1, 1, 0", "sick", "GPU 1 waits to remap a row"),
-    "no rows": (ROWS, "GPU-1, No, Yes", "sick", "GPU 1 has no row left"),
+    "no rows": (ROWS, "GPU-1, No, Yes", "sick", "GPU 1 has no spare row left"),
     "link": ("nvlink", two(LINKS).replace("26.562 GB/s", "<inactive>", 1), "sick", "GPU 0 has 1 active NVLinks"),
     "no link": ("nvlink", two(LINKS).replace("26.562 GB/s", "<inactive>", 2), "warning", "GPU 0 has no active NVLink"),
 }
@@ -154,7 +154,7 @@ def test_little_shared_memory_is_told_where_there_are_gpus(alone: Alone, monkeyp
 
 
 def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
-    with pytest.raises(ConfigurationError, match="--node looks at a node without a run: leave --lr away"):
+    with pytest.raises(ConfigurationError, match="--node checks a node without a run: leave --lr out"):
         alone(WELL, "--lr", "1")
     with pytest.raises(ConfigurationError, match="--gpus -1: must be at least 0"):
         alone(WELL, "--gpus", "-1")
@@ -219,7 +219,7 @@ def test_a_node_that_none_reaches_is_to_be_dropped_and_a_broken_pair_is_not() ->
     assert nobody.node is None
     (one_way,) = examine_network(seen(lambda a, b: (a, b) == ("n2", "n1")), addresses, "n0")
     assert one_way.node is None
-    assert one_way.text.startswith("n2 does not reach n1 at 10.0.0.1 (timed out): see to it that ports are open")
+    assert one_way.text.startswith("n2 does not reach n1 at 10.0.0.1 (timed out): open the ports")
     (both_ways,) = examine_network(seen(lambda a, b: {a, b} == {"n2", "n1"}), addresses, "n0")
     assert both_ways.text.startswith("n1 does not reach n2 at 10.0.0.1, nor n2 n1 (timed out)")
 
@@ -375,8 +375,8 @@ def test_the_verdict_says_what_to_do() -> None:
     assert Verdict([]).lines() == ["verdict: well"]
     assert Verdict([Finding("warning", "late", "n0")]).lines()[-1] == "verdict: well, with 1 warning"
     assert Verdict([sick, sick]).lines() == ["sick: node n1: hot", "verdict: drop node n1"]
-    assert Verdict([sick, wrong]).lines()[-1] == "verdict: drop node n1, and see to the rest"
-    assert Verdict([wrong]).lines()[-1] == "verdict: a run would fail, and not by one node alone"
+    assert Verdict([sick, wrong]).lines()[-1] == "verdict: drop node n1, and repair the rest"
+    assert Verdict([wrong]).lines()[-1] == "verdict: a run would fail, and not because of one node"
     codes = [Verdict(findings).exit_code for findings in ([], [wrong], [wrong, sick])]
     assert codes == [0, 64, 93]
 
@@ -388,6 +388,6 @@ def test_the_verdict_says_what_to_do() -> None:
 def test_what_a_stranger_has_put_into_the_store_is_told(written: bytes) -> None:
     call = RollCall(Place(0, 0, 1), 1.0, lambda: False)
     call._store.set("roll", written)
-    told = "somebody who is none of the ranks has written to the store at .*: roll is no JSON"
+    told = "something that is not a rank has written to the store at .*: roll is not JSON"
     with pytest.raises(CommunicationError, match=told):
         call.hear("roll")

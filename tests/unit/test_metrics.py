@@ -132,7 +132,7 @@ def test_a_damaged_line_is_left_out_and_told(damage: bytes, tmp_path: Path) -> N
     path.write_bytes(whole + damage + b"\n")
     assert MetricsWriter(path, resume_iteration=1).note == (
         f"WARNING: {path} has 1 damaged line: it was changed, or could not be written. "
-        "The run goes on, and what can be read of it stays"
+        "The run continues, and keeps what can be read of it"
     )
     assert path.read_bytes() == whole
     assert MetricsWriter(path, resume_iteration=1, recorded=Recorded(1, True, False)).note is None
@@ -172,7 +172,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     assert not has_test_loss(path, 1)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: no regular file, but a pipe.*--metrics-path"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: not a regular file, but a pipe.*--metrics-path"):
         MetricsWriter(path)
     assert path.is_fifo()
 

@@ -77,13 +77,13 @@ def test_groups_partition_the_world(tp: int, cp: int, dp: int, pp: int, ep: int,
     ],
 )
 def test_sizes_that_do_not_factor_the_world_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="8 ranks does not factor"):
+    with pytest.raises(ValueError, match="8 ranks cannot be divided"):
         ParallelMesh(world_size=8, **sizes)
 
 
 @pytest.mark.parametrize("axes", [("tp", "ep"), ("etp", "dp"), ("pp", "cp", "edp")])
 def test_axes_of_two_views_make_no_group(axes: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes \(.*\) are of two views"):
+    with pytest.raises(ValueError, match=r"axes \(.*\) belong to two views"):
         ParallelMesh().group(*axes)
 
 

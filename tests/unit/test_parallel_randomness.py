@@ -92,5 +92,5 @@ def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
 
 
 def test_tokens_that_do_not_make_equal_parts_are_an_error() -> None:
-    with pytest.raises(ValueError, match="12 tokens of a sample do not make 5 equal parts"):
+    with pytest.raises(ValueError, match="12 tokens of a sample cannot be divided into 5 equal parts"):
         SequenceLayout.whole(12).part(0, 5)

@@ -125,9 +125,9 @@ def test_axes_that_cannot_cut_a_weight_are_refused(splits: dict[int, tuple[str, 
 
 def test_a_dimension_that_does_not_divide_is_refused() -> None:
     mesh = ParallelMesh(world_size=4, tensor_parallel_size=4)
-    with pytest.raises(ValueError, match=r"^dimension 1 of tensor, 6 long, does not divide over 4 ranks of tp"):
+    with pytest.raises(ValueError, match=r"^dimension 1 of tensor, 6 long, cannot be divided among 4 ranks of tp"):
         split(mesh, logical((4, 6)), {1: ("tp",)})
-    with pytest.raises(ValueError, match=r"^dimension 0 of tensor, 6 long, does not divide over 4 ranks of tp"):
+    with pytest.raises(ValueError, match=r"^dimension 0 of tensor, 6 long, cannot be divided among 4 ranks of tp"):
         split(mesh, logical((6, 4)), {0: ("tp",)})
     assert split(mesh, logical((6, 4)), {0: ("tp",)}, padded=8).local_shape == (2, 4)
 

@@ -158,7 +158,7 @@ def receives_behind_sends(lists: Lists) -> str:
                 late += [a for key, a in receives.items() if key == (receive, action.micro_batch, action.chunk)]
             late += [] if action.kind.startswith("receive") else [action]
         lists.lists[rank] = late
-    return "where a send waits for its receive: rank 0 at send F .* waits for rank 1; .* waits for rank|rank 0 .* meets"
+    return "if a send waits for its receive: rank 0 at send F .* waits for rank 1; .* waits for rank|rank 0 .* meets"
 
 
 def backward_before_its_forward(lists: Lists) -> str:
@@ -171,7 +171,7 @@ def backward_before_its_forward(lists: Lists) -> str:
 def backward_out_of_order(lists: Lists) -> str:
     first, second = lists.spot(lists.backward, 2), lists.spot(lists.backward, 3)
     lists.one[first], lists.one[second] = lists.one[second], lists.one[first]
-    return f"rank 1 at {lists.backward} of micro-batch 3.*: micro-batch 2 of this chunk has not gone backward"
+    return f"rank 1 at {lists.backward} of micro-batch 3.*: micro-batch 2 of this chunk has not had its backward"
 
 
 def weights_out_of_order(lists: Lists) -> str:
@@ -219,7 +219,7 @@ def sum_of_the_tied_weight_lost(lists: Lists) -> str:
 FAULTS: dict[str, Fault] = {
     "a forward and its backward swapped": backward_before_its_forward,
     "F lost": lost(
-        "F", "rank 1 at send F of micro-batch 3, chunk 0 to rank 2 .*: the action that gives it has not been done"
+        "F", "rank 1 at send F of micro-batch 3, chunk 0 to rank 2 .*: the action that produces it has not been done"
     ),
     "F doubled": doubled("F"),
     "receive F lost": lost(
@@ -265,7 +265,7 @@ FAULTS_OF_SPLIT_BACKWARD: dict[str, Fault] = {
         "W", "rank 1 at W of micro-batch 4, chunk 0 .*: the weight gradients of micro-batch 3 of this chunk have not"
     ),
     "I lost": lost(
-        "I", "rank 1 at send B of micro-batch 3, chunk 0 to rank 0 .*: the action that gives it has not been done"
+        "I", "rank 1 at send B of micro-batch 3, chunk 0 to rank 0 .*: the action that produces it has not been done"
     ),
     "W doubled": doubled("W"),
     "weight gradients in another order": weights_out_of_order,
@@ -294,7 +294,7 @@ def test_faults_of_a_split_backward_are_refused(schedule: str, fault: str) -> No
 
 def test_evaluation_does_not_go_backward() -> None:
     pipeline = Pipeline("1f1b", 2, 1, 3)
-    with pytest.raises(ScheduleError, match=r"rank 0 at B of micro-batch 0.*evaluation does not go backward"):
+    with pytest.raises(ScheduleError, match=r"rank 0 at B of micro-batch 0.*evaluation has no backward"):
         check(pipeline.stages, pipeline.lists(), 3, backward=False)
     with pytest.raises(ScheduleError, match=r"rank 0: B of micro-batch 0, chunk 0 \(stage 0\) is missing"):
         check(pipeline.stages, replace(pipeline, backward=False).lists(), 3)
@@ -335,7 +335,7 @@ def test_collectives_that_wait_in_a_ring() -> None:
 def test_a_collective_of_others() -> None:
     pipeline = Pipeline("gpipe", 2, 1, 1)
     behind = [[Collective("norm", (1,))], [Collective("norm", (1,))]]
-    with pytest.raises(ScheduleError, match="rank 0 at norm is no member of"):
+    with pytest.raises(ScheduleError, match="rank 0 at norm is not a member of"):
         check(pipeline.stages, pipeline.lists(), 1, after_list=behind)
 
 

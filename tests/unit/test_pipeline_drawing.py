@@ -256,7 +256,7 @@ def damage(header: object = None, **change: object) -> str:
 )
 def test_what_is_no_trace_of_a_step(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(DataError, match=r"trace\.json is no trace of --profile-pipeline"):
+    with pytest.raises(DataError, match=r"trace\.json is not a trace of --profile-pipeline"):
         read_trace(tmp_path / "trace.json")
 
 
@@ -332,8 +332,8 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
     ("arguments", "problem"),
     [
         ([*size("dual"), "--output", "a.svg"], "dual"),
-        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 to a rank"),
-        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 to a rank"),
+        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 chunks a rank"),
+        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 chunks a rank"),
         ([*size("interleaved-1f1b"), "--output", "a.svg"], "needs 2 or more --num-virtual-stages-per-pipeline-rank"),
         ([*size("interleaved-1f1b", 1), *TWO, "--output", "a.svg"], "on 2 or more --pipeline-model-parallel-size"),
         ([*size("gpipe", 0), "--output", "a.svg"], "--pipeline-model-parallel-size 0: must be at least 1"),
@@ -358,7 +358,7 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
             "the measured step is drawn",
         ),
         (["--measured", "step.json", "--forward", 3, "--output", "a.svg"], "the times are those of --measured"),
-        (["--measured", "step.html", "--output", "a.svg"], "step.html is no trace of --profile-pipeline"),
+        (["--measured", "step.html", "--output", "a.svg"], "step.html is not a trace of --profile-pipeline"),
     ],
 )
 def test_bad_input_ends_with_64_and_a_reason(tmp_path: Path, arguments: list[object], problem: str) -> None:

@@ -240,7 +240,7 @@ def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
 def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str, training: bool) -> None:
     engine = PipelineEngine[Tensor]([lambda inputs, x: StageOutput({}, {LOSS: term})])
     steps = ProvedSchedules().prove([1], [1])
-    with pytest.raises(MegaliteError, match=f"stage 0 .* no scalar .* for micro-batch 0: lm_loss, {shown}"):
+    with pytest.raises(MegaliteError, match=f"stage 0 .* not a scalar .* for micro-batch 0: lm_loss, {shown}"):
         engine.run(steps.training(1) if training else steps.evaluation(1), MICRO_BATCHES, FACTORS)
 
 

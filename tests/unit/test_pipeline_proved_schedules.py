@@ -30,7 +30,7 @@ def test_borders_with_messages_are_as_many_as_there_are() -> None:
     for stages, chunks, borders in ((2, 1, 1), (2, 2, 3), (1, 1, 0), (3, 2, 0)):
         Stages(stages, chunks, messages=(border,) * borders)
     for stages, chunks, borders in ((2, 1, 2), (2, 2, 1), (1, 1, 1)):
-        with pytest.raises(ValueError, match=f"^{borders} borders have messages, and {stages * chunks} stages"):
+        with pytest.raises(ValueError, match=f"^{borders} borders have messages, but {stages * chunks} stages"):
             Stages(stages, chunks, messages=(border,) * borders)
 
 

@@ -49,8 +49,8 @@ def build_tokenizer(
     tokenizer = _from_files(flags, vocab_size, include_special_tokens, fast_encoding)
     if tokenizer.vocab_size > LARGEST_VOCABULARY:
         raise DataError(
-            f"the {kind} has a token {tokenizer.vocab_size - 1}, where {LARGEST_VOCABULARY - 1} is the "
-            "largest there may be: its file is damaged"
+            f"the {kind} has a token {tokenizer.vocab_size - 1}, but {LARGEST_VOCABULARY - 1} is the "
+            "largest possible: its file is damaged"
         )
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(

@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         ordinary = tokenizer.get_vocab(with_added_tokens=False)
         if len(set(ordinary.values())) < len(ordinary):
-            raise DataError(f"two tokens of the {identity['type']} have one id: its file is damaged")
+            raise DataError(f"two tokens of the {identity['type']} have the same id: its file is damaged")
         # Some files enable truncation, which would cut documents, or padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -130,7 +130,7 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
     file = folder / "tokenizer.json" if folder else Path(path)
-    what = "a tokenizer.json or the folder that holds it, on this machine (nothing is downloaded)"
+    what = "a tokenizer.json or its folder, on this machine (nothing is downloaded)"
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -142,8 +142,8 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
         found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
         raise DataError(
-            f"{file} does not tell which token ends a document ({found}): put a tokenizer_config.json beside it, with "
-            f'{{"eos_token": "{END_OF_TEXT}"}} or what it is'
+            f"{file} does not say which token ends a document ({found}): put a tokenizer_config.json next to it, with "
+            f'{{"eos_token": "{END_OF_TEXT}"}} or another one'
         )
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     eod = tokenizer.token_to_id(ends[0])

@@ -56,7 +56,7 @@ class SentencePieceTokenizer:
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters, without the space that the model adds before a text."""
         messages = optional_import(
-            "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
+            "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece reports places in a text"
         )
         pieces = messages.SentencePieceText.FromString(self._processor.encode(text, out_type="serialized_proto")).pieces
         places = np.array([(piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 2)

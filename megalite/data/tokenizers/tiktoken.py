@@ -70,7 +70,7 @@ class TikTokenizer:
             ordinary = (vocab_size or min(MEGATRON_VOCABULARY, len(ranks) + num_special_tokens)) - num_special_tokens
             if not 256 <= ordinary <= len(ranks):
                 raise ConfigurationError(
-                    f"--vocab-size {ordinary + num_special_tokens} less --tiktoken-num-special-tokens "
+                    f"--vocab-size {ordinary + num_special_tokens} minus --tiktoken-num-special-tokens "
                     f"{num_special_tokens} is not from 256 to the {len(ranks)} tokens of {path}"
                 )
             self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
@@ -94,7 +94,8 @@ class TikTokenizer:
         except ValueError as error:
             known = ", ".join(PATTERNS)
             raise ConfigurationError(
-                f"--tiktoken-pattern {flags.tiktoken_pattern} is none of {known} and no regular expression ({error})"
+                f"--tiktoken-pattern {flags.tiktoken_pattern} is not one of {known}, and not a regular expression "
+                f"({error})"
             ) from error
         self._special_ids = frozenset(self._special.values())
         self._content = fingerprint(content)
@@ -156,13 +157,13 @@ def _complete(ranks: dict[bytes, int]) -> dict[bytes, int]:
     if not 0 <= min(ranks.values()) <= max(ranks.values()) < LARGEST_VOCABULARY:
         raise ValueError(f"ranks from {min(ranks.values())} to {max(ranks.values())}")
     if len(set(ranks.values())) != len(ranks):
-        raise ValueError("two tokens have one rank")
+        raise ValueError("two tokens have the same rank")
     return ranks
 
 
 def _special_before(names: Sequence[str], count: int) -> dict[str, int]:
     if not set(SPECIAL_TOKENS) <= set(names) or len(set(names)) != len(names):
-        raise ConfigurationError(f"--tokenizer-special-tokens must hold each of {' '.join(SPECIAL_TOKENS)} once")
+        raise ConfigurationError(f"--tokenizer-special-tokens must have each of {' '.join(SPECIAL_TOKENS)} once")
     if not len(names) <= count < LARGEST_VOCABULARY:
         raise ConfigurationError(
             f"--tiktoken-num-special-tokens {count} is not from the {len(names)} special tokens to {LARGEST_VOCABULARY}"
