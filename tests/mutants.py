@@ -3544,8 +3544,8 @@ MUTANTS = (
     Mutant(
         "a program whose output is closed dies of that",
         "megalite/lifecycle/failure.py",
-        "    require_streams()\n",
-        "",
+        "    require_streams()\n    exit_on",
+        "    exit_on",
         "tests/distributed/test_failure.py::test_a_program_without_standard_streams_ends_with_its_own_code",
     ),
     Mutant(

@@ -162,7 +162,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda record: [record], "cannot be read as the record"),
     "a key too many": (lambda record: record | {"crc33": {}}, "does not have the right keys"),
     "no tokenizer": (lambda record: {"tokens": 6, "documents": 4}, "does not have the right keys"),
-    "a text": (lambda record: record | {"tokens": "6"}, "no counts"),
+    "a text": (lambda record: record | {"tokens": "6"}, "are not counts"),
     "a huge count": (lambda record: record | {"documents": 10**30}, "whole number of 31 digits"),
     "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, they have 6"),
     "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is not valid"),
