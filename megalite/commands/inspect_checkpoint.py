@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from megalite.config.fields import CORES, Workers
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import table
 
 if TYPE_CHECKING:
     from megalite.checkpoint.comparison import Comparison
@@ -201,18 +201,6 @@ def shown_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return str(value) if str(value).isprintable() else repr(value)  # the text may come from an untrusted file
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Columns have the least width; columns of numbers are aligned right."""
-    columns = [aligned(name, cells) for name, *cells in zip(header, *rows, strict=True)]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
-
-
-def aligned(name: str, cells: Sequence[str]) -> list[str]:
-    width = max(map(len, [name, *cells]))
-    numbers = all(re.fullmatch(r"-|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells)
-    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in (name, *cells)]
 
 
 def strict(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megalite.doctor.network import examine_network
 from megalite.doctor.reports import Found
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
+from megalite.process import output
 from megalite.process.place import ranks_text
 from megalite.training.memory import in_words
 
@@ -174,13 +175,10 @@ def _bandwidth(figure: Figure, *, bus: bool) -> str:
     return f"{factor / figure.line.beta / 1e9:.3g} GB/s"
 
 
-def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
+def _table(rows: Iterable[Row]) -> str:
     """Return a table as text; nothing if it has only a header."""
-    rows = list(rows)
-    if len(rows) < 2:
-        return ""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    header, *others = rows
+    return "\n".join(output.table(header, others)) if others else ""
 
 
 def write_json(path: str, found: Found, verdict: Verdict) -> None:

@@ -11,6 +11,7 @@ from megalite.errors import ConfigurationError
 from megalite.inference.documents import Documents, context_of_documents
 from megalite.inference.network import Network
 from megalite.inference.scoring import score_windows, sliding_windows
+from megalite.process import output
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,10 @@ def evaluate_all(
 
 def table(figures: Sequence[Figures]) -> str:
     """Return the figures as a table with one line per data set, and the reasons for missing bits per byte."""
-    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
+    header, rows = ("data", "documents", "tokens", "loss", "perplexity", "bits per byte"), []
     for each in figures:
         bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
         counts = (f"{each.documents:,}", f"{each.tokens:,}")
         rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
     why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
-    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
+    return "\n".join([*output.table(header, rows), *why])

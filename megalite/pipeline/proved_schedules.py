@@ -20,8 +20,8 @@ from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, orders_of
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
+from megalite.process.place import ranks_text
 
-_MOST_NAMED = 8
 """Largest number of ranks in an error message."""
 _LONGEST = 2000
 """Largest number of characters of an error message that are sent to other ranks."""
@@ -171,12 +171,11 @@ class ProvedSchedules:
         copies = [(tuple(place), copied) for place, _, copied, *_ in told]
         for found, words in ((everyone, self._declared), (copies, self._copied)):
             if others := _unlike_most(found):
-                raise ScheduleError(
-                    f"{_named(others)}: {_difference(found, others, words, mesh)}. Do all ranks run the same megalite?"
-                )
+                differences = _difference(found, others, words, mesh)
+                raise ScheduleError(f"{ranks_text(others)}: {differences}. Do all ranks run the same megalite?")
         if others := _unlike_most([(rank, lists) for (rank, _), *_, lists, _ in told]):
             raise ScheduleError(
-                f"{_named(others)}: the steps, or what is done together inside them, are not those of the other ranks "
+                f"{ranks_text(others)}: the steps, or the collectives inside them, are not those of the other ranks "
                 "with the same stages. Do all ranks run the same megalite?"
             )
 
@@ -209,11 +208,6 @@ def _unlike_most(found: Sequence[tuple[Hashable, str]]) -> list[int]:
     for (kind, what), _ in Counter(found).most_common():
         most.setdefault(kind, what)
     return [rank for rank, (kind, what) in enumerate(found) if what != most[kind]]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _digest(actions: Sequence[Action]) -> str:

@@ -76,7 +76,7 @@ def test_a_rank_that_does_something_else_inside_is_named_everywhere(rank_pools: 
     """Ranks 1 and 3 of two replicas differ. Nobody can tell which is right: the later one is named."""
     told = rank_pools(4).run(refusal, "inside", 3)
     assert len(set(told)) == 1
-    assert told[0].startswith("rank 3: the steps, or what is done together inside them, are not those of the other")
+    assert told[0].startswith("rank 3: the steps, or the collectives inside them, are not those of the other")
 
 
 def test_copies_that_prove_other_lists_are_named(rank_pools: RankPools) -> None:
