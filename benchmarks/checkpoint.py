@@ -117,7 +117,7 @@ def compare(directory: Path, pairs: int) -> dict[str, object]:
         raw.mkdir()
         os.sync()
         timed("raw write", lambda: write_plainly(raw / "file", data))
-        timed("save", lambda: checkpoint.save(ours, state, optimizer, {}))
+        timed("save", lambda: checkpoint.Saver(ours, optimizer, checkpoint.Plan.alone(optimizer)).save(state, {}))
         timed("torch save", save_theirs)
         timed("raw read", lambda: read_plainly([path for path in folder.iterdir() if path.is_file()], buffer))
         timed("load", lambda: checkpoint.load(folder, network, optimizer, mesh))

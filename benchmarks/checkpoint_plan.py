@@ -34,7 +34,7 @@ def whole_plan(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int)
     world = tensor_parallel * pipeline_parallel * (RANKS // (tensor_parallel * pipeline_parallel))
     sizes = {"tensor_parallel_size": tensor_parallel, "pipeline_parallel_size": pipeline_parallel}
     mesh = ParallelMesh(world_size=world, **sizes)
-    options = DataParallel(torch.float32, stage=1)
+    options = DataParallel(torch.float32, zero_stage=1)
     each = model.num_layers // pipeline_parallel
 
     def contents_at(mesh: ParallelMesh) -> Contents:
@@ -43,7 +43,7 @@ def whole_plan(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int)
         chunks = make_chunks(model, mesh, [part], (mesh.rank,), dtype=torch.bfloat16)
         return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    plan = Plan(mesh, contents_at, OptimizerConfig(lr=0.1), stage=1, instances=1)
+    plan = Plan(mesh, contents_at, OptimizerConfig(lr=0.1), zero_stage=1, instances=1)
     parts = [part for rank in range(world) for part in plan.saved(rank)]
     return len(parts), len({part.name for part in parts})
 

@@ -204,7 +204,7 @@ def clocks() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="the operations with this in their line")
+    parser.add_argument("--only", default="", metavar="WORD", help="only operations with this in their line")
     parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, help="unset: as many as make a tensor far larger than the caches")

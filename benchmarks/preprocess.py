@@ -40,7 +40,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import write_results
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.config.tokenizer import TokenizerFlags
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +88,9 @@ def train(folder: Path, corpus: Path) -> None:
     train_tokenizer([str(sample)], ["text"], str(folder / "sentencepiece"), VOCABULARY, "bpe", PROCESSES)
 
 
-def tokenizer(kind: str, folder: Path) -> Tokenizer:
-    return build_tokenizer(kind, str(folder / KINDS[kind]), options=TokenizerOptions(fast_encoding="off"))
+def tokenizer(kind: Any, folder: Path) -> Tokenizer:
+    flags = TokenizerFlags(tokenizer_type=kind, tokenizer_model=str(folder / KINDS[kind]))
+    return build_tokenizer(flags, fast_encoding="off")
 
 
 def texts(corpus: Path) -> list[str]:

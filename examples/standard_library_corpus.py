@@ -15,7 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 # Tests repeat themselves, encodings are tables of characters, what is installed differs from machine to machine.
 LEFT_OUT = {"encodings", "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}

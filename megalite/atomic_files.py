@@ -68,11 +68,6 @@ class TemporaryFile:
         with suppress(OSError):  # data that cannot be flushed (full disk) is not needed: the file was not renamed
             self._file.close()
 
-    def discard(self) -> None:
-        """Close and remove the file if it was not renamed."""
-        self.close()
-        self.temporary.unlink(missing_ok=True)
-
     @contextmanager
     def _reported(self) -> Iterator[None]:
         try:
@@ -86,7 +81,8 @@ class TemporaryFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.discard()
+        self.close()
+        self.temporary.unlink(missing_ok=True)  # it is there only if it was not renamed
 
 
 def temporary_path(path: Path) -> Path:

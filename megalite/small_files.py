@@ -12,6 +12,7 @@ import json
 import os
 import reprlib
 import stat
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None =
         size = os.fstat(file.fileno()).st_size
         content = b"" if size > largest else file.read(largest + 1)  # some file systems report a wrong size
     if max(size, len(content)) > largest:
-        raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
+        raise ValueError(f"larger than its limit of {largest / MIB:g} MiB")
     return content
 
 
@@ -62,7 +63,7 @@ def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
         ValueError: the file is not regular, or is a link that leads out of the folder.
     """
     if folder is not None and not _lies_in(path, folder):
-        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
+        raise ValueError(f"a link to {os.path.realpath(path)}, outside its folder")
     # O_NONBLOCK: opening a FIFO does not wait for a writer. O_NOCTTY: a terminal does not become this process's.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -71,7 +72,7 @@ def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise ValueError("no regular file, but a pipe, socket or device")
+    raise ValueError("not a regular file, but a pipe, socket or device")
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
@@ -100,12 +101,10 @@ def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS) -> Any:
         ValueError: the text is not JSON, or exceeds a limit.
     """
     # Counted before parsing: `{},` takes more than twenty times as much memory when parsed.
-    if isinstance(text, str):
-        marks = sum(text.count(mark) for mark in "{[,:")
-    else:
-        marks = sum(text.count(mark) for mark in b"{[,:")
+    count: Callable[[Any], int] = text.count
+    marks = sum(map(count, "{[,:" if isinstance(text, str) else b"{[,:"))
     if marks > most_marks:
-        raise ValueError(f"of {marks:,} braces, brackets, commas and colons, where {most_marks:,} may be")
+        raise ValueError(f"of {marks:,} braces, brackets, commas and colons, but {most_marks:,} are allowed")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
     except RecursionError:
@@ -123,7 +122,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:80]!r} stands twice in one object")
+            raise ValueError(f"the key {name[:80]!r} is twice in one object")
         found[name] = value
     return found
 
@@ -132,7 +131,7 @@ def _whole_number(text: str) -> int | float:
     if text == "-0":  # integers have no negative zero
         return -0.0
     if len(text) > 20 or (number := int(text)) not in WHOLE_NUMBERS:
-        raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
+        raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, but 64 bits have at most 20")
     return number
 
 

@@ -60,7 +60,8 @@ ask_nodes() {
 
 # Ranks of this job that were killed or fell silent, by the program's own messages: process NUMBER on NODE, a line each
 deaths() {
-    grep -hE 'ended without a word|does not answer' "$logs"/*.log 2>/dev/null | grep -oP 'process \d+ on [^)]+' | sort -u
+    grep -hE 'ended without a message|has not answered' "$logs"/*.log 2>/dev/null |
+        grep -oP 'process \d+ on [^)]+' | sort -u
 }
 
 # A node on which ranks died in this attempt and in the one before is sick, unless they died on all nodes. Fails where
@@ -91,7 +92,7 @@ exclude_sick_nodes() {
     printf '%s\n' "${sick[@]}" >"$before"
     excluded+=("${sick[@]}")
     scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}"
-    [ -z "${sick[*]}" ] || say "SLURM is to leave out ${sick[*]}"
+    [ -z "${sick[*]}" ] || say "SLURM will leave out ${sick[*]}"
 }
 
 known_deaths=$(deaths)

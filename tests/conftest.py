@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Where kernels are tested, import Triton as its interpreter before another test imports it to compile."""
+    """Import Triton in interpreter mode, if kernels are tested, before another test imports it as a compiler."""
     kernels = Path(__file__).parent / "kernels"
     asked = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
     if sys.platform == "linux" and any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):

@@ -14,7 +14,7 @@ MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped of a batch whose rows are these samples of the run."""
+    """Dropout of a batch whose rows are these samples of the run."""
 
     seed: int
     samples: Sequence[int]
@@ -34,7 +34,7 @@ class Dropout:
         return self.drop(hidden, self.hidden, layer, 3)
 
     def drop(self, whole: Tensor, probability: float, layer: int, site: int) -> Tensor:
-        """Of `[batch, ...]`, in which nothing is split."""
+        """Drop elements of `[batch, ...]`, a tensor that is not split."""
         if probability == 0.0:
             return whole
         limit = round(65536 * probability)

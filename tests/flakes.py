@@ -1,7 +1,7 @@
-"""Which tests fail now and then: `make flakes` runs those of processes, signals, sockets and time again and again.
+"""Search for flaky tests: `make flakes` repeats the tests of processes, signals, sockets and time.
 
-Each file ten times beside one busy process, as where one works, and three times beside eight, as where others do; two
-files at a time, since tests wait. Each failure is shown at once, and in the end how often each test failed.
+Each file runs ten times with one busy process in parallel and three times with eight. Two files run at a time, since
+tests wait. Each failure is shown immediately, and the number of failures of each test at the end.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ RUNS = ((1, 10), (8, 3))
 """Busy processes beside the tests, and how often then."""
 AT_A_TIME = 2
 SECONDS = 1800
-"""Of a file's tests, which take a few minutes beside all that is busy: a test that hangs is a failure, too."""
+"""Time limit for the tests of a file, which take a few minutes with busy processes: a test that hangs fails, too."""
 NOTHING_COLLECTED = 5
 """The exit code of pytest for a file whose tests are all of those that `make test` leaves out."""
 DELICATE = re.compile(r"\b(spawn|subprocess|socket|os\.kill|SIG[A-Z]+|threading|Timeout|in_clean_process)\b")
-"""What a file has that starts processes, waits, kills or listens; those of tests/end_to_end all do."""
+"""Words in files that start processes, wait, kill or listen; all files of tests/end_to_end do."""
 
 
 def delicate_files() -> list[str]:
-    """By their paths. Those of tests/slurm, whose clock is SLURM's, are not among them."""
+    """Return the paths of such files, without those of tests/slurm, where SLURM determines the timing."""
     found = sorted((ROOT / "tests" / "end_to_end").glob("test_*.py"))
     for folder in ("distributed", "unit"):
         found += [p for p in sorted((ROOT / "tests" / folder).glob("test_*.py")) if DELICATE.search(p.read_text())]
@@ -51,7 +51,7 @@ def load(count: int) -> Iterator[None]:
 
 
 def failures(file: str, report: Path) -> dict[str, str]:
-    """What one run of a file's tests finds: the failed ones' messages by name."""
+    """Run the tests of a file once; returns the messages of those that failed, by name."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", file]
     said = report.with_suffix(".txt")
     with said.open("wb") as output:

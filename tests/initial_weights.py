@@ -32,7 +32,7 @@ def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Network:
-    """What decides on the tensors of a network, and on what they start from."""
+    """Properties that determine the tensors of a network and their initial values."""
 
     layers: int
     hidden: int
@@ -94,7 +94,7 @@ class Network:
         return found
 
     def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:
-        """By logical name. `noise`: what constants are moved by, drawn by the same rule with this deviation."""
+        """Return initial weights by logical name. `noise`: deviation of noise added to constants, by the same rule."""
         values = {name: draw(name, shape, std, seed).to(dtype) for name, (shape, std) in self.drawn().items()}
         for name, (shape, value) in self.constant().items():
             values[name] = torch.full(shape, value, dtype=dtype).add_(draw(name, shape, noise, seed))

@@ -52,7 +52,7 @@ def from_matrices(name: str, values: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Of tensors that have matrices: groups with `params` (one) and `name`. Updates have the size of AdamW's: 0.2."""
+    """Muon for tensors that have matrices: groups with `params` (one) and `name`. Updates have AdamW's size: 0.2."""
 
     def __init__(self, groups: list[dict[str, Any]], momentum: float, *, nesterov: bool) -> None:
         self.momentum, self.nesterov, self.steps = momentum, nesterov, QUINTIC

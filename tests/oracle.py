@@ -36,7 +36,7 @@ NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Oracle:
-    """What the weights do not tell; names and defaults are Megatron-LM's."""
+    """Options of the network that the weights do not determine; names and defaults are Megatron-LM's."""
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
@@ -97,7 +97,7 @@ class Oracle:
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 
     def in_windows(self, rotary_base: float) -> Oracle:
-        """What layers with a window see, where these have a rotary base of their own."""
+        """Return the oracle for layers with a window, if these have another rotary base."""
         plain = {"position_embedding_type": "rope", "interpolation": 1.0, "use_rope_scaling": False}
         return replace(self, rotary_base=rotary_base, **plain)
 

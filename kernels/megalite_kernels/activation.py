@@ -25,18 +25,10 @@ from megalite_kernels.torch_internals import gelu_gradient_into, silu_gradient_i
 # ------------------------------------------------------------------------------------------------- the references
 
 
-def _squared_relu(input: Tensor) -> Tensor:
-    return F.relu(input).square()
-
-
-def _gelu(input: Tensor) -> Tensor:
-    return F.gelu(input, approximate="tanh")
-
-
 _REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _gelu,
+    "gelu": partial(F.gelu, approximate="tanh"),
     "exact_gelu": F.gelu,
-    "squared_relu": _squared_relu,
+    "squared_relu": lambda input: F.relu(input).square(),
     "silu": F.silu,
 }
 _GRADIENTS_INTO: Mapping[str, Callable[[Tensor, Tensor, Tensor], None]] = {

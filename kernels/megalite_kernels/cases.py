@@ -22,7 +22,7 @@ from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
-from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, adamw_, sgd_
+from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, update_
 from megalite_kernels.permutation import Permutation, group_rows, permute, unpermute
 from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
@@ -59,6 +59,7 @@ KEPT = (
 )
 FLAT = 4096  # elements per token of flat buffers, which have no rows
 ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
+MOMENTUM = SGD(rate=1e-2, decay=0.1, momentum=0.9, factor=0.5)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Case:
         tolerance: largest norm of the error relative to the norm of the result; None for the tolerance of the output's
             dtype in `selftest`.
         timed: makes the call to time, if `run` does more than the operation. The call may overwrite its inputs.
+        indexed: True if indices decide what is read, so that some accesses are of single numbers.
     """
 
     operation: str
@@ -88,6 +90,7 @@ class Case:
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
     tolerance: float | None = None
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
+    indexed: bool = False
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -184,13 +187,13 @@ def _cross_entropies() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Update:
-    """A step of AdamW or, if `momentum` is given, of SGD."""
+    """A step of AdamW or of SGD, and the dtypes of what it keeps."""
 
     parameters: torch.dtype
     kept: torch.dtype | None
     gradients: torch.dtype
     moments: torch.dtype
-    momentum: float | None = None
+    by: AdamW | SGD
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -198,69 +201,61 @@ class Update:
         return *kept, self.gradients, self.moments
 
     def make_inputs(self, tokens: int, device: str) -> list[Tensor]:
-        """Make weights, gradients and both moments. Moments in 8 bits are returned as their dequantized values."""
+        """Make weights, gradients and the moments. Moments in 8 bits are returned as their dequantized values."""
         weights, gradients, average = (torch.randn(tokens * FLAT, device=device) for _ in range(3))
-        squares = average.square()
+        moments = [average, average.square()] if isinstance(self.by, AdamW) else [average]
         if self.moments in FORMATS:
-            average, squares = (moment.read(0, len(weights)) for moment in _quantized(average, squares, self.moments))
+            moments = [moment.read(0, len(weights)) for moment in _quantized(moments, self.moments)]
         else:
-            average, squares = average.to(self.moments), squares.to(self.moments)
-        return [weights, gradients.to(self.gradients), average, squares]
+            moments = [moment.to(self.moments) for moment in moments]
+        return [weights, gradients.to(self.gradients), *moments]
 
-    def outputs(self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> tuple[Tensor, ...]:
+    def outputs(self, weights: Tensor, gradients: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
         """Update copies of the inputs. Return the weights and the moments, but no moments in 8 bits."""
-        parts = weights.clone(), gradients, average.clone(), squares.clone()
-        flat, state = self._packed(*parts) if weights.dtype != torch.float64 else (Flat(parts[0], parts[1]), parts[2:])
-        self._step(flat, state)
-        changed = state[:1] if self.momentum is not None else state
-        moments = [moment for moment in changed if isinstance(moment, Tensor)] if self.moments not in FORMATS else []
-        return wide_weights(flat.parameters, flat.master), *moments
+        weights, copies = weights.clone(), [moment.clone() for moment in moments]
+        exact = weights.dtype == torch.float64
+        flat, state = (Flat(weights, gradients), copies) if exact else self._packed(weights, gradients, *copies)
+        update_(flat, state, self.by)
+        return wide_weights(flat.parameters, flat.master), *([] if self.moments in FORMATS else copies)
 
     def packed_step(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Pack the inputs and return the function that only updates them, to be timed."""
-        return partial(self._step, *self._packed(*inputs))
+        return partial(update_, *self._packed(*inputs), self.by)
 
     def traffic(self, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
         """Count all state as read and written, except parameters rounded from fp32 masters, which are only written."""
         element = self.gradients.itemsize + 2 * self.parameters.itemsize
         if self.kept is not None:
             element += 2 * self.kept.itemsize - (self.parameters.itemsize if self.kept == torch.float32 else 0)
-        moments, count = 1 if self.momentum is not None else 2, len(inputs[0])
+        moments, count = len(inputs) - 2, len(inputs[0])
         scales = 4 * -(-count // BLOCK) if self.moments in FORMATS else 0
         return element * count + 2 * moments * (self.moments.itemsize * count + scales), 0
 
-    def _packed(
-        self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor
-    ) -> tuple[Flat, Sequence[Moment]]:
+    def _packed(self, weights: Tensor, gradients: Tensor, *moments: Tensor) -> tuple[Flat, Sequence[Moment]]:
         flat = Flat(weights, gradients)
         if self.kept is not None:
             master = torch.empty_like(weights, dtype=self.kept)
             flat = Flat(weights.to(self.parameters), gradients, master)
             keep_weights_(weights, flat.parameters, master)
-        return flat, _quantized(average, squares, self.moments) if self.moments in FORMATS else (average, squares)
-
-    def _step(self, flat: Flat, state: Sequence[Moment]) -> None:
-        if self.momentum is None:
-            adamw_(flat, state[0], state[1], ADAMW)
-        else:
-            sgd_(flat, state[0], SGD(1e-2, 0.1, self.momentum, 0.5))
+        return flat, _quantized(moments, self.moments) if self.moments in FORMATS else moments
 
 
-def _quantized(average: Tensor, squares: Tensor, format: torch.dtype) -> tuple[Quantized, Quantized]:
-    kept = [Quantized.zeros(len(average), format, average.device, root=root) for root in (False, True)]
-    for moment, values in zip(kept, (average, squares), strict=True):
+def _quantized(moments: Sequence[Tensor], format: torch.dtype) -> list[Quantized]:
+    """Quantize the average and, if there is one, the average of squares."""
+    kept = [Quantized.zeros(len(each), format, each.device, root=at == 1) for at, each in enumerate(moments)]
+    for moment, values in zip(kept, moments, strict=True):
         moment.set(values, 0)
-    return kept[0], kept[1]
+    return kept
 
 
 def _optimizer_cases() -> Iterator[Case]:
     for parameters, kept, gradients, moments in KEPT:
         # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
-        momenta = (None, 0.9) if moments in (torch.bfloat16, torch.int8) else (None,)
-        for momentum in momenta:
-            by = Update(parameters, kept, gradients, moments, momentum)
-            name = f"{'adamw' if momentum is None else 'sgd'} {_dtypes(*by.dtypes)}"
-            yield Case("optimizer", name, FLAT, by.make_inputs, by.outputs, traffic=by.traffic, timed=by.packed_step)
+        for by in (ADAMW, MOMENTUM) if moments in (torch.bfloat16, torch.int8) else (ADAMW,):
+            step = Update(parameters, kept, gradients, moments, by)
+            name = f"{type(by).__name__.lower()} {_dtypes(*step.dtypes)}"
+            run, packed = step.outputs, step.packed_step
+            yield Case("optimizer", name, FLAT, step.make_inputs, run, traffic=step.traffic, timed=packed)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"sums_of_squares {_dtypes(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
@@ -360,7 +355,7 @@ def _routing() -> Iterator[Case]:
         yield Case(
             "routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), traffic=_choice_traffic
         )
-        yield Case("routing", f"routing_weights {name}", experts, inputs, partial(_weigh, rule))
+        yield Case("routing", f"routing_weights {name}", experts, inputs, partial(_weigh, rule), indexed=True)
 
 
 def _choose(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
@@ -395,7 +390,7 @@ def _permutations() -> Iterator[Case]:
         inputs = partial(_permutation_inputs, width, choices, dtype)
         for run in (_permute, _permute_and_back):
             name = f"{run.__name__.strip('_')} {choices} times {width} {_dtypes(dtype)}"
-            yield Case("permutation", name, width, inputs, run, keeps_inputs=False)
+            yield Case("permutation", name, width, inputs, run, keeps_inputs=False, indexed=True)
 
 
 def cases() -> Iterator[Case]:

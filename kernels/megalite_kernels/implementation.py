@@ -66,7 +66,7 @@ class Kernels:
         unknown = sorted(set(self.to_reference) - set(get_args(Operation)))
         if unknown:
             known = ", ".join(get_args(Operation))
-            raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
+            raise ValueError(f"no operation is named {', '.join(unknown)}; choose from {known}")
         if self.choice == "triton" and not _INSTALLED:
             raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
 
@@ -91,7 +91,7 @@ class Kernels:
         if self._suit_triton(torch.empty(0, device=device, dtype=dtype)):
             import triton
 
-            left = f", but for {', '.join(sorted(self.to_reference))}" if self.to_reference else ""
+            left = f", except {', '.join(sorted(self.to_reference))}" if self.to_reference else ""
             return f"Triton {triton.__version__}{left}"  # its own version: on ROCm, the package has another name
         if self.choice == "reference":
             return "plain PyTorch, as chosen"

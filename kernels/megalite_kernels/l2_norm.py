@@ -43,7 +43,7 @@ def sums_of_squares(values: Tensor) -> Tensor:
     if not current().runs_triton("optimizer", values):
         return sums_of_squares_reference(values)
     if not values.is_contiguous():
-        raise ValueError("a flat buffer's elements lie side by side")
+        raise ValueError("a flat buffer must be contiguous")
     from megalite_kernels.optimizer_kernels import launch_sums_of_squares
 
     return launch_sums_of_squares(values)

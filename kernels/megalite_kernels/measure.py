@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,23 +27,21 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[torch.cuda.Event] = []
-        self._times: list[float] = []
+        self._marks: list[Any] = []
 
     def mark(self) -> None:
         if self._on_gpu:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
         else:
-            self._times.append(time.perf_counter())
+            self._marks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Return the seconds between each mark and the next."""
         if not self._on_gpu:
-            return [stop - start for start, stop in zip(self._times, self._times[1:], strict=False)]
+            return [stop - start for start, stop in pairwise(self._marks)]
         torch.cuda.synchronize()
-        return [start.elapsed_time(stop) / 1e3 for start, stop in zip(self._marks, self._marks[1:], strict=False)]
+        return [start.elapsed_time(stop) / 1e3 for start, stop in pairwise(self._marks)]
 
 
 Step = Callable[[Callable[[], None]], object]
@@ -96,15 +95,15 @@ def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
 def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequence[Tensor]) -> Step:
     """Return a step of forward and, if inputs require gradients, backward from gradients that are drawn once."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    incoming: list[Tensor] = []
+    output_gradients: list[Tensor] = []
 
     def step(mark: Callable[[], None]) -> None:
         outputs = [output for output in run(inputs) if output.requires_grad]
         if outputs:
-            if not incoming:
-                incoming.extend(torch.randn_like(output) for output in outputs)
+            if not output_gradients:
+                output_gradients.extend(torch.randn_like(output) for output in outputs)
             mark()
-            torch.autograd.grad(outputs, wanted, incoming)
+            torch.autograd.grad(outputs, wanted, output_gradients)
 
     return step
 
@@ -117,7 +116,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
-    """Count the bytes of a case.
+    """Return the least bytes that forward and backward of a case must move.
 
     Forward moves inputs and outputs. Backward moves the outputs' gradients, the inputs if they are saved, and the
     inputs' gradients.
@@ -126,9 +125,9 @@ def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
     if case.traffic is not None:
         return Traffic(*case.traffic(inputs, outputs))
     gradients = [tensor for tensor in inputs if tensor.requires_grad]
-    outgoing = [output for output in outputs if output.requires_grad]
+    differentiable = [output for output in outputs if output.requires_grad]
     again = inputs if case.keeps_inputs else ()
-    return Traffic(_bytes(*inputs, *outputs), _bytes(*outgoing, *again, *gradients) if outgoing else 0)
+    return Traffic(_bytes(*inputs, *outputs), _bytes(*differentiable, *again, *gradients) if differentiable else 0)
 
 
 def _bytes(*tensors: Tensor) -> int:

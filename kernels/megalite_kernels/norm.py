@@ -65,8 +65,7 @@ class _LayerNormReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *parts, mean, inverse = ctx.saved_tensors
-        gradient, wide, *vectors = _widened(gradients[0], *parts)
-        weight, bias = vectors
+        gradient, wide, weight, bias = _widened(gradients[0], *parts)
         found = layer_norm_gradients(gradient, wide, weight.shape, mean, inverse, weight, bias)
         of_input, of_weight, of_bias = (value.to(part.dtype) for value, part in zip(found, parts, strict=True))
         return of_input, of_weight, of_bias, None

@@ -17,7 +17,7 @@ dtype, or they are bf16 with int16 remainders of fp32 masters (`master_weights`)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,23 +82,22 @@ class SGD(NamedTuple):
 # ------------------------------------------------------------------------------------------------- the reference
 
 
-def adamw_reference_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
-    for gradient, weight, (mean, square) in _chunks(flat, (average, squares), by):
-        mean.lerp_(gradient, 1.0 - by.beta1)
-        square.mul_(by.beta2).addcmul_(gradient, gradient, value=1.0 - by.beta2)
-        root = square.sqrt().div_(math.sqrt(1.0 - by.beta2**by.step)).add_(by.epsilon)
-        weight.mul_(1.0 - by.rate * by.decay).addcdiv_(mean, root, value=-by.rate / (1.0 - by.beta1**by.step))
+def update_reference_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> None:
+    for gradient, weight, values in _chunks(flat, moments, by):
+        if isinstance(by, AdamW):
+            mean, square = values
+            mean.lerp_(gradient, 1.0 - by.beta1)
+            square.mul_(by.beta2).addcmul_(gradient, gradient, value=1.0 - by.beta2)
+            root = square.sqrt().div_(math.sqrt(1.0 - by.beta2**by.step)).add_(by.epsilon)
+            weight.mul_(1.0 - by.rate * by.decay).addcdiv_(mean, root, value=-by.rate / (1.0 - by.beta1**by.step))
+        else:
+            change = gradient.add(weight, alpha=by.decay)
+            for mean in values:  # one, or none
+                change = mean.mul_(by.momentum).add_(change)
+            weight.add_(change, alpha=-by.rate)
 
 
-def sgd_reference_(flat: Flat, average: Moment | None, by: SGD) -> None:
-    for gradient, weight, means in _chunks(flat, () if average is None else (average,), by):
-        change = gradient.add(weight, alpha=by.decay)
-        for mean in means:  # one, or none
-            change = mean.mul_(by.momentum).add_(change)
-        weight.add_(change, alpha=-by.rate)
-
-
-def _chunks(flat: Flat, moments: tuple[Moment, ...], by: AdamW | SGD) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+def _chunks(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
     """Yield chunks that fit in the cache: gradients, weights and moments in fp32 or wider.
 
     The caller changes weights and moments in place, and they are stored before the next chunk.
@@ -126,39 +125,23 @@ def _read(moment: Moment, start: int, stop: int) -> Tensor:
 
 
 @torch.no_grad()
-def adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
+def update_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> None:
     """Update weights and moments, each [elements], in place.
 
-    Raises:
-        ValueError: a tensor is not flat and contiguous, or the lengths differ.
-    """
-    if not _runs_triton(flat, average, squares):
-        adamw_reference_(flat, average, squares, by)
-        return
-    from megalite_kernels.optimizer_kernels import launch_adamw_
-
-    launch_adamw_(flat, average, squares, by)
-
-
-@torch.no_grad()
-def sgd_(flat: Flat, average: Moment | None, by: SGD) -> None:
-    """Update weights and momentum (None if not used), each [elements], in place.
+    Args:
+        moments: of AdamW the average and the squares, of SGD the momentum, or nothing if it is not used.
 
     Raises:
         ValueError: a tensor is not flat and contiguous, or the lengths differ.
     """
-    if not _runs_triton(flat, average):
-        sgd_reference_(flat, average, by)
-        return
-    from megalite_kernels.optimizer_kernels import launch_sgd_
-
-    launch_sgd_(flat, average, by)
-
-
-def _runs_triton(flat: Flat, *moments: Moment | None) -> bool:
     values = [moment.codes if isinstance(moment, Quantized) else moment for moment in moments]
     tensors = [tensor for tensor in (*flat[:3], *values) if tensor is not None]
     for tensor in tensors:
         if tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(flat.parameters):
-            raise ValueError("an update is of flat tensors of one length, their elements side by side")
-    return current().runs_triton("optimizer", *tensors)
+            raise ValueError("an update needs flat, contiguous tensors of the same length")
+    if not current().runs_triton("optimizer", *tensors):
+        update_reference_(flat, moments, by)
+        return
+    from megalite_kernels.optimizer_kernels import launch_update_
+
+    launch_update_(flat, moments, by)

@@ -220,28 +220,26 @@ def _sum_squares(
 # ------------------------------------------------------------------------------------------------- launchers
 
 
-def launch_adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
-    rate, correction = by.rate / (1.0 - by.beta1**by.step), math.sqrt(1.0 - by.beta2**by.step)
-    numbers = (1.0 - by.rate * by.decay, rate, correction, by.beta2, 1.0 - by.beta1, 1.0 - by.beta2, by.epsilon)
-    _launch(_adamw, flat, (average, squares), by.seed, (by.factor, *numbers))
-
-
-def launch_sgd_(flat: Flat, average: Moment | None, by: SGD) -> None:
-    _launch(_sgd, flat, (average,), by.seed, (by.factor, by.rate, by.decay, by.momentum))
-
-
-def _launch(function: Any, flat: Flat, moments: Sequence[Moment | None], seed: int, numbers: Sequence[float]) -> None:
+def launch_update_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> None:
     """Launch one program per tile. Parameters that are their own masters are passed as masters."""
-    elements, shape = len(flat.parameters), tile(BLOCK, largest=BLOCK)
-    weights = (None, flat.parameters) if flat.master is None else (bits_of(flat.parameters, flat.master), flat.master)
     kept: list[Tensor | None] = []
     for moment in moments:
         kept += [moment.bytes, moment.scales] if isinstance(moment, Quantized) else [moment, None]
     formats = [FORMATS[moment.codes.dtype] if isinstance(moment, Quantized) else None for moment in moments]
+    function: Any = _adamw
+    numbers: tuple[float, ...]
+    if isinstance(by, AdamW):
+        rate, correction = by.rate / (1.0 - by.beta1**by.step), math.sqrt(1.0 - by.beta2**by.step)
+        numbers = (1.0 - by.rate * by.decay, rate, correction, by.beta2, 1.0 - by.beta1, 1.0 - by.beta2, by.epsilon)
+    else:
+        function, numbers = _sgd, (by.rate, by.decay, by.momentum)
+        kept, formats = kept or [None, None], formats or [None]
+    weights = (None, flat.parameters) if flat.master is None else (bits_of(flat.parameters, flat.master), flat.master)
+    elements, shape = len(flat.parameters), tile(BLOCK, largest=BLOCK)
     each = unit(elements)
     if elements:
         function[(-(-elements // (shape.rows * BLOCK)),)](
-            *(*weights, flat.gradients, *kept, elements // each, seed, flat.first, *numbers),
+            *(*weights, flat.gradients, *kept, elements // each, by.seed, flat.first, by.factor, *numbers),
             *(*formats, each, shape.rows, BLOCK),
             num_warps=shape.warps,
         )

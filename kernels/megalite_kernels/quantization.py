@@ -141,7 +141,7 @@ def quantize(
     """
     _check(format, block)
     if offset % GROUP:
-        raise ValueError(f"an offset of {offset}: {GROUP} elements share a random number, so it is a multiple of it")
+        raise ValueError(f"an offset of {offset}: must be a multiple of {GROUP}, which share a random number")
     if not current().runs_triton("quantization", values):
         return quantize_reference(values, format, block, seed, offset)
     from megalite_kernels.quantization_kernels import launch_quantize
@@ -167,6 +167,6 @@ def dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) ->
 
 def _check(format: torch.dtype, block: int) -> None:
     if format not in FORMATS:
-        raise ValueError(f"{format} is no format of codes; choose one of {', '.join(map(str, FORMATS))}")
+        raise ValueError(f"{format} is not a format of codes; choose one of {', '.join(map(str, FORMATS))}")
     if block not in (128, 256, 512, 1024, 2048):
         raise ValueError(f"blocks of {block} elements; choose a power of two from 128 to 2048")

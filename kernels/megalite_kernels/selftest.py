@@ -132,7 +132,7 @@ def nothing_to_test(device: str) -> str | None:
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:
-        return "Triton is not installed: pip install triton, in the version that this torch brings along"
+        return "Triton is not installed: pip install triton, in the version that this torch needs"
     if device == "cuda" and not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no GPU (--device cpu tries the kernels in an interpreter)"
     return None
@@ -140,8 +140,8 @@ def nothing_to_test(device: str) -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="the operations with this in their line")
-    parser.add_argument("--numbers", action="store_true", help="leave the bandwidth out")
+    parser.add_argument("--only", default="", metavar="WORD", help="only operations with this in their line")
+    parser.add_argument("--numbers", action="store_true", help="do not measure the bandwidth")
     parser.add_argument("--device", choices=TOKENS, default="cuda")
     flags = parser.parse_args(arguments)
     if flags.device == "cpu" and "triton" not in sys.modules:

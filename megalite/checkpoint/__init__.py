@@ -9,7 +9,7 @@ from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
-    read_model_config,
+    model_config,
     saved_section,
 )
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
@@ -18,7 +18,7 @@ from megalite.checkpoint.loading import load, load_weights
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Contents, Plan
 from megalite.checkpoint.run_lock import only_run
-from megalite.checkpoint.saving import Saver, save
+from megalite.checkpoint.saving import Saver
 from megalite.checkpoint.selection import (
     check_whole,
     fall_back_notes,
@@ -49,15 +49,14 @@ __all__ = [
     "latest",
     "load",
     "load_weights",
+    "model_config",
     "newest_whole",
     "only_run",
     "open_directory",
     "raise_on_all_ranks",
     "read_config",
     "read_manifest",
-    "read_model_config",
     "remove_old",
-    "save",
     "saved_section",
     "write_atomically",
 ]

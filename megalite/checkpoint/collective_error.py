@@ -29,8 +29,11 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
         yield
     except Exception as error:
         failure = error
-    damaged = isinstance(failure, CorruptCheckpointError)
-    report = None if failure is None else (damaged, f"{doing} failed{_where(mesh)}: {_describe(failure)}")
+    report = None
+    if failure is not None:
+        where = f" on rank {mesh.rank}" if mesh.world_size > 1 else ""
+        why = str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
+        report = isinstance(failure, CorruptCheckpointError), f"{doing} failed{where}: {why}"
     reports = [json.loads(text) for text in all_gather_text(json.dumps(report), mesh)]
     if failure is not None and not isinstance(failure, _EXPECTED):
         raise failure
@@ -39,14 +42,6 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
         damaged, message = failed[0]
         kind = CorruptCheckpointError if damaged else CheckpointError
         raise kind(f"{message}\n{advice}" if advice else message) from failure
-
-
-def _where(mesh: ParallelMesh) -> str:
-    return f" on rank {mesh.rank}" if mesh.world_size > 1 else ""
-
-
-def _describe(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
 
 
 def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.checkpoint.manifest import read_config
 from megalite.checkpoint.storage import AnyPath
 from megalite.config.model import ModelConfig, model_problems
 from megalite.config.run import fields_by_name, fits, section_types
@@ -22,24 +21,17 @@ Section = TypeVar("Section")
 _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
 
 
-def read_model_config(path: AnyPath) -> ModelConfig:
-    """Return the network's configuration from the checkpoint in folder `path`.
+def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+    """Return the network's configuration from `config`, the saved configuration of the run, by section.
 
     Raises CheckpointError if this version of megalite does not support the network.
     """
-    return model_config(path, read_config(path))
-
-
-def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
-    """Return the network's configuration from `config`, the saved configuration of the run, by section."""
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
-        raise CheckpointError(
-            f"{path} is of a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite"
-        )
+        raise CheckpointError(f"{path} has a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite")
     model = saved_section(path, config, ModelConfig)
     if problems := model_problems(model):
-        raise CorruptCheckpointError("\n".join((f"{path} is of no model that can be:", *problems)))
+        raise CorruptCheckpointError("\n".join((f"{path} describes an impossible model:", *problems)))
     return model
 
 
@@ -57,8 +49,8 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     wrong += [f"no {each}" for each in sorted(required - values.keys())]
     if wrong:
         raise CorruptCheckpointError(
-            f"{path} says of the run that saved it, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
-            "of a newer megalite: load another checkpoint"
+            f"{path} has a wrong configuration, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
+            "from a newer megalite: load another checkpoint"
         )
     return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
 
@@ -79,7 +71,7 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
     if different:
         lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
-            "\n".join([f"{what} is of another model; give the flags it was trained with, or load another:", *lines])
+            "\n".join([f"{what} is from another model; give the flags it was trained with, or load another:", *lines])
         )
 
 

@@ -60,13 +60,11 @@ def candidates(directory: AnyPath) -> Candidates:
     """
     found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
-    if text is None:
-        return Candidates(tuple(found[iteration] for iteration in newest_first))
-    if not _STEP.fullmatch(text):
-        if not found:
+    if text is None or not _STEP.fullmatch(text):
+        if text is not None and not found:
             raise _names_none(directory, text, found)
-        note = f"note: {directory / TRACKER} holds {shown(text)}, which is no step: the newest checkpoint counts"
-        return Candidates(tuple(found[iteration] for iteration in newest_first), (note,))
+        note = f"note: {directory / TRACKER} has {shown(text)}, which is not a step: the newest checkpoint is used"
+        return Candidates(tuple(found[iteration] for iteration in newest_first), () if text is None else (note,))
     named = int(text)
     newer = [found[iteration].name for iteration in newest_first if iteration > named]
     if named not in found and newer and len(newer) == len(found):
@@ -85,7 +83,7 @@ def iteration_of(path: AnyPath) -> int:
     """Return the iteration from the name of a checkpoint's folder."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} has not the name of a checkpoint")
+        raise ValueError(f"{path} does not have the name of a checkpoint")
     return int(match[1])
 
 
@@ -107,7 +105,7 @@ def _tracked(directory: AnyPath) -> str | None:
 def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
     others = manifest.of_others(directory / text[:100])
-    return CheckpointError(f"{directory / TRACKER} names {shown(text)}, which is no checkpoint here: {there}{others}")
+    return CheckpointError(f"{directory / TRACKER} names {shown(text)}, not a checkpoint here: {there}{others}")
 
 
 def resolve(path: AnyPath) -> AnyPath:
@@ -117,7 +115,7 @@ def resolve(path: AnyPath) -> AnyPath:
     """
     found = path if _COMPLETE.fullmatch(path.name) or (path / manifest.NAME).is_file() else latest(path)
     if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint: give a folder that training was given as --save")
+        raise CheckpointError(f"{path} has no checkpoint: give a folder that was the --save of a training")
     return found
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
 from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.tensors import packed
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
@@ -58,10 +59,10 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 def fetch(
     path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
 ) -> Exception | None:
-    """Fill the targets, and return the failure of this rank, if any.
+    """Fill the targets, and return the failure of this rank, if any. The caller reports it to all ranks.
 
-    A rank that fails still takes part in all communication, so that the other ranks do not hang. `dealt` has the blocks
-    that several ranks of the group need. These blocks are sent from memory on the device `place`.
+    A rank that fails still takes part in all communication, and sends zeros, so that the other ranks do not hang.
+    `dealt` has the blocks that several ranks of the group need. They are sent from memory on the device `place`.
     """
     shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
     own = [
@@ -76,7 +77,23 @@ def fetch(
         in_threads(threads, partial(_read_into_place, path, described, wanted), sorted(own, key=_place_of))
     except Exception as error:
         failure = error
-    return _exchange(path, described, wanted, dealt, group, place, failure)
+    most = ROUND * manifest.BLOCK
+    rounds = [packed(dealt[rank], lambda block: block.size, most) for rank in group.ranks] if dealt else []
+    for number in range(max(map(len, rounds), default=0)):
+        now = [mine[number] if number < len(mine) else [] for mine in rounds]
+        length = max(sum(map(_room, blocks)) for blocks in now)
+        sent = torch.zeros(length, dtype=torch.uint8)
+        if failure is None:
+            try:
+                for block, data in _cut(sent, now[group.rank]):
+                    read_block(path, described, block, shard_file.bytes_of(data))
+            except Exception as error:
+                failure = error
+        received = collectives.all_gather(sent.to(place), group).view(group.size, length)
+        for blocks, row in zip(now, received, strict=True):
+            for block, data in _cut(row, blocks):
+                put(block, data, wanted.get(block.saved, ()))
+    return failure
 
 
 def read_block(path: AnyPath, described: Manifest, block: Block, buffer: memoryview) -> None:
@@ -157,51 +174,6 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
         load[reader] += blocks[key].size
         dealt[reader].append(blocks[key])
     return dealt
-
-
-def _rounds(blocks: Iterable[Block]) -> list[list[Block]]:
-    """Split the blocks of a rank into groups; one group is sent per round."""
-    rounds: list[list[Block]] = []
-    room = 0
-    for block in blocks:
-        if not rounds or block.size > room:
-            rounds.append([])
-            room = ROUND * manifest.BLOCK
-        rounds[-1].append(block)
-        room -= block.size
-    return rounds
-
-
-def _exchange(
-    path: AnyPath,
-    described: Manifest,
-    wanted: Wanted,
-    dealt: Dealt,
-    group: Group,
-    place: torch.device,
-    failure: Exception | None,
-) -> Exception | None:
-    """Read this rank's share of the dealt blocks, send them to the others, and fill the targets from all blocks.
-
-    A rank that has failed, before (`failure`) or in this function, sends zeros, so that the others do not hang. The
-    caller reports the failure to all ranks afterwards.
-    """
-    rounds = [_rounds(dealt[rank]) for rank in group.ranks] if dealt else []
-    for number in range(max(map(len, rounds), default=0)):
-        now = [mine[number] if number < len(mine) else [] for mine in rounds]
-        length = max(sum(map(_room, blocks)) for blocks in now)
-        sent = torch.zeros(length, dtype=torch.uint8)
-        if failure is None:
-            try:
-                for block, data in _cut(sent, now[group.rank]):
-                    read_block(path, described, block, shard_file.bytes_of(data))
-            except Exception as error:
-                failure = error
-        received = collectives.all_gather(sent.to(place), group).view(group.size, length)
-        for blocks, row in zip(now, received, strict=True):
-            for block, data in _cut(row, blocks):
-                put(block, data, wanted.get(block.saved, ()))
-    return failure
 
 
 def _cut(data: Tensor, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 
 from megalite.checkpoint import torch_file
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
+from megalite.checkpoint.tensors import ByteRange, TensorBox
 
 Placed = Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]
 """Parts of each file, and their byte ranges in it."""
@@ -38,33 +39,23 @@ def safetensors_byte_ranges(
     name of a part in the header.
     """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in parts:
-        start, end = end, end + part.size
-        dtype = _SAFETENSORS_DTYPES[part.dtype]
-        fields[named(part)] = {"dtype": dtype, "shape": list(part.box.size), "data_offsets": [start, end]}
+    offsets = list(pairwise(accumulate((part.size for part in parts), initial=0)))
+    for part, ends in zip(parts, offsets, strict=True):
+        fields[named(part)] = {"dtype": _CODES[part.dtype], "shape": part.box.size, "data_offsets": ends}
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)  # aligns the tensors' bytes
     before = len(header).to_bytes(8, "little") + header
-    byte_ranges: list[ByteRange] = []
-    end = len(before)
-    for part in parts:
-        byte_ranges.append(ByteRange(before if not byte_ranges else b"", end, end + part.size, _nothing))
-        end += part.size
-    return byte_ranges
+    begin = len(before)
+    return [ByteRange(b"" if start else before, begin + start, begin + stop, lambda _: b"") for start, stop in offsets]
 
 
-_SAFETENSORS_DTYPES = {
+_CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
 }
-
-
-def _nothing(_checksum: int) -> bytes:
-    return b""
 
 
 NATIVE = Format("rank_{writer:05d}.safetensors", safetensors_byte_ranges, lambda _: {})

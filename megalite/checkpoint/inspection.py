@@ -30,7 +30,7 @@ def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
         "training": asdict(saved.training),
         "config": saved.config,
         "files": {
-            file: {"bytes": saved.files[file].size, "boxes": len(boxes), "tensors": len({box.tensor for box in boxes})}
+            file: {"bytes": saved.files[file].size, "boxes": len(boxes), "tensors": len({box.name for box in boxes})}
             for file, boxes in files
         },
         "totals": _totals(saved.tensors),
@@ -90,7 +90,7 @@ def _damages_of_file(
             for block in reader.blocks(saved):
                 advance(block.nbytes)
         except CheckpointError as error:
-            yield _damage(path, error, saved.tensor)
+            yield _damage(path, error, saved.name)
 
 
 def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> CorruptFileError:

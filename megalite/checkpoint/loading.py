@@ -11,7 +11,6 @@ from torch import nn
 
 from megalite.checkpoint.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
@@ -26,8 +25,8 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -82,7 +81,7 @@ def load(
             if optimizer is not None:
                 _check_optimizer(manifest, optimizer, state, casts)
             chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
-            _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
+            _raise_if_any(_mismatch(manifest, name, region.part, casts) for name, region in chosen)
             wanted = _wanted(manifest, chosen)
             dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
         if described is None:
@@ -202,18 +201,13 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
         return
     if not saved:
         raise CheckpointError(
-            f"it holds weights alone where this run needs {listed(kinds)}, too: it was saved with --no-save-optim. "
-            "--no-load-optim goes on with a new optimizer, --finetune begins at step 0"
+            f"it has only weights, but this run also needs {listed(kinds)}: it was saved with --no-save-optim. "
+            "--no-load-optim continues with a new optimizer, --finetune begins at step 0"
         )
     raise CheckpointError(
-        f"of the optimizer it holds {listed(saved)} for the weights where this run needs {listed(kinds)}: give "
+        f"its optimizer state is {listed(saved)} for the weights, but this run needs {listed(kinds)}: give "
         "--optimizer, the precision and --sgd-momentum as in the run that saved it, or --no-load-optim"
     )
-
-
-def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
-    """Raise CheckpointError if a needed tensor is missing or incomplete, or has another dtype or shape."""
-    _raise_if_any(_mismatch(manifest, name, part, casts) for name, part in chosen)
 
 
 def _raise_if_any(problems: Iterable[str | None]) -> None:
@@ -231,7 +225,7 @@ def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> st
     if saved.dtype != part.dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         if name.startswith(OPTIMIZER):
-            flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
+            flags = "give --main-params-dtype, --exp-avg-dtype and similar flags as then, or "
         elif name.startswith(STATE):
             flags = ""
         return (
@@ -239,14 +233,14 @@ def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> st
             f"silently; {flags}give --load-casts"
         )
     if not covers((box.box for box in saved.boxes), part.box):
-        return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"
+        return f"{name} is incomplete in it: its boxes do not have {part.box} exactly once"
     return None
 
 
 def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
     """Return the reason why a part cannot be read from a tensor, even if casts are allowed, or None."""
     if saved is None:
-        return f"{name} {list(part.shape)} is not in it: it is of another model"
+        return f"{name} {list(part.shape)} is not in it: it is from another model"
     if saved.shape != part.shape:
         return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
     if saved.dtype.is_floating_point != part.dtype.is_floating_point:
@@ -266,7 +260,7 @@ def _check_all_used(
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
     if unused:
         problems = [f"{name} {list(manifest.tensors[name].shape)} has no place in this run's model" for name in unused]
-        raise CheckpointError(f"loading {path} failed: it is of another model:\n{_listed(problems)}")
+        raise CheckpointError(f"loading {path} failed: it is from another model:\n{_listed(problems)}")
 
 
 @torch.no_grad()

@@ -29,16 +29,15 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from operator import add, gt
+from operator import add, gt, sub
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint.corruption import unreadable
-from megalite.checkpoint.file_layout import entry
-from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath, read_small
+from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.sharding import Box
 from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
@@ -86,12 +85,9 @@ class TrainingState:
 
 
 @dataclass(frozen=True)
-class SavedBox:
+class SavedBox(TensorBox):
     """Box of a tensor, and its position in a file."""
 
-    tensor: str
-    dtype: torch.dtype
-    box: Box
     file: str
     start: int
     """Position of the first byte in the file."""
@@ -101,12 +97,7 @@ class SavedBox:
     @property
     def stop(self) -> int:
         """Position after the last byte in the file."""
-        return self.start + self.box.numel * self.dtype.itemsize
-
-    @property
-    def entry(self) -> str:
-        """Name of the box."""
-        return entry(self.tensor, self.box)
+        return self.start + self.size
 
     def blocks(self) -> Iterator[Block]:
         """Yield the blocks in order."""
@@ -181,7 +172,10 @@ class Manifest:
             "training": asdict(self.training),
             "config": self.config,
             "files": {name: asdict(file) for name, file in self.files.items()},
-            "tensors": {name: _tensor_to_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {
+                name: {"shape": kind.shape, "dtype": dtype_name(kind.dtype), "boxes": [*map(box_to_json, kind.boxes)]}
+                for name, kind in self.tensors.items()
+            },
         }
 
     @staticmethod
@@ -195,7 +189,7 @@ class Manifest:
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
-            raise CheckpointError(f"it is not of format version {VERSION}, the one this program reads")
+            raise CheckpointError(f"its format version is not {VERSION}, the one this program reads")
         read = Manifest(
             _training_from_json(fields["training"]),
             _config_from_json(fields["config"]),
@@ -204,14 +198,14 @@ class Manifest:
         )
         for name, file in read.files.items():
             if not _FILE_NAME.fullmatch(name) or not _is_count(file.size):
-                raise ValueError(f"{shown(name)} is no file in its folder")
+                raise ValueError(f"{shown(name)} is not a file in its folder")
         for name, tensor in read.tensors.items():
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise ValueError(f"a tensor is called {shown(name)}")
             if not all(map(_is_count, tensor.shape)):
                 raise ValueError(f"{name} has no shape")
             for saved in tensor.boxes:
-                _check_box(saved, tensor.shape, read.files)
+                _check_box(saved, read.files)
         return read
 
 
@@ -223,12 +217,12 @@ def read_manifest(path: AnyPath) -> Manifest:
     try:
         return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
+        raise CorruptCheckpointError(f"{path} is not a checkpoint: it has no {NAME}{of_others(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{path / NAME} is damaged or foreign: {str(error)[:300]}. Load another checkpoint"
+            f"{path / NAME} is damaged or not ours: {str(error)[:300]}. Load another checkpoint"
         ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
@@ -237,7 +231,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 def of_others(path: AnyPath) -> str:
     """Return the end of an error message: advice if Megatron-LM has written the folder, otherwise an empty text."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
-        return "; one of Megatron-LM is brought in by megalite-convert --loader megatron"
+        return "; megalite-convert --loader megatron imports one of Megatron-LM"
     return ""
 
 
@@ -268,31 +262,28 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
     Raises CorruptCheckpointError if many boxes interlock, so that no straight cut separates them: checking them would
     take too long.
     """
-    return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
+    parts = [part for box in boxes if (part := box.intersection(target)) is not None]
+    return sum(part.numel for part in parts) == target.numel and _are_apart(parts, _MOST_CUTS)
 
 
-def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
-    """Return whether boxes within `target` contain each of its elements once.
+def _are_apart(parts: Sequence[Box], cuts: int) -> bool:
+    """Return whether no two boxes share an element.
 
     The boxes are divided at every straight cut that does not go through a box. Each side is then checked recursively,
     to a depth of at most `cuts`.
     """
-    if sum(part.numel for part in parts) != target.numel:
-        return False
     if len(parts) <= 1:
         return True
-    for axis in range(len(target.size)) if cuts else ():
+    for axis in range(len(parts[0].size)) if cuts else ():
         slabs = _slabs(parts, axis)
         if len(slabs) > 1:
-            ends = [slab[0].offset[axis] for slab in slabs[1:]]
-            sides = zip([target.offset[axis], *ends], [*ends, target.offset[axis] + target.size[axis]], strict=True)
-            return all(
-                _tile(slab, _side(target, axis, *side), cuts - 1) for slab, side in zip(slabs, sides, strict=True)
-            )
+            return all(_are_apart(slab, cuts - 1) for slab in slabs)
     if len(parts) > _MOST_INTERLOCKED:
+        low = [min(starts) for starts in zip(*(part.offset for part in parts), strict=True)]
+        high = [max(stops) for stops in zip(*(map(add, part.offset, part.size) for part in parts), strict=True)]
         raise CorruptCheckpointError(
-            f"the {len(parts)} boxes of {list(target.size)} elements from {list(target.offset)} on interlock, where "
-            "straight cuts part those that megalite writes: load another checkpoint"
+            f"the {len(parts)} boxes of {[*map(sub, high, low)]} elements from {low} on interlock, which "
+            "those that megalite writes never do: load another checkpoint"
         )
     return all(one.intersection(other) is None for one, other in combinations(parts, 2))
 
@@ -307,12 +298,6 @@ def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
         slabs[-1].append(part)
         end = max(end, part.offset[axis] + part.size[axis])
     return slabs
-
-
-def _side(box: Box, axis: int, start: int, stop: int) -> Box:
-    offset, size = list(box.offset), list(box.size)
-    offset[axis], size[axis] = start, stop - start
-    return Box(tuple(offset), tuple(size))
 
 
 def _is_count(value: object) -> bool:
@@ -350,14 +335,14 @@ def _checksum(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
-def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFile]) -> None:
+def _check_box(saved: SavedBox, files: dict[str, SavedFile]) -> None:
     """Raise ValueError or TypeError if a box is not inside its tensor or its file.
 
     This check keeps a malicious manifest from making megalite read outside of the checkpoint.
     """
-    offset, size, start = saved.box.offset, saved.box.size, saved.start
+    offset, size, shape, start = saved.box.offset, saved.box.size, saved.shape, saved.start
     if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
-        raise TypeError(f"{saved.entry} is no box of {list(shape)}")
+        raise TypeError(f"{saved.entry} is not a box of {list(shape)}")
     beyond = any(map(gt, map(add, offset, size), shape))
     if beyond or min(offset, default=0) < 0 or min(size, default=1) < 1:
         raise ValueError(f"{saved.entry} is not within {list(shape)}")
@@ -365,15 +350,7 @@ def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFi
     if saved.file not in files or not 0 <= start < stop <= files[saved.file].size:
         raise ValueError(f"{saved.entry} is not within {saved.file!r}")
     if len(saved.checksums) != -(-(stop - start) // BLOCK):
-        raise ValueError(f"{saved.entry} has not a checksum for each block")
-
-
-def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    return {
-        "shape": tensor.shape,
-        "dtype": dtype_name(tensor.dtype),
-        "boxes": [box_to_json(saved) for saved in tensor.boxes],
-    }
+        raise ValueError(f"{saved.entry} does not have a checksum for each block")
 
 
 def box_to_json(saved: SavedBox) -> dict[str, Any]:
@@ -390,18 +367,18 @@ def box_to_json(saved: SavedBox) -> dict[str, Any]:
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
-        raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
+        raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is not a dtype of a checkpoint")
     if not dtype.is_floating_point and name.startswith((MODEL, MASTER)):
-        raise TypeError(f"{shown(name)} is a weight, and of whole numbers, {dtype_name(dtype)}")
-    boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
-    return SavedTensor(_axes(name, fields["shape"]), dtype, boxes)
+        raise TypeError(f"{shown(name)} is a weight, but has whole numbers, {dtype_name(dtype)}")
+    shape = _axes(name, fields["shape"])
+    return SavedTensor(shape, dtype, tuple(_box_from_json(name, shape, dtype, saved) for saved in fields["boxes"]))
 
 
-def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:
+def _box_from_json(name: str, shape: tuple[int, ...], dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:
     digits = fields["checksums"]
     checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
     box = Box(_axes(name, fields["offset"]), _axes(name, fields["size"]))
-    return SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)
+    return SavedBox(name, shape, dtype, box, fields["file"], fields["start"], checksums)
 
 
 def _axes(name: str, values: Any) -> tuple[int, ...]:
@@ -410,5 +387,5 @@ def _axes(name: str, values: Any) -> tuple[int, ...]:
     `from_json` later checks that they are integers, before they are multiplied.
     """
     if not isinstance(values, list) or len(values) > _MOST_AXES:
-        raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
+        raise TypeError(f"{shown(name)} has {shown(values)} as a shape, or as the offset or size of a box")
     return tuple(values)

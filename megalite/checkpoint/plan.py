@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
+from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
@@ -58,18 +58,24 @@ class Plan:
     """Plan of the parts that each rank of a mesh holds and saves."""
 
     def __init__(
-        self, mesh: ParallelMesh, contents_at: ContentsAt, optimizer: OptimizerConfig, *, stage: int, instances: int
+        self,
+        mesh: ParallelMesh,
+        contents_at: ContentsAt,
+        optimizer: OptimizerConfig,
+        *,
+        zero_stage: int,
+        instances: int,
     ) -> None:
-        """Create the plan. `stage` and `instances` are ZeRO's, as in `DataParallel`."""
+        """Create the plan. `zero_stage` and `instances` are ZeRO's, as in `DataParallel`."""
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
-        self._stage, self._instances = stage, instances
+        self._zero_stage, self._instances = zero_stage, instances
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
         """Return the plan for a single rank."""
         contents = Contents([bucket.layout for bucket in optimizer.buckets], optimizer.module_states)
-        return Plan(optimizer.mesh, lambda _: contents, optimizer.config, stage=0, instances=1)
+        return Plan(optimizer.mesh, lambda _: contents, optimizer.config, zero_stage=0, instances=1)
 
     def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
@@ -105,7 +111,7 @@ class Plan:
                 seen.rank,
                 peers=self.mesh.size("edp") if expert else dp * cp,
                 position=at["edp"] if expert else at["dp"] * cp + at["cp"],
-                stage=self._stage,
+                zero_stage=self._zero_stage,
                 instances=self._instances,
             )
 

@@ -59,18 +59,14 @@ class CheckpointReader:
         except CorruptCheckpointError as error:
             raise CorruptFileError(self.path, f"of {name}, {error}", name) from error
         if not covered:
-            raise CorruptFileError(self.path, f"the boxes of {name} do not hold each of its elements once", name)
+            raise CorruptFileError(self.path, f"the boxes of {name} do not have each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
         """Yield the elements of a saved box in row-major order, one flat tensor per block. Raises CorruptFileError."""
         for block in saved.blocks():
-            yield self._read_block(block).view(saved.dtype)
-
-    def _read_block(self, block: Block) -> Tensor:
-        """Return the verified bytes of a block."""
-        data = torch.empty(block.size, dtype=torch.uint8)
-        read_block(self.path, self.manifest, block, bytes_of(data))
-        return data
+            data = torch.empty(block.size, dtype=torch.uint8)
+            read_block(self.path, self.manifest, block, bytes_of(data))
+            yield data.view(saved.dtype)
 
     def _block(self, block: Block) -> Tensor:
         """Return the verified bytes of a block. The memory is reused after this thread has read a few more blocks."""
@@ -93,7 +89,7 @@ class CheckpointReader:
                     checksum = checksum_of(opened, first, buffer, checksum)
                 position = stop
         if checksum != described.checksum:
-            raise CorruptFileError(path, "the checksum of what stands around its tensors does not match")
+            raise CorruptFileError(path, "the checksum of the bytes around its tensors does not match")
 
 
 class _Kept(local):

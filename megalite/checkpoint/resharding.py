@@ -9,11 +9,10 @@ from typing import Any
 
 from megalite.atomic_files import writing
 from megalite.checkpoint import saving
-from megalite.checkpoint.file_writer import Cut, FileWriter
+from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
-from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
+from megalite.checkpoint.tensors import Kind, Source, numbers_as_numbers
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -29,7 +28,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
     bounds = [total * file // files for file in range(files + 1)]
     cut: list[list[tuple[str, Box]]] = [[] for _ in range(files)]
     position = 0
-    for name in sorted(tensors, key=_by_weight):
+    for name in sorted(tensors, key=lambda name: (numbers_as_numbers(split_name(name)[1]), name)):
         kind = tensors[name]
         box, item, size = Box.whole(kind.shape), kind.dtype.itemsize, kind.size
         for file in range(bisect_right(bounds, position) - 1, bisect_right(bounds, position + size - 1)):
@@ -37,10 +36,6 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
             cut[file] += [(name, part) for part, _ in box.flat_range(first, stop)]
         position += size
     return cut
-
-
-def _by_weight(name: str) -> tuple[str, str]:
-    return numbers_as_numbers(split_name(name)[1]), name
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
@@ -67,21 +62,8 @@ def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple
         boxes[name].append(box)
     for name, tensor in tensors.items():
         if not covers(boxes[name], Box.whole(tensor.shape)):
-            raise CheckpointError(f"{name} {list(tensor.shape)} is not of the model that the config in it describes")
+            raise CheckpointError(f"{name} {list(tensor.shape)} is not in the model that its config describes")
     return cut
-
-
-def reshard(
-    reader: CheckpointReader,
-    directory: Path,
-    cut: Cut,
-    workers: int,
-    advance: Advance,
-    file_format: Format = NATIVE,
-) -> Path:
-    """Write the tensors in `cut` as a checkpoint into run directory `directory`, as `write_checkpoint` does."""
-    read = reader.manifest
-    return write_checkpoint(reader, read.training, read.config, directory, cut, workers, advance, file_format)
 
 
 def write_checkpoint(
@@ -101,13 +83,11 @@ def write_checkpoint(
     """
     transaction = FolderTransaction(directory, training.iteration)
     if transaction.path.exists():
-        raise CheckpointError(f"{transaction.path} is there already: choose another folder")
+        raise CheckpointError(f"{transaction.path} already exists: choose another folder")
     try:
         with writing(transaction.folder):
             transaction.begin()
-            writer = FileWriter(source, transaction.folder, cut, file_format, advance)
-            tensors = writer.write(workers)
-            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed)
+            files, tensors = write_files(source, transaction.folder, cut, file_format, workers, advance)
             saving.finish(transaction, Manifest(training, config, files, tensors))
     finally:
         transaction.abandon()

@@ -39,7 +39,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
     Raises CheckpointError if the directory cannot be written, or if the ranks do not share it.
     """
     if isinstance(directory, ObjectPath):
-        yield (f"note: {directory} has no locks, as an object store: see to it that no other run saves there",)
+        yield (f"note: {directory} is an object store, without locks: make sure that no other run saves there",)
         return
     file: TextIO | None = None
     refusal, note, holder = "", "", ""
@@ -86,7 +86,7 @@ def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
         if error.errno not in _NO_LOCKS:
             raise
         return "", (
-            f"note: the file system of {directory} has no locks ({error.strerror}): see to it that no other run saves "
+            f"note: the file system of {directory} has no locks ({error.strerror}): make sure that no other run saves "
             "there"
         )
     return "", ""
@@ -108,7 +108,7 @@ def _await(path: Path, text: str) -> None:
     while not path.is_file() or path.read_text() != text:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{path}, as rank 0 has written it, cannot be seen from here: the folder must be on a file system that "
+                f"{path}, written by rank 0, cannot be seen from here: the folder must be on a file system that "
                 "all nodes share"
             )
         time.sleep(0.1)

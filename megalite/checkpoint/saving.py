@@ -8,7 +8,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from threading import Event
 from typing import Any
 
@@ -16,21 +17,19 @@ import torch
 
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.collective_error import raise_on_all_ranks
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
-from megalite.checkpoint.formats import NATIVE, Format, Placed
-from megalite.checkpoint.manifest import OPTIMIZER, Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
+from megalite.checkpoint.formats import NATIVE, Format
+from megalite.checkpoint.manifest import OPTIMIZER, Manifest, TrainingState, covers
 from megalite.checkpoint.plan import Plan, Region, saved_regions
-from megalite.checkpoint.shard_file import Written
+from megalite.checkpoint.shard_file import Checksums, records, write_index
 from megalite.checkpoint.storage import AnyPath, create, sizes
+from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
 from megalite.parallel.sharding import Box
 
-_ADVICE = "Checkpoints saved before are as they were. Free space, or give another folder with --save"
-
-
+_ADVICE = "Earlier checkpoints are unchanged. Free space, or give another folder with --save"
 _ALIGNMENT = 64  # bytes
 
 
@@ -40,13 +39,11 @@ class Staging:
     def __init__(self, regions: Sequence[Region], place: torch.device) -> None:
         """Allocate memory with the sizes of `regions`, whose values are on the device `place`."""
         self._device = place
-        starts = [0]
-        for region in regions:
-            starts.append(starts[-1] + math.ceil(region.part.size / _ALIGNMENT) * _ALIGNMENT)
-        self._memory = device.host_memory(starts[-1], place)
+        rooms = [math.ceil(region.part.size / _ALIGNMENT) * _ALIGNMENT for region in regions]
+        self._memory = device.host_memory(sum(rooms), place)
         self._copies = [
-            self._memory[start : start + region.part.size].view(region.part.dtype)
-            for region, start in zip(regions, starts, strict=False)
+            room[: region.part.size].view(region.part.dtype)
+            for region, room in zip(regions, self._memory.split(rooms), strict=True)
         ]
 
     @property
@@ -160,8 +157,9 @@ class Saver:
             yield None
             with all_or_none():
                 written = self._work.result()
-            numbers = self._gather(regions, written)
-            self._work = self._do(lambda: self._commit(transaction, training, config, numbers) if rank == 0 else None)
+            numbers = [_digest(region.part for region in regions), *chain.from_iterable(written)]
+            of_all = collectives.gather_numbers(numbers, self._mesh.world(), self._mesh.device)  # on rank 0
+            self._work = self._do(lambda: self._commit(transaction, training, config, of_all) if rank == 0 else None)
             yield None
             with all_or_none():
                 self._work.result()
@@ -195,7 +193,7 @@ class Saver:
             done.set_exception(error)
         return done
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of bytes that this rank writes."""
         return sum(region.part.size for region in self._regions())
@@ -215,16 +213,6 @@ class Saver:
         """Return whether this rank has failed to write."""
         return self.under_way and self._work.done() and self._work.exception() is not None
 
-    def _gather(self, regions: Iterable[Region], written: Written | None) -> list[list[int]]:
-        """Gather on rank 0, for each rank, a digest of its parts, its file's checksum and the checksums of its blocks.
-
-        On other ranks, return an empty list.
-        """
-        numbers = [_digest(region.part for region in regions)]
-        if written is not None:
-            numbers += [written.file.checksum, *(checksum for box in written.checksums for checksum in box)]
-        return collectives.gather_numbers(numbers, self._mesh.world(), self._mesh.device)
-
     def _commit(
         self,
         transaction: SaveTransaction,
@@ -232,51 +220,33 @@ class Saver:
         config: dict[str, Any],
         written: Sequence[list[int]],
     ) -> None:
-        """Make the written files a checkpoint. The plan describes the files; `written` is the result of `_gather`."""
+        """Make the written files a checkpoint. The plan describes the files.
+
+        `written`: for each rank, a digest of its parts and the checksums of its blocks.
+        """
         file_format = self._format
-        files: dict[str, SavedFile] = {}
         placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
-        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        boxes: dict[str, list[SavedBox]] = {}
-        for rank, numbers in enumerate(written):
+        checksums: dict[tuple[str, int], Checksums] = {}
+        for rank, (digest, *numbers) in enumerate(written):
             parts = [part for part in self._plan.saved(rank) if self._includes(part)]
-            if numbers[0] != _digest(parts):
+            if digest != _digest(parts):
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
                 continue
             file = transaction.file(file_format.file.format(writer=rank)).name
             placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
-            checksums = iter(numbers[2:])
+            sums = iter(numbers)
             for part, byte_range in placed[file]:
-                sums = tuple(next(checksums) for _ in range(0, part.size, manifest.BLOCK))
-                saved = SavedBox(part.name, part.dtype, part.box, file, byte_range.start, sums)
-                boxes.setdefault(part.name, []).append(saved)
-                kinds[part.name] = part.shape, part.dtype
-            files[file] = SavedFile(byte_range.stop + len(byte_range.after(0)), numbers[1])
-        tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
-        files |= write_index(transaction, file_format, placed)
-        finish(transaction, Manifest(training, config, files, tensors))
+                checksums[file, byte_range.start] = tuple(next(sums) for _ in range(0, part.size, manifest.BLOCK))
+        files, tensors = records(placed, checksums)
+        files |= write_index(transaction.folder, file_format, placed)
+        finish(transaction, Manifest(training, config, files, dict(sorted(tensors.items()))))
 
 
-def save(
-    directory: AnyPath,
-    training: TrainingState,
-    optimizer: Optimizer,
-    config: dict[str, Any],
-    *,
-    plan: Plan | None = None,
-    file_format: Format = NATIVE,
-    state: bool = True,
-) -> AnyPath:
-    """Save once, as `Saver.save` does. `plan`: the plan of all ranks; None if there is only one rank."""
-    saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), file_format=file_format, state=state)
-    return saver.save(training, config)
-
-
-def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
+def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> list[Checksums]:
     """Write the file of a rank, if it has any regions. Stop at the next block after `closed` is set."""
     if not regions:
-        return None
+        return []
     byte_ranges = file_format.byte_ranges([region.part for region in regions])
     with create(path) as stream:
         return shard_file.write(stream, zip(byte_ranges, (region.values for region in regions), strict=True), closed)
@@ -284,15 +254,6 @@ def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed
 
 def _digest(parts: Iterable[TensorBox]) -> int:
     return zlib.crc32("\n".join(f"{part.entry} {part.box.size} {part.dtype}" for part in parts).encode())
-
-
-def write_index(transaction: SaveTransaction, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
-    """Write the index files that other programs need to read the checkpoint, and return their records."""
-    files: dict[str, SavedFile] = {}
-    for name, data in file_format.index(placed).items():
-        with create(transaction.folder / name) as stream:
-            files[name] = shard_file.write_bytes(stream, data)
-    return files
 
 
 def finish(transaction: SaveTransaction, made: Manifest) -> None:

@@ -37,8 +37,8 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
         there = run_directory.iterations(directory)
     check_all_see(str(there), directory, mesh)
     if iteration not in there:
-        holds = f"those after steps {', '.join(map(str, there))}" if there else "no checkpoint"
-        raise ConfigurationError(f"--ckpt-step {iteration}: {directory} holds {holds}")
+        holds = f"only steps {', '.join(map(str, there))}" if there else "no checkpoint"
+        raise ConfigurationError(f"--ckpt-step {iteration}: {directory} has {holds}")
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 
@@ -51,7 +51,7 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
     with raise_on_all_ranks(mesh, f"reading {path}"):
         manifest = read_manifest(path)
         if manifest.training.iteration != iteration_of(path):
-            raise CorruptFileError(path, f"its manifest is of step {manifest.training.iteration}")
+            raise CorruptFileError(path, f"its manifest says step {manifest.training.iteration}")
         check_sizes(path, manifest, list(manifest.files)[mesh.rank :: mesh.world_size])
     check_all_see(str(manifest.checksum), path, mesh)
     return manifest
@@ -85,7 +85,7 @@ def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple
             except CorruptCheckpointError as error:
                 problem = str(error)
         passed_over.append(problem)
-    raise CheckpointError("\n".join(["there is no whole checkpoint to start from:", *passed_over]))
+    raise CheckpointError("\n".join(["there is no undamaged checkpoint to start from:", *passed_over]))
 
 
 def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str]) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str])
     lost, at = iteration_of(first) - iteration_of(chosen), iteration_of(chosen)
     return (
         f"WARNING: fell back to {chosen}: {lost} {'step is' if lost == 1 else 'steps are'} repeated from step {at} on. "
-        "What is newer is damaged and stays where it is until its step is saved again:",
+        "Newer ones are damaged, and are kept until their steps are saved again:",
         *problems,
     )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
@@ -15,78 +15,77 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest
 from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
-from megalite.checkpoint.file_layout import ByteRange
-from megalite.checkpoint.manifest import Block, SavedFile
-from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
+from megalite.checkpoint.formats import Format, Placed
+from megalite.checkpoint.manifest import Block, SavedBox, SavedFile, SavedTensor
+from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer, create
+from megalite.checkpoint.tensors import ByteRange
 from megalite.errors import CheckpointError
 
 _ALONE = 1 << 16  # up to this many bytes, computing the checksum takes less time than using another thread
 
 
-@dataclass(frozen=True)
-class Written:
-    """Result of writing a file."""
-
-    file: SavedFile
-    checksums: list[tuple[int, ...]]
-    """Checksums of the blocks of each box, as in `SavedBox`."""
+Checksums = tuple[int, ...]
+"""Checksums of the blocks of a box, as in `SavedBox`."""
 
 
-def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Event | None = None) -> Written:
-    """Write boxes in the order of their byte ranges, while a second thread computes the checksums.
+def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Event | None = None) -> list[Checksums]:
+    """Write boxes in the order of their byte ranges, and return the checksums of each box.
 
-    A tensor on a device is copied to the host block by block. Raises OSError if the disk fails, and CheckpointError
-    after `closed` is set.
+    A second thread computes the checksums, with at most one block in its queue. A tensor on a device is copied to the
+    host block by block. Raises OSError if the disk fails, and CheckpointError after `closed` is set.
     """
-    size, around = 0, 0
-    checksums: list[tuple[int, ...]] = []
+    checksums: list[Checksums] = []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
         for byte_range, values in boxes:
-            around = zlib.crc32(byte_range.before, around)
             stream.write(byte_range.before)
-            sums = _RunningChecksum(thread)
+            sums: list[Callable[[], int]] = []
             for data in _blocks_of(values):
                 if closed is not None and closed.is_set():
                     raise CheckpointError("the run ended before the checkpoint was written")
-                sums.add(data)
+                sums.append(_checksum(thread, data, sums[-1]() if sums else 0))
                 stream.write(data)
-            checksums.append(sums.result())
-            after = byte_range.after(checksums[-1][-1])
-            around = zlib.crc32(after, around)
-            stream.write(after)
-            size = byte_range.stop + len(after)
-    return Written(SavedFile(size, around), checksums)
+            checksums.append(tuple(checksum() for checksum in sums))
+            stream.write(byte_range.after(checksums[-1][-1]))
+    return checksums
 
 
-def write_bytes(stream: Writer, data: bytes) -> SavedFile:
-    """Write a file that contains no boxes."""
-    stream.write(data)
-    return SavedFile(len(data), zlib.crc32(data))
+def _checksum(thread: ThreadPoolExecutor, data: memoryview, before: int) -> Callable[[], int]:
+    """Begin to compute the running CRC-32 that includes `data`, and return the function that waits for it."""
+    if len(data) <= _ALONE:
+        checksum = zlib.crc32(data, before)
+        return lambda: checksum
+    return thread.submit(zlib.crc32, data, before).result
 
 
-class _RunningChecksum:
-    """Running CRC-32 of a box, recorded after each block. At most one block is in the queue of the other thread."""
+def records(
+    placed: Placed, checksums: Mapping[tuple[str, int], Checksums]
+) -> tuple[dict[str, SavedFile], dict[str, SavedTensor]]:
+    """Return the manifest's records of written files and of the tensors in them.
 
-    def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self._thread = thread
-        self._sums: list[int] = []
-        self._last: Future[None] | None = None
+    `checksums`: those of each box, by the file and the position of its first byte.
+    """
+    files: dict[str, SavedFile] = {}
+    boxes: dict[str, list[SavedBox]] = {}
+    for file, parts in placed.items():
+        around = 0
+        for part, byte_range in parts:
+            sums = checksums[file, byte_range.start]
+            saved = SavedBox(part.name, part.shape, part.dtype, part.box, file, byte_range.start, sums)
+            boxes.setdefault(part.name, []).append(saved)
+            after = byte_range.after(sums[-1])
+            around = zlib.crc32(after, zlib.crc32(byte_range.before, around))
+        files[file] = SavedFile(byte_range.stop + len(after), around)
+    return files, {name: SavedTensor(found[0].shape, found[0].dtype, tuple(found)) for name, found in boxes.items()}
 
-    def add(self, data: memoryview) -> None:
-        if self._last is None and len(data) <= _ALONE:
-            self._take(data)
-        else:
-            if self._last is not None:
-                self._last.result()
-            self._last = self._thread.submit(self._take, data)
 
-    def _take(self, data: memoryview) -> None:
-        self._sums.append(zlib.crc32(data, self._sums[-1] if self._sums else 0))
-
-    def result(self) -> tuple[int, ...]:
-        if self._last is not None:
-            self._last.result()
-        return tuple(self._sums)
+def write_index(folder: AnyPath, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
+    """Write the index files that other programs need to read the checkpoint, and return their records."""
+    files: dict[str, SavedFile] = {}
+    for name, data in file_format.index(placed).items():
+        with create(folder / name) as stream:
+            stream.write(data)
+        files[name] = SavedFile(len(data), zlib.crc32(data))
+    return files
 
 
 def _blocks_of(values: Tensor) -> Iterator[memoryview]:
@@ -126,7 +125,7 @@ class OpenFile:
         """Fill a buffer with the bytes from position `start` on. Raises CorruptFileError or CheckpointError."""
         with _reported(self.path):
             if isinstance(self.path, ObjectPath):
-                data = self.path.read_range(start, start + len(buffer))
+                data = self.path.read_bytes(start, start + len(buffer))
                 if len(data) != len(buffer):
                     raise CorruptFileError(self.path, "it was cut off or replaced")
                 buffer[:] = data
@@ -170,7 +169,7 @@ def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
         raise CorruptFileError(
-            file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor
+            file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.name
         )
 
 

@@ -89,13 +89,8 @@ class ObjectPath:
         """Return this path, because a URL does not depend on the working directory."""
         return self
 
-    def read_bytes(self) -> bytes:
-        with self._as_os_errors():
-            data: bytes = self.file_system.cat_file(self.key)
-            return data
-
-    def read_range(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) with one request. Return fewer bytes if the object ends earlier."""
+    def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
+        """Read bytes [start, stop), by default all, with one request. Return fewer bytes if the object ends earlier."""
         with self._as_os_errors():
             data: bytes = self.file_system.cat_file(self.key, start=start, end=stop)
             return data
@@ -206,16 +201,11 @@ def create(path: AnyPath) -> Iterator[Writer]:
         with path._as_os_errors():
             upload.close()
     except BaseException:
-        _give_up(upload)
+        with suppress(Exception):
+            upload.discard()
+        with suppress(Exception):
+            upload.closed = True  # otherwise, fsspec would upload the contents when the file is garbage-collected
         raise
-
-
-def _give_up(upload: Any) -> None:
-    """Cancel an upload. Otherwise, fsspec would upload the contents when the file is garbage-collected."""
-    with suppress(Exception):
-        upload.discard()
-    with suppress(Exception):
-        upload.closed = True
 
 
 def write_atomically(path: AnyPath, data: bytes) -> None:
@@ -240,7 +230,7 @@ def read_small(path: AnyPath, *, largest: int) -> bytes:
     if isinstance(path, Path):
         return read_small_file(path, largest=largest)
     if path.stat().st_size > largest:
-        raise ValueError(f"larger than the {largest / MIB:g} MiB that it may have")
+        raise ValueError(f"larger than its limit of {largest / MIB:g} MiB")
     return path.read_bytes()
 
 

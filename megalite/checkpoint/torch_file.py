@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
+from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.torch_internals import rebuild_tensor, storage_info
 
 _ALIGNMENT = 64  # bytes, as torch.save uses it, so that the tensors of a memory-mapped file are aligned

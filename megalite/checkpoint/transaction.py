@@ -193,7 +193,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _foreign(path: AnyPath) -> CheckpointError:
-    return CheckpointError(f"{path} is there already and is no checkpoint of this program: move it away")
+    return CheckpointError(f"{path} already exists and is not a checkpoint of this program: move it away")
 
 
 def _files(names: Iterable[str]) -> dict[str, str | None]:

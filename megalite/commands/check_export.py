@@ -17,8 +17,9 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError
+from megalite.lifecycle.failure import run_tool
 
 PROMPT = (5, 17, 33, 8, 21)
 """Prompt of small token ids, which every vocabulary has."""
@@ -41,20 +42,20 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     folder = Path(arguments.folder)
     if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is no Hugging Face folder")
+        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face folder")
     tokens = None
     if find_spec("transformers") is None:
         print("transformers: not installed (pip install transformers)")
     else:
         tokens = of_transformers(folder)
-        print(f"transformers: takes all of it, and goes on with {tokens}")
+        print(f"transformers: loads all of it, and continues with {tokens}")
     if find_spec("vllm") is None:
         print("vLLM: not installed (pip install vllm)")
     else:
         found = of_vllm(folder)
         if tokens is not None and found != tokens:
-            raise CheckpointError(f"vLLM goes on with {found}, transformers with {tokens}")
-        print(f"vLLM: takes it, and goes on with {found}")
+            raise CheckpointError(f"vLLM continues with {found}, transformers with {tokens}")
+        print(f"vLLM: loads it, and continues with {found}")
     if arguments.llama_cpp is None:
         print("llama.cpp: give --llama-cpp, the folder of its source (git clone https://github.com/ggml-org/llama.cpp)")
     else:

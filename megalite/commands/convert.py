@@ -10,15 +10,16 @@ refused, never approximated. The optimizer's state is not converted.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, flag_of
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     import torch
@@ -44,23 +45,23 @@ class Arguments:
     """The folder to write: a run directory for megalite and Megatron, else a folder that is empty or does not exist
     yet."""
     model_type: Literal["GPT"] = "GPT"
-    """The kind of model: there is one."""
+    """The kind of model: there is only one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
-    target_tensor_parallel_size: int | None = None
+    target_tensor_parallel_size: PositiveInt | None = None
     """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
     the vocabulary is padded for this many ranks."""
-    target_pipeline_parallel_size: int | None = None
+    target_pipeline_parallel_size: PositiveInt | None = None
     """Number of pipeline stages of such ranks to write files for, for megalite."""
     true_vocab_size: int | None = None
     """The number of tokens in the vocabulary before padding, for Megatron checkpoints that do not record it."""
     tokenizer_model: str | None = None
     """A Hugging Face folder with the tokenizer to copy; unset: the one that --load-dir has or names."""
-    max_shard_size: float | None = None
+    max_shard_size: PositiveFloat | None = None
     """Largest size of a Hugging Face file in GB; unset: 5."""
     verify: bool = False
     """Load both sides again and compare: weights bit for bit, and logits of random tokens, also with transformers."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that copy tensors; by default one per core."""
 
 
@@ -98,23 +99,18 @@ def main() -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Raise ConfigurationError for flags with invalid values, or that contradict each other."""
+    """Raise ConfigurationError for flags that contradict each other."""
     if arguments.loader == arguments.saver:
-        raise ConfigurationError("--loader and --saver are one: megalite-reshard rewrites a checkpoint of megalite")
+        raise ConfigurationError("--loader equals --saver: megalite-reshard rewrites a checkpoint of megalite")
     for name, savers in (
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),
         ("max_shard_size", ("hf",)),
     ):
-        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value is not None and arguments.saver not in savers:
-            raise ConfigurationError(f"{flag} needs --saver {' or '.join(savers)}")
-        if value is not None and name != "max_shard_size" and value < 1:
-            raise ConfigurationError(f"{flag} is 1 or more")
+        if getattr(arguments, name) is not None and arguments.saver not in savers:
+            raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
-        raise ConfigurationError("--true-vocab-size needs --loader megatron: the others tell it")
-    if arguments.workers < 1 or (arguments.max_shard_size is not None and arguments.max_shard_size <= 0):
-        raise ConfigurationError("--workers is 1 or more, --max-shard-size above 0")
+        raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:
@@ -128,7 +124,7 @@ def dtype(arguments: Arguments) -> torch.dtype | None:
 def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     """Open a model in one of the formats. Raises CheckpointError if it cannot be read."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is not a folder")
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 
@@ -174,11 +170,11 @@ def report(first: OpenedModel, second: OpenedModel) -> None:
     if found.transformers is not None:
         print(f"verified: those of transformers differ from megalite's by {found.transformers:.1e} at most")
     elif second.is_huggingface or first.is_huggingface:
-        print("transformers was not asked: pip install transformers")
+        print("not compared with transformers: pip install transformers")
     if found.different:
-        raise CheckpointError(f"the two sides are not one model: they differ in {', '.join(found.different[:8])}")
+        raise CheckpointError(f"the two sides are not the same model: they differ in {', '.join(found.different[:8])}")
     if (found.transformers or 0.0) > TOLERANCE * found.largest:
-        raise CheckpointError("transformers computes something else from the Hugging Face folder")
+        raise CheckpointError("transformers computes other logits from the Hugging Face folder")
 
 
 command = partial(run_tool, main)

@@ -14,15 +14,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most, given
 from megalite.config.parallel import SHAPES, ScheduleName
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
+from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.pipeline.stages import Stages
     from megalite.pipeline.timeline import TimeLine
+
+
+LONGEST_TIME = at_most(1_000_000)
+Time = Annotated[NonNegativeFloat, LONGEST_TIME]
 
 
 @dataclass(frozen=True)
@@ -33,38 +39,28 @@ class Arguments:
     """Files to write, .svg, .html or .json."""
     pipeline_schedule: ScheduleName | None = None
     """The schedule; unset: the measured one."""
-    pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: PositiveInt | None = None
     """Ranks; unset: as many as measured."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: PositiveInt | None = None
     """Chunks of the model on each rank: 2 or more for interleaved-1f1b, 2 for zb-v, 1 for the others."""
-    num_micro_batches: int | None = None
+    num_micro_batches: PositiveInt | None = None
     """Micro-batches of a step; unset: as many as measured."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
     """Micro-batches that go through a chunk before the next, for interleaved-1f1b; unset: as many as ranks."""
     measured: str | None = None
     """A .json that a run with --profile-pipeline, or this tool, wrote."""
-    forward: float | None = None
+    forward: Annotated[PositiveFloat, LONGEST_TIME] | None = None
     """Time of a stage's forward; unset: 1. The same holds for the next two flags."""
-    backward_input: float | None = None
+    backward_input: Time | None = None
     """Time of a stage's backward for its input."""
-    backward_weight: float | None = None
+    backward_weight: Time | None = None
     """Time of a stage's backward for its weights."""
-    transfer: float | None = None
+    transfer: Time | None = None
     """Time of a message; unset: 0."""
 
-    def given(self, *names: str) -> list[str]:
-        """Return those of the named flags that are given."""
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
-
-LONGEST_TIME = 1e6
-TIMES = ("forward", "backward_input", "backward_weight")
-SIZES = (
-    "pipeline_model_parallel_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "num_micro_batches",
-    "microbatch_group_size_per_virtual_pipeline_stage",
-)
+TIMES = "forward backward_input backward_weight"
+SIZES = "pipeline_model_parallel_size num_* microbatch_group_size_per_virtual_pipeline_stage"
 
 
 def main() -> None:
@@ -83,26 +79,30 @@ def main() -> None:
 
 def build_time_line(arguments: Arguments) -> TimeLine:
     """Return the time line that the flags describe: measured, or simulated from measured or assumed times."""
-    from megalite.pipeline.schedules import SCHEDULES
+    from megalite.pipeline.schedules import SCHEDULES, orders_of
     from megalite.pipeline.simulator import durations, simulate
     from megalite.pipeline.timeline import TimeLine, measured_durations
     from megalite.pipeline.trace import read_trace
 
     measured = read_trace(Path(arguments.measured)) if arguments.measured is not None else None
-    if measured is not None and (flags := arguments.given(*TIMES)):
-        raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of both")
+    if measured is not None and (flags := given(arguments, TIMES)):
+        raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of the two")
     name = arguments.pipeline_schedule
     if name is None:
         if measured is None:
             raise ConfigurationError("give --pipeline-schedule, or --measured with a file to draw")
-        if flags := arguments.given(*SIZES, "transfer"):
+        if flags := given(arguments, f"{SIZES} transfer"):
             raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
         return measured
-    stages, micro_batches = find_stages(arguments, name, measured), find_micro_batches(arguments, measured)
-    orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
-    times = [find_time(arguments, flag, 1.0) for flag in TIMES]
+    stages, micro_batches = find_stages(arguments, name, measured), arguments.num_micro_batches
+    if micro_batches is None and measured is not None:
+        micro_batches = measured.micro_batches
+    if micro_batches is None:
+        raise ConfigurationError("--num-micro-batches must be given, 1 or more")
+    orders = orders_of(SCHEDULES[name], stages, micro_batches, find_group(arguments, name, stages))
+    times = [1.0 if (time := getattr(arguments, flag)) is None else time for flag in TIMES.split()]
     duration = durations(*times) if measured is None else measured_durations(measured, stages)
-    spans = simulate(stages, orders, duration, find_time(arguments, "transfer", 0.0))
+    spans = simulate(stages, orders, duration, arguments.transfer or 0.0)
     chunks = f" × {stages.chunks} chunks" if stages.chunks > 1 else ""
     title = f"{name}: {stages.ranks} ranks{chunks}, {micro_batches} micro-batches"
     return TimeLine(title, stages, spans, in_seconds=measured is not None and measured.in_seconds)
@@ -115,7 +115,7 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
     ranks, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
     if ranks is None and measured is not None:
         ranks = measured.stages.ranks
-    if ranks is None or ranks < 1:
+    if ranks is None:
         raise ConfigurationError("--pipeline-model-parallel-size must be given, 1 or more")
     shape = SHAPES[name]
     if shape.chunks is None:
@@ -127,20 +127,10 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
         return Stages(ranks, chunks)
     if chunks not in (None, shape.chunks):
         raise ConfigurationError(
-            f"--pipeline-schedule {name} has {shape.chunks} to a rank: drop --num-virtual-stages-per-pipeline-rank "
+            f"--pipeline-schedule {name} has {shape.chunks} chunks a rank: drop --num-virtual-stages-per-pipeline-rank "
             f"{chunks}"
         )
     return Stages(ranks, shape.chunks, shape.v_shaped)
-
-
-def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
-    """Return the number of micro-batches that is given, or otherwise the measured number."""
-    micro_batches = arguments.num_micro_batches
-    if micro_batches is None and measured is not None:
-        return measured.micro_batches
-    if micro_batches is None or micro_batches < 1:
-        raise ConfigurationError("--num-micro-batches must be given, 1 or more")
-    return micro_batches
 
 
 def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
@@ -152,17 +142,6 @@ def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
     if group is not None and group < stages.ranks:
         raise ConfigurationError(f"{flag} {group} must be at least --pipeline-model-parallel-size {stages.ranks}")
     return group
-
-
-def find_time(arguments: Arguments, name: str, unset: float) -> float:
-    """Return the time that a flag gives, or `unset`. Raises ConfigurationError if it is outside the drawable range."""
-    time: float | None = getattr(arguments, name)
-    if time is None:
-        return unset
-    if not 0 <= time <= LONGEST_TIME or (name == "forward" and time == 0):
-        least = "above 0" if name == "forward" else "0 or more"
-        raise ConfigurationError(f"--{name.replace('_', '-')} {time:g} must be {least}, at most {LONGEST_TIME:g}")
-    return time
 
 
 def print_table(time_line: TimeLine) -> None:

@@ -12,7 +12,6 @@ docs/evaluation.md defines the figures.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config.fields import PositiveFloat, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -29,10 +29,9 @@ from megalite.process.place import place_from_environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megalite.checkpoint import AnyPath
-    from megalite.config import ModelConfig
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
+    from megalite.inference.loading import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Arguments:
     load: str
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files to predict; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files to predict; with several, give a weight before each, or before none."""
     text: tuple[str, ...] = ()
     """Files of text to predict: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     json_keys: tuple[str, ...] = ("text",)
@@ -53,24 +52,24 @@ class Arguments:
     """Examples before each question of a task; unset: the task's own number."""
     include_path: str | None = None
     """Folder with your own tasks."""
-    limit: float | None = None
+    limit: PositiveFloat | None = None
     """Take only this many documents of each data set and of each task; below 1: this share of them."""
     seq_length: int | None = None
     """Tokens that the model reads at once; unset: as in training."""
     stride: int | None = None
     """New tokens that each window of a long document predicts; unset: seq-length. Fewer: more context, more work."""
-    micro_batch_size: int = 8
+    micro_batch_size: PositiveInt = 8
     """Windows in one forward; the figures do not depend on it."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share each layer's matrices (short: --tp)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that each hold some of the layers (short: --pp)."""
     output: str | None = None
     """JSON file to write all figures to."""
     tokenizer_model: str | None = None
-    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    """Current path of the tokenizer's file; unset: its path when the model was trained."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:
@@ -85,24 +84,23 @@ def main() -> int:
     from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
-    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    path = find_model(arguments.load)
-    model, batch_size = read_model(path), arguments.micro_batch_size
+    model, batch_size = open_model(arguments.load), arguments.micro_batch_size
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
-    check_layout(model, tp, pp)
+    check_layout(model.config, tp, pp)
     if place.world_size % (tp * pp):
         raise ConfigurationError(
-            f"{place.world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
+            f"{place.world_size} ranks cannot be divided: --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
         )
-    length, stride = lengths(arguments, path, model)
-    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    length, stride = lengths(arguments, model)
+    tokenizer = load_tokenizer(model, arguments.tokenizer_model)
     documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), None
     if arguments.tasks:
         from megalite.inference import lm_eval_adapter
@@ -110,8 +108,8 @@ def main() -> int:
         names = [name for names in arguments.tasks for name in names.split(",") if name]
         tasks = lm_eval_adapter.load_tasks(names, arguments.include_path)
     mesh = join(ParallelConfig(tp, pp), place, repr(arguments))
-    network = load_network(path, mesh)
-    results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
+    network = load_network(model, mesh)
+    results: dict[str, Any] = {"checkpoint": str(model.path), "seq_length": length, "stride": stride}
     if documents:
         with progress("predicting", sum(each.count for each in documents), "tokens", mesh.rank) as advance:
             figures = evaluate_all(network, tokenizer, documents, length, stride, batch_size, advance)
@@ -144,26 +142,19 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
         raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
-    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
-        raise ConfigurationError(f"--limit {arguments.limit}: give a number of documents, or below 1 a share of them")
-    for flag in ("micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"):
-        if (value := getattr(arguments, flag.replace("-", "_"))) < 1:
-            raise ConfigurationError(f"--{flag} {value}: must be at least 1")
     if arguments.output is not None and Path(arguments.output).is_dir():
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 
 
-def lengths(arguments: Arguments, path: AnyPath, model: ModelConfig) -> tuple[int, int]:
+def lengths(arguments: Arguments, model: TrainedModel) -> tuple[int, int]:
     """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if the model cannot use them."""
-    from megalite.inference.loading import read_sequence_length
-
-    length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
+    length = model.sequence_length if arguments.seq_length is None else arguments.seq_length
     if length is None:
-        raise ConfigurationError(f"{path} does not tell how many tokens it was trained to read: give --seq-length")
+        raise ConfigurationError(f"{model.path} does not say how many tokens it was trained to read: give --seq-length")
     stride = length if arguments.stride is None else arguments.stride
-    rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+    rows = model.config.learned_positions
     if length < 1 or (rows is not None and length > rows):
-        most = "" if rows is None else f" and at most {rows}, the positions that the model has learnt"
+        most = "" if rows is None else f" and at most {rows}, the positions that the model has learned"
         raise ConfigurationError(f"--seq-length {length}: must be at least 1{most}")
     if not 1 <= stride <= length:
         raise ConfigurationError(

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from megalite.config.fields import NonNegativeInt, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -38,26 +39,26 @@ class Arguments:
     output: str | None = None
     """Write the texts to this new file instead of the terminal, one JSON object per line: prompt, text,
     finish_reason."""
-    max_new_tokens: int = 100
+    max_new_tokens: NonNegativeInt = 100
     """Largest number of tokens to write; the end of a document, or of learned positions, ends the text earlier."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token each time."""
+    """Divides the logits; 0 always takes the most likely token."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens whose probabilities reach p."""
+    """Keep the fewest most likely tokens whose probabilities reach p."""
     seed: int = 1234
     """Random seed; the same seed gives the same texts."""
     tokenizer_model: str | None = None
-    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    """Current path of the tokenizer's file; unset: its path when the model was trained."""
     tensor_model_parallel_size: int | None = None
     """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (short: --pp)."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 
 
 def main() -> int:
@@ -67,39 +68,34 @@ def main() -> int:
 
     from megalite.inference.sampling import Sampling
 
-    if arguments.max_new_tokens < 0:
-        raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
-    if arguments.batch_size < 1:
-        raise ConfigurationError(f"--batch-size {arguments.batch_size}: must be at least 1")
     if arguments.output is not None and Path(arguments.output).exists():
-        raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
+        raise ConfigurationError(f"--output {arguments.output} already exists: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.generation import check_prompts, generate
-    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
     from megalite.inference.text import encode_prompt, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    path = find_model(arguments.load)
-    model = read_model(path)
+    model = open_model(arguments.load)
     layout = choose_layout(
-        model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+        model.config, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )
-    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    tokenizer = load_tokenizer(model, arguments.tokenizer_model)
     mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
         prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
-        check_prompts(model, prompts)
+        check_prompts(model.config, prompts)
         return prompts
 
     prompts = of_rank_0(mesh, read)
     events = generate(
-        load_network(path, mesh),
+        load_network(model, mesh),
         prompts,
         max_new_tokens=arguments.max_new_tokens,
         eod=tokenizer.eod,

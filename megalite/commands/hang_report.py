@@ -15,7 +15,8 @@ from pathlib import Path
 
 import tyro
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)

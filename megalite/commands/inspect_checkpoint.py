@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,8 +20,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.fields import CORES, Workers
+from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.failure import run_tool
+from megalite.process.output import table
 
 if TYPE_CHECKING:
     from megalite.checkpoint.comparison import Comparison
@@ -39,7 +40,7 @@ class Arguments:
     diff: tuple[str, str] | None = None
     """Two of these to compare: training state, configuration, tensors, and values, whatever layouts saved them."""
     tensors: str = "*"
-    """Only tensors with names of this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
+    """Only tensors whose names match this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
     config: bool = False
     """Show the configuration of the run."""
     verify: bool = False
@@ -48,7 +49,7 @@ class Arguments:
     """Show minimum, maximum, mean, deviation and norm per tensor, and count zero, denormal and non-finite elements."""
     json: bool = False
     """Print one JSON object, with all that is known of each tensor, instead of tables."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that read; by default one per core."""
 
 
@@ -59,8 +60,6 @@ def main() -> None:
         raise ConfigurationError("give --load, or --diff with two checkpoints")
     if arguments.diff is not None and (arguments.config or arguments.verify or arguments.statistics):
         raise ConfigurationError("--config, --verify and --statistics are about one checkpoint: give it as --load")
-    if arguments.workers < 1:
-        raise ConfigurationError("--workers is 1 or more")
     if arguments.diff is not None:
         show_differences(arguments, *arguments.diff)
     elif arguments.load is not None:
@@ -189,7 +188,7 @@ def difference_lines(found: Comparison) -> list[str]:
         of_values = [[name, *map(shown_value, asdict(values).values())] for name, values in found.values.items()]
         shown += ["", *table(header, of_values)]
     equal = found.compared - len(found.values)
-    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in one shape are equal"]
+    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in the same shape are equal"]
 
 
 def shown_value(value: Any) -> str:
@@ -202,18 +201,6 @@ def shown_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return str(value) if str(value).isprintable() else repr(value)  # the text may come from an untrusted file
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. Columns have the least width; columns of numbers are aligned right."""
-    columns = [aligned(name, cells) for name, *cells in zip(header, *rows, strict=True)]
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
-
-
-def aligned(name: str, cells: Sequence[str]) -> list[str]:
-    width = max(map(len, [name, *cells]))
-    numbers = all(re.fullmatch(r"-|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells)
-    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in (name, *cells)]
 
 
 def strict(value: Any) -> Any:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,11 @@ def show_dataset(arguments: Arguments, prefix: str) -> None:
 def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
     """Return the text of tokens, or the tokens if no tokenizer is given."""
     from megalite.data.side_file import check_tokenizer, read_side_file
-    from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+    from megalite.data.tokenizers import build_tokenizer
 
     if arguments.tokenizer_type is None:
         return " ".join(map(str, tokens))
-    options, kind = TokenizerOptions.of(arguments), arguments.tokenizer_type
-    tokenizer = build_tokenizer(kind, arguments.tokenizer_model, arguments.vocab_size, options)
+    tokenizer = build_tokenizer(arguments, arguments.vocab_size)
     check_tokenizer(prefix, read_side_file(prefix), tokenizer.identity())
     return tokenizer.decode(tokens)
 

@@ -8,13 +8,14 @@ A run that was stopped leaves its finished work in PREFIX.partial; the same comm
 
 from __future__ import annotations
 
-import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 
-from megalite.config.tokenizer import FastEncoding, TokenizerFlags, TokenizerType
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.fields import CORES, PositiveInt, Workers
+from megalite.config.tokenizer import EncodingFlags
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
@@ -27,7 +28,7 @@ ALREADY_SO = {
     "tokenizer-hf-use-fast": "it is the only kind",
     **dict.fromkeys(
         ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
-        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+        "only a model pads its vocabulary: data have the tokenizer's own numbers",
     ),
 }
 REFUSED = {
@@ -35,39 +36,23 @@ REFUSED = {
     **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
     **dict.fromkeys(
         ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
-        "is not there: one worker for each core, the default, is the fastest",
+        "is not supported: one worker for each core, the default, is the fastest",
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(TokenizerFlags):
+class Arguments(EncodingFlags):
     """The flags, with Megatron-LM's names."""
 
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
     """Prefix of the output: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
-    tokenizer_type: TokenizerType = field()
-    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
-    vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
-    tokenizer_hf_include_special_tokens: bool = True
-    """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
-    beginning)."""
-    fast_encoding: FastEncoding = "auto"
-    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
-    always, with an error if they might differ; never. The other types have only one way, which is fast."""
-    json_keys: tuple[str, ...] = ("text",)
-    """The fields of a record to tokenize, each into files of its own."""
-    append_eod: bool = False
-    """End every document with the end-of-document token."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Processes that tokenize; by default one per core. The output does not depend on it."""
-    log_interval: int = 10_000
+    log_interval: PositiveInt = 10_000
     """Documents between two lines of progress if the output is not a terminal."""
-    skip_bad_lines: bool = False
-    """Leave out, name and count records that are not documents, instead of stopping."""
     resume: bool = False
     """Continue a stopped run with the same flags, if there is one."""
 
@@ -100,28 +85,15 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 def main() -> None:
     """Parse the flags, preprocess the corpus, and print a summary and the flags to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
-    from megalite.data.tokenizers import TokenizerOptions
-    from megalite.errors import ConfigurationError
-    from megalite.preprocessing.encoding import Encoding
     from megalite.preprocessing.preprocess import output_prefix_of, preprocess
 
-    if arguments.workers < 1 or arguments.log_interval < 1:
-        raise ConfigurationError("--workers and --log-interval are 1 or more")
-    encoding = Encoding(
-        arguments.json_keys,
-        arguments.append_eod,
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        arguments.vocab_size,
-        TokenizerOptions.of(arguments),
-        arguments.skip_bad_lines,
-    )
+    flags = EncodingFlags(**{field.name: getattr(arguments, field.name) for field in fields(EncodingFlags)})
     output, lengths, tokens_per_second = preprocess(
-        arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.log_interval, arguments.resume
+        arguments.input, arguments.output_prefix, flags, arguments.workers, arguments.log_interval, arguments.resume
     )
     print(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
     if output.tokens:
-        print(f"{output.text_bytes / output.tokens:.2f} bytes a token; sequences of {lengths}")
+        print(f"{output.text_bytes / output.tokens:.2f} bytes per token; sequences of {lengths}")
     if output.skipped:
         print(f"{output.skipped:,} bad lines were left out")
     for key in arguments.json_keys:

@@ -11,14 +11,15 @@ stage.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from megalite.config import ParallelConfig
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.fields import CORES, PositiveInt, Workers
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Arguments:
     load: str
     """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     save: str
-    """The run directory to write to, which must not hold a checkpoint of this iteration."""
-    files: int | None = None
+    """The run directory to write to, which must not have a checkpoint of this iteration."""
+    files: PositiveInt | None = None
     """Write this many files, of equal size."""
     tensor_model_parallel_size: int | None = None
     """Write one file per rank of a copy of the model that is split over this many ranks ..."""
@@ -41,26 +42,25 @@ class Arguments:
     """Format to write: safetensors files, or files that torch.distributed.checkpoint can read, too."""
     optimizer: bool = True
     """Keep the optimizer's state; with --no-optimizer only the weights are written."""
-    workers: int = len(os.sched_getaffinity(0))
+    workers: Workers = CORES
     """Threads that copy tensors; by default one per core."""
 
 
 def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
+    from megalite.checkpoint import FORMATS, directory, model_config, open_directory
     from megalite.checkpoint.manifest import OPTIMIZER
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
+    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.conversion.layout import weights_of_ranks
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
 
-    layout = parallel_config(arguments)
+    given = {name: value for name, value in vars(arguments).items() if "parallel" in name and value is not None}
+    layout = ParallelConfig(**given) if given else None
     if (arguments.files is None) == (layout is None):
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
-    if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
-        raise ConfigurationError("--files and --workers are 1 or more")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
     tensors = {
         name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not name.startswith(OPTIMIZER)
@@ -68,22 +68,17 @@ def main() -> None:
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None
-        else cut_by_weights(tensors, weights_of_ranks(read_model_config(reader.path), layout))
+        else cut_by_weights(tensors, weights_of_ranks(model_config(reader.path, reader.manifest.config), layout))
     )
     size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:
-        file_format = FORMATS[arguments.ckpt_format]
-        written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance, file_format)
+        saved, file_format = reader.manifest, FORMATS[arguments.ckpt_format]
+        written = write_checkpoint(
+            reader, saved.training, saved.config, Path(arguments.save), cut, arguments.workers, advance, file_format
+        )
     print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
         print("without the optimizer's state: a run that continues from it is refused")
-
-
-def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """Return the layout that the flags describe, or None if none of them is given."""
-    given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
-    given = {name: value for name, value in given.items() if value is not None}
-    return ParallelConfig(**given) if given else None
 
 
 command = partial(run_tool, main)

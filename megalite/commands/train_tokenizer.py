@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.config.fields import PositiveInt, Workers
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_tool
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Arguments:
 
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
-    vocab_size: int
+    vocab_size: PositiveInt
     """Number of tokens; 256 of them are bytes, and a few are special."""
     output_prefix: str
     """Path of the output: PREFIX.model and PREFIX.vocab, or PREFIX/tokenizer.json for byte-level-bpe."""
@@ -26,18 +28,15 @@ class Arguments:
     """The fields of a record to train on."""
     model_type: Literal["bpe", "unigram", "byte-level-bpe"] = "bpe"
     """Kind of tokenizer: a SentencePiece model of two kinds, or byte-level BPE for Hugging Face's tokenizers."""
-    num_threads: int = 1
+    num_threads: Workers = 1
     """Threads; more than one may give another SentencePiece model every time."""
 
 
 def main() -> None:
     """Parse the flags, train the tokenizer, and print the flags to use it with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.errors import ConfigurationError
     from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
-    if arguments.vocab_size < 1 or arguments.num_threads < 1:
-        raise ConfigurationError("--vocab-size and --num-threads are 1 or more")
     corpus = (arguments.input, arguments.json_keys, arguments.output_prefix, arguments.vocab_size)
     if arguments.model_type == "byte-level-bpe":
         pieces = train_byte_level_bpe(*corpus, arguments.num_threads)

@@ -6,10 +6,9 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
-from megalite.config.monitoring import LoggingConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.parse import ParsedArguments, parse_arguments
+from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import resolve, validate
@@ -19,11 +18,9 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "KernelsConfig",
-    "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "ParsedArguments",
     "RunConfig",
     "TrainingConfig",
     "dump",

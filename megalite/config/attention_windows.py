@@ -23,7 +23,7 @@ def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> 
     found = re.fullmatch(r"\(?\s*(\d{1,15})\s*,\s*0\s*\)?", window_size)
     if found is None:
         raise ConfigurationError(
-            f"--window-size {shown(window_size)}: expected LEFT,0, the keys before and after its own that a token sees"
+            f"--window-size {shown(window_size)}: expected LEFT,0: how many keys before and after its own a token sees"
         )
     return [int(found[1]) if windowed else None for windowed in _windowed(skip_freq, layers)]
 
@@ -44,7 +44,7 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
         )
     if len(pattern) != layers:
         raise ConfigurationError(
-            f"--window-attn-skip-freq {shown(skip_freq)} tells of {len(pattern)} layers, --num-layers is {layers}"
+            f"--window-attn-skip-freq {shown(skip_freq)} is for {len(pattern)} layers, but --num-layers is {layers}"
         )
     return pattern
 

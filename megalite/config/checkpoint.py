@@ -26,32 +26,32 @@ class CheckpointConfig:
     save_retain_interval: PositiveInt | None = None
     """Keep checkpoints of steps that are multiples of this, and the newest two; unset: all."""
     save_optim: bool = True
-    """Save the optimizer's state; without it a checkpoint holds weights alone."""
+    """Save the optimizer's state; without it a checkpoint contains only weights."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in host memory, while training goes on."""
+    """Write checkpoints in the background, from a copy in host memory, while training continues."""
     ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
-    """Format to write: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
+    """Format to write: safetensors files, or files that torch.distributed.checkpoint reads, too. Both can be loaded."""
     tolerated_save_failures: NonNegativeInt = 2
-    """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
+    """Consecutive failed saves after which training still continues; 0: the first failure ends the run."""
     log_progress: bool = False
-    """Keep a progress.txt in the run directory: a line for each start, checkpoint and end."""
+    """Write progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
-    """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one. Or a Hugging Face
-    folder: the run begins with its weights, its network and its tokenizer, unless flags name others."""
+    """Run directory, or its URL: the run starts from its latest checkpoint, if it has one. Or a Hugging Face folder: a
+    run starts with its weights, its network and its tokenizer, unless flags choose others."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
+    """auto: continue from the latest checkpoint of save if there is one, else from load, else start a new run."""
     ckpt_step: NonNegativeInt | None = None
-    """Load the checkpoint of this step, and no other."""
+    """Load only the checkpoint of this step."""
     exit_on_missing_checkpoint: bool = False
-    """Do not start anew where load (or resume) finds no checkpoint."""
+    """Do not start a new run if load (or resume) finds no checkpoint."""
     finetune: bool = False
-    """Take the weights alone from load: the run begins at step 0, at the first sample."""
+    """Load only the weights: the run starts at step 0, at the first sample."""
     load_optim: bool = True
-    """Load the optimizer's state; without it a new optimizer goes on with the weights at their step."""
+    """Load the optimizer's state; without it, the run continues at the same step with a new optimizer."""
     load_casts: bool = False
-    """Load weights and state that were saved in another precision, rounded to this run's."""
+    """Load weights and state that were saved in another precision, rounded to the precision of this run."""
     use_checkpoint_args: bool = False
-    """Take the fields of the model and the tokenizer that are not given from the checkpoint to load."""
+    """Use the checkpoint's fields of the model and the tokenizer, unless flags give them."""
 
     @property
     def loads_huggingface(self) -> bool:
@@ -84,8 +84,8 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
             yield f"{flag} needs --save, the run directory"
     elif is_url(checkpoint.save) and checkpoint.ckpt_format != "megalite":
         yield (
-            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
-            "its .metadata would be overwritten before the new checkpoint is there"
+            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}: there "
+            "its .metadata would be overwritten before the new checkpoint is complete"
         )
     if checkpoint.save is not None and is_url(checkpoint.save) and checkpoint.log_progress:
         yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
@@ -99,15 +99,15 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
     if checkpoint.loads_where_it_saves and checkpoint.resume == "auto":
         for flag in given(checkpoint, _OF_LOAD):
             yield (
-                f"{flag} is for the checkpoint of --load, and --resume auto continues the newest of --save, which is "
+                f"{flag} is for the checkpoint in --load, but --resume auto continues the newest in --save, which is "
                 "the same directory: drop one of the two, or save elsewhere"
             )
     elif checkpoint.loads_where_it_saves and checkpoint.finetune:
-        yield "--finetune begins a new run at step 0: save it into another directory than --load"
+        yield "--finetune begins a new run at step 0: --save and --load must be different directories"
     if not checkpoint.save_optim and checkpoint.resume == "auto":
         yield "--resume auto continues with the optimizer's state, which --no-save-optim does not save: drop one"
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retained is not None and interval is None:
         yield f"--save-retain-interval {retained} needs --save-interval"
     elif retained is not None and interval is not None and retained % interval:
-        yield f"--save-retain-interval {retained} is no multiple of --save-interval {interval}: few steps are of both"
+        yield f"--save-retain-interval {retained} is not a multiple of --save-interval {interval}: few steps fit both"

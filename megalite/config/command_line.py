@@ -39,5 +39,5 @@ def blank(flag: str, value: str) -> bool:
     return not (value if flag in _MAY_BE_SPACE else value.strip())
 
 
-BLANK = "blank: if a shell variable stands there, it may not be set"
+BLANK = "blank: if this was a shell variable, it may not be set"
 """Error message for a blank value, without the flag."""

@@ -20,35 +20,35 @@ class DataConfig(TokenizerFlags):
     seq_length: PositiveInt
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
+    """Prefixes of .bin and .idx files. If there are several, all or none have their weight before them."""
     train_data_path: tuple[str, ...] = ()
-    """The same for training alone, instead of data-path with split."""
+    """Prefixes for training only, instead of data-path with split."""
     valid_data_path: tuple[str, ...] = ()
-    """The same for validation."""
+    """Prefixes for validation."""
     test_data_path: tuple[str, ...] = ()
-    """The same for the test at the end of training."""
+    """Prefixes for the test at the end of training."""
     data_args_path: str | None = None
-    """A file that holds what would follow data-path."""
+    """File with the arguments of data-path."""
     per_split_data_args_path: str | None = None
-    """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
+    """JSON file with the arguments of train-, valid- and test-data-path under "train", "valid" and "test"."""
     data_cache_path: str | None = None
-    """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    """Directory of the sample indices; unset: `cache` in the directory of the data."""
     sft: bool = False
-    """The data are JSONL files of conversations; the loss counts on answers only."""
+    """Train on JSONL files of conversations; only answers count in the loss."""
     chat_template: str | None = None
-    """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
+    """Jinja template of a conversation, or a file that contains it, for sft; unset: the tokenizer's."""
     fim_data: bool = False
-    """Rearrange documents to fill in their middle."""
+    """Rearrange documents for fill in the middle."""
     fim_rate: Share = 0.5
     """Share of documents that are rearranged."""
     fim_spm_rate: Share = 0.5
-    """Share of those that are in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
+    """Share of those with the order suffix, prefix, middle; the others have prefix, suffix, middle."""
     fim_split_sample: str | None = None
-    """Token that divides a document into fragments, each rearranged by itself."""
+    """Token that divides a document into fragments, which are rearranged separately."""
     fim_fragment_rate: Share | None = None
-    """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
+    """Share of the fragments of rearranged documents that are rearranged; unset: fim-rate."""
     fim_no_prefix: str | None = None
-    """Leave texts that begin so as they are."""
+    """Do not rearrange texts that start with this."""
     fim_prefix_token: str = "<fim_prefix>"
     """Token before the prefix."""
     fim_middle_token: str = "<fim_middle>"
@@ -56,42 +56,36 @@ class DataConfig(TokenizerFlags):
     fim_suffix_token: str = "<fim_suffix>"
     """Token before the suffix."""
     fim_pad_token: str = "<fim_pad>"
-    """Token that fills up samples that become shorter; no loss counts there."""
+    """Token that pads samples that become shorter; it does not count in the loss."""
     fim_eod_token: str | None = None
     """Token that ends documents; unset: the tokenizer's."""
     mid_level_dataset_surplus: NonNegativeFloat = 0.005
-    """Share that is drawn from each dataset of a blend beyond its weight."""
+    """Share of additional samples to draw from each dataset of a blend, beyond its weight."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
     """Shares of the data for training, validation and test."""
     num_workers: Annotated[NonNegativeInt, at_most(1_000)] = 2
-    """Threads that read the next step's samples ahead; 0: none."""
+    """Threads that read the samples of the next step in advance; 0: none."""
     mmap_bin_files: bool = True
     """Map the .bin files into memory instead of reading them piece by piece."""
     reset_position_ids: bool = False
-    """Positions start again at 0 after each end of document."""
+    """Restart positions at 0 after each end of document."""
     reset_attention_mask: bool = False
-    """Tokens attend only to their own document."""
+    """Let tokens attend only to their own document."""
     eod_mask_loss: bool = False
-    """No loss where the input is the end-of-document token."""
+    """Mask the loss at positions whose input is the end-of-document token."""
 
     @property
     def divided(self) -> bool:
         """True if `split` divides one blend into training, validation and test."""
         return bool(self.data_path or self.data_args_path)
 
-    def split_shares(self) -> tuple[float, float, float]:
-        """Shares of training, validation and test as given; 0 if not given.
-
-        Raises:
-            ConfigurationError: see the function `split_shares`.
-        """
-        return split_shares(self.split)
-
 
 def split_shares(split: str) -> tuple[float, float, float]:
-    """Return the shares in a `--split`. (Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.)
+    """Return the shares in a `--split`; 0 if not given.
+
+    Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.
 
     Raises:
         ConfigurationError: there are no shares, too many, none for training, or a share is not a plain number.
@@ -99,7 +93,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
     words = split.replace(",", " ").split()
     numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
     if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
-        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
+        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test, as in 969,30,1")
     train, valid, test = map(float, (*words, "0", "0")[:3])
     return train, valid, test
 
@@ -109,7 +103,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
     ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
     if ways == 0:
-        yield "give the data as --data-path or as --mock-data"
+        yield "there is no data: give --data-path or --mock-data"
     elif ways > 1:
         yield (
             "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
@@ -120,7 +114,7 @@ def data_problems(data: DataConfig) -> Iterator[str]:
     if data.split != DataConfig.split and not (data.divided or data.mock_data):
         yield f"--split {data.split!r} divides --data-path or --data-args-path: leave it out"
     try:
-        data.split_shares()
+        split_shares(data.split)
     except ConfigurationError as error:
         yield str(error)
     yield from _forms_of_data(data)
@@ -130,7 +124,7 @@ def _forms_of_data(data: DataConfig) -> Iterator[str]:
     if data.sft and (data.mock_data or data.fim_data):
         yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
     if data.sft and data.eod_mask_loss:
-        yield "--eod-mask-loss is for token files: with --sft the loss counts on answers alone"
+        yield "--eod-mask-loss is for token files: with --sft only answers have a loss"
     if not data.sft:
         yield from needs(data, "chat_template", "--sft")
     if not data.fim_data:
@@ -150,7 +144,7 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
             yield f"--tokenizer-type {kind} needs {flag}, its file"
         elif not reads and value != getattr(DataConfig, name):
             given = " ".join(value) if isinstance(value, tuple) else value
-            yield f"--tokenizer-type {kind} reads no {flag} ({given})"
+            yield f"--tokenizer-type {kind} does not use {flag} ({given}): leave it out"
     if kind == "NullTokenizer" and vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
 
@@ -158,7 +152,7 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
 def evaluation_problems(data: DataConfig, eval_iters: int) -> Iterator[str]:
     """Yield a line if evaluations are configured but there is no validation data."""
     with suppress(ConfigurationError):  # `data_problems` reports a split that cannot be parsed
-        if eval_iters and data.divided and data.split_shares()[1] == 0:
+        if eval_iters and data.divided and split_shares(data.split)[1] == 0:
             yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
     if eval_iters and data.train_data_path and not data.valid_data_path:
         yield "there is nothing to validate on: give --valid-data-path, or --eval-iters 0"

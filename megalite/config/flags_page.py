@@ -30,7 +30,7 @@ _SETTLED = """
 
 They are accepted, with a note when a run starts.
 
-| what is so already | flags |
+| what is already so | flags |
 |---|---|
 """
 _WORDS = {int: "whole number", float: "number", str: "text"}

@@ -11,23 +11,24 @@ class KernelsConfig:
     """Options of how operations are computed; the results are the same except for rounding."""
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
-    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    """Triton's kernels, plain PyTorch (reference), or Triton on GPUs and PyTorch elsewhere (auto)."""
     persist_layer_norm: bool = True
-    """Norms by their kernels. Off: in plain PyTorch, whatever kernels says; so with each fusion that follows."""
+    """Compute norms by their kernels. Off: in plain PyTorch, whatever kernels says; the same for the fusions below."""
     bias_dropout_fusion: bool = True
-    """Add a residual in the kernel of the norm behind it."""
+    """Add a residual in the kernel of the norm that follows."""
     bias_gelu_fusion: bool = True
-    """GELU by its kernels. --no-bias-gelu-fusion also makes it exact, as in Megatron-LM."""
+    """Compute GELU by its kernels. --no-bias-gelu-fusion also makes it exact, as in Megatron-LM."""
     bias_swiglu_fusion: bool = True
-    """SwiGLU and GeGLU by their kernels."""
+    """Compute SwiGLU and GeGLU by their kernels."""
     rope_fusion: bool = True
-    """Rotary position embeddings by their kernel."""
+    """Compute rotary position embeddings by their kernel."""
     cross_entropy_loss_fusion: bool = True
-    """The loss by its kernels."""
+    """Compute the loss by its kernels."""
     fused_linear_cross_entropy: bool = False
-    """Compute the loss with the output layer, over chunks of tokens: logits are never whole, and are computed again."""
+    """Compute output layer and loss together, over chunks of tokens: only a part of the logits exists at a time, and
+    backward computes them again."""
     compile: bool = False
-    """Compile each layer by torch.compile: what is between its matrix products, attention and Triton's kernels."""
+    """Compile each layer by torch.compile, except for its matrix products, attention and Triton's kernels."""
 
     @property
     def to_reference(self) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any
 
 from megalite.errors import ConfigurationError
 
@@ -24,38 +24,11 @@ CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
 """Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""
 
 
-class AcceptedValues(TypedDict):
-    """Values of a flag that are accepted because they are already so, and why other values are refused."""
-
-    values: str
-    why: str
-
-
-class RefusedFlags(TypedDict):
-    """Flags that are refused for one reason."""
-
-    why: str
-    flags: str
-
-
-class Tables(TypedDict):
-    """Tables of the file; its comments explain each table."""
-
-    aliases: Mapping[str, str]
-    shorthands: Mapping[str, Sequence[str]]
-    value_shorthands: Mapping[str, Mapping[str, Sequence[str]]]
-    already_so: Mapping[str, str]
-    removed: Mapping[str, str]
-    accepted_values: Mapping[str, AcceptedValues]
-    refused_values: Mapping[str, Mapping[str, str]]
-    refused: Mapping[str, RefusedFlags]
-
-
 @cache
-def tables() -> Tables:
-    """Read the file, when it is first needed: only a command line needs it."""
+def tables() -> dict[str, Any]:
+    """Read the file, whose comments explain each table, when it is first needed: only a command line needs it."""
     with Path(__file__).with_suffix(".toml").open("rb") as file:
-        return cast(Tables, tomllib.load(file))
+        return tomllib.load(file)
 
 
 def reason(name: str) -> str:

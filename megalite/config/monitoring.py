@@ -17,17 +17,18 @@ class LoggingConfig:
     log_interval: PositiveInt = 100
     """Steps between lines on the screen."""
     metrics_path: str | None = None
-    """File that gets one JSON object a step; unset: metrics.jsonl in the run directory."""
+    """File with one JSON object per step; unset: metrics.jsonl in the run directory."""
     log_params_norm: bool = False
-    """Record in every step the norm of all parameters, and of each group of parameters that and the gradient's."""
+    """Record in every step the norm of all parameters, and for each group of parameters the norms of parameters and
+    gradients."""
     log_num_zeros_in_grad: bool = False
     """Record in every step how many elements of the gradient are zero."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard events."""
     tensorboard_log_interval: PositiveInt = 1
-    """Steps between those that TensorBoard gets."""
+    """Steps between two that are written to TensorBoard."""
     log_loss_scale_to_tensorboard: bool = True
-    """TensorBoard gets the loss scale, too."""
+    """Write the loss scale to TensorBoard, too."""
     log_validation_ppl_to_tensorboard: bool = False
     """Record the perplexity of evaluations, too."""
     log_world_size_to_tensorboard: bool = False
@@ -39,9 +40,9 @@ class ProfilingConfig:
     """Options of profiling chosen steps. Without any flag, `touch DIR/PROFILE` makes a run trace its next steps."""
 
     profile: bool = False
-    """Profile steps profile-step-start + 1 to profile-step-end: for nsys, or with use-pytorch-profiler by torch."""
+    """Profile steps profile-step-start + 1 to profile-step-end, by nsys or (use-pytorch-profiler) by torch."""
     use_pytorch_profiler: bool = False
-    """With profile: write traces by torch's profiler into the run directory, or else into tensorboard-dir."""
+    """Let profile write traces by torch's profiler, into the run directory, or else into tensorboard-dir."""
     profile_step_start: NonNegativeInt = 10
     """Profile the steps after this one."""
     profile_step_end: PositiveInt = 12
@@ -49,16 +50,16 @@ class ProfilingConfig:
     profile_ranks: tuple[int, ...] = (0,)
     """Ranks that are profiled."""
     pytorch_profiler_collect_shapes: bool = False
-    """Traces have the shapes of what operations get."""
+    """Record the shapes of operands in traces."""
     pytorch_profiler_collect_callstack: bool = False
-    """Traces have the lines of Python that operations come from."""
+    """Record the Python call stacks of operations in traces."""
     record_shapes: bool = False
-    """The same of the shapes for nsys."""
+    """Record the shapes of operands for nsys."""
     record_memory_history: bool = False
-    """Record what CUDA's allocator gives and takes, and write a snapshot of it every log-interval steps, of
-    profile-ranks, and of any rank that runs out of memory."""
+    """Record allocations and frees of CUDA memory. Snapshots are written every log-interval steps by profile-ranks, and
+    by any rank that runs out of memory."""
     memory_snapshot_path: str = "snapshot.pickle"
-    """File of such a snapshot, which gets the rank into its name."""
+    """File of such a snapshot; the rank is added to its name."""
     profile_pipeline: PositiveInt | None = None
     """Step whose measured time line of all pipeline ranks is written to the run directory, as a picture and a trace."""
 
@@ -68,17 +69,17 @@ class WatchdogConfig:
     """Options of the watchdog, which detects a run that hangs, reports the missing rank, and ends the run."""
 
     watchdog: bool = True
-    """End a run that hangs, and name a rank that dies. A debugger's breakpoint looks like a hang: off, then."""
+    """End a run that hangs, and name a rank that dies. Turn off for a debugger: a breakpoint looks like a hang."""
     watchdog_min_seconds: PositiveFloat = 120.0
-    """A section of a run (data, step, evaluation, ...) hangs after five times the longest so far, but not before."""
+    """Least time after which a section (data, step, evaluation, ...) hangs; it is five times the longest so far."""
     timing_interval: NonNegativeInt = 100
-    """Steps between lines that say where ranks spend their time, and which is the slowest; 0: none."""
+    """Steps between lines about where ranks spend their time, and which is the slowest; 0: none."""
 
 
 def logging_problems(logging: LoggingConfig) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if logging.tensorboard_dir is not None and is_url(logging.tensorboard_dir):
-        yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
+        yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard appends to its files, which needs a folder"
     metrics = logging.metrics_path
     if metrics is not None and not is_url(metrics) and os.path.isdir(metrics):
         yield f"--metrics-path {metrics} is a folder: give a file, as {metrics.rstrip('/')}/metrics.jsonl"
@@ -96,10 +97,10 @@ def profiling_problems(
     if step is not None and last is not None and step > last:
         yield f"--profile-pipeline {step} is beyond --train-iters {last}"
     if not profiling.profile_ranks:
-        yield "--profile-ranks names no rank"
+        yield "--profile-ranks is empty: give at least one rank"
     for rank in profiling.profile_ranks:
         if not 0 <= rank < world_size:
-            yield f"--profile-ranks {rank}: there are ranks 0 to {world_size - 1}"
+            yield f"--profile-ranks {rank}: there are only ranks 0 to {world_size - 1}"
     start, end = profiling.profile_step_start, profiling.profile_step_end
     if not profiling.profile:
         yield from needs(profiling, "use_pytorch_profiler profile_step_start profile_step_end", "--profile")
@@ -114,7 +115,7 @@ def profiling_problems(
     if not by_torch and save is None:
         yield from needs(profiling, "pytorch_profiler_collect_*", "--profile --use-pytorch-profiler, or --save")
     if not profiling.profile or by_torch:
-        yield from needs(profiling, "record_shapes", "--profile without --use-pytorch-profiler, which is for nsys")
+        yield from needs(profiling, "record_shapes", "--profile without --use-pytorch-profiler: it is for nsys")
     if not profiling.record_memory_history:
         yield from needs(profiling, "memory_snapshot_path", "--record-memory-history")
         if not profiling.profile and save is None:

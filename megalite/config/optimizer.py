@@ -53,22 +53,22 @@ class OptimizerConfig:
     """Options of the weight updates. An iteration of the schedule counts as one global batch of samples."""
 
     lr: NonNegativeFloat
-    """Highest learning rate; under noam the factor of its formula."""
+    """Highest learning rate; with noam, the factor of its formula."""
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
-    """Whose adam and sgd: torch's fused kernels, megalite's (Triton's or plain operations, by --kernels), or apex's.
-    auto: megalite's on GPUs with Triton; else torch's where they can keep what is to be kept, or megalite's."""
+    """Implementation of adam and sgd: torch's fused kernels, megalite's (Triton or plain operations, by --kernels), or
+    apex's. auto: megalite's on GPUs with Triton; otherwise torch's if they support the dtypes, or megalite's."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after the end of the decay."""
     decoupled_lr: NonNegativeFloat | None = None
-    """Lr of the word embedding and the output layer; unset: that of the rest."""
+    """Learning rate (lr) of the word embedding and the output layer; unset: lr."""
     decoupled_min_lr: NonNegativeFloat | None = None
-    """Their min-lr; unset: that of the rest."""
+    """Minimum learning rate of the same two; unset: min-lr."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "noam"] = "linear"
     """Shape of the decay after the warm-up; WSD: warm-up, stable, decay; noam: lr / sqrt(hidden-size * step)."""
     lr_decay_iters: PositiveInt | None = None
-    """Iterations until min-lr is reached; unset: the whole run."""
+    """Iterations until min-lr is reached; unset: all of the run."""
     lr_decay_samples: PositiveInt | None = None
     """The same in samples, for runs with train-samples."""
     lr_warmup_iters: NonNegativeInt = 0
@@ -92,11 +92,11 @@ class OptimizerConfig:
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (biases and norms have none)."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of weight decay over the run; constant: it is weight-decay."""
+    """Shape of the rise of weight decay over the run; constant: always weight-decay."""
     start_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at the start of the run, where it rises."""
+    """Weight decay at the start of the run, if it rises."""
     end_weight_decay: NonNegativeFloat | None = None
-    """Weight decay at its end."""
+    """Weight decay at the end of the run, if it rises."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
     adam_beta1: ShareBelowOne = 0.9
@@ -104,35 +104,35 @@ class OptimizerConfig:
     adam_beta2: ShareBelowOne = 0.999
     """Adam's decay of the second moment."""
     adam_eps: PositiveFloat = 1e-8
-    """Added to the root of Adam's second moment."""
+    """Number added to the root of Adam's second moment."""
     sgd_momentum: ShareBelowOne = 0.9
     """Momentum of sgd."""
     muon_momentum: ShareBelowOne = 0.9
-    """Muon's decay of the momentum."""
+    """Momentum of muon."""
     muon_nesterov: bool = False
-    """Let the gradient count once more beside the momentum."""
+    """Use Nesterov momentum for muon."""
     muon_num_ns_steps: Annotated[PositiveInt, at_most(100)] = 5
-    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    """Number of Newton-Schulz steps with which Muon orthogonalizes an update."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
-    """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
+    """Coefficients of these steps: one set, five sets in turn, or eight sets, of which the last repeats."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
     muon_extra_scale_factor: PositiveFloat = 1.0
-    """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
+    """Additional factor of Muon's updates; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
-    """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
+    """Precision of the Newton-Schulz steps: bf16 (medium) or fp32 (high)."""
     use_precision_aware_optimizer: bool = False
-    """With bf16 or fp16: let the optimizer keep what it keeps in the four dtypes that follow."""
+    """Let the optimizer use the four dtypes that follow; needs bf16 or fp16."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the buffers in which gradients are added up and reduced."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     """Dtype of the master weights."""
     store_param_remainders: bool = False
-    """With bf16: keep of each fp32 master what its parameter lacks of it, 16 bits instead of 32; no bit changes."""
+    """Keep each fp32 master as the 16 bits that its bf16 parameter lacks, bit for bit; needs bf16."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
-    """Dtype of Adam's average of gradients, or of sgd's and muon's momentum. int8 and fp8: in blocks of one scale."""
+    """Dtype of Adam's average of gradients, or of sgd's and muon's momentum. int8 and fp8: one scale per block."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Dtype of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
+    """Dtype of Adam's average of their squares. int8 and fp8: of its root, one scale per block."""
 
     @property
     def narrow(self) -> dict[str, str]:
@@ -162,7 +162,7 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
     kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
     if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
         wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
-        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
+        yield f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {kind}: give {wanted}"
     yield from _what_is_kept(optimizer, training)
 
 
@@ -170,7 +170,7 @@ def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Itera
     """Refuse optimizer state that the back end does not support, or not in this precision."""
     backend = optimizer.optimizer_backend
     if backend == "apex" and training.fp64:
-        yield "--optimizer-backend apex knows no --fp64: leave it out"
+        yield "--optimizer-backend apex does not support --fp64: leave one out"
     for name, dtype in optimizer.narrow.items():
         flag = f"{flag_of(name)} {dtype}"
         if not optimizer.use_precision_aware_optimizer:
@@ -178,33 +178,33 @@ def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Itera
         elif not (training.bf16 or training.fp16):
             yield f"{flag} needs --bf16 or --fp16"
         if name != "main_grads_dtype" and backend in ("torch", "apex"):
-            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+            yield f"{flag} needs --optimizer-backend megalite (or auto), not {backend}"
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum and "exp_avg_dtype" in optimizer.narrow:
-        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 has no average"
     name, row = optimizer.optimizer, RULE_FLAGS[optimizer.optimizer]
     if not row.squares and "exp_avg_sq_dtype" in optimizer.narrow:
-        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} keeps no squares"
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} has no average of squares"
     if not row.eight_bits and optimizer.exp_avg_dtype in _EIGHT_BITS:
         others = " and ".join(other for other, its in RULE_FLAGS.items() if its.eight_bits)
-        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of {others}: {name}'s momentum is not in 8 bits"
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is for {others} only: {name}'s momentum cannot have 8 bits"
     if optimizer.exp_avg_sq_dtype in _EIGHT_BITS and optimizer.adam_eps < _LEAST_EPSILON:
         dtype = optimizer.exp_avg_sq_dtype
         yield (
-            f"--adam-eps {optimizer.adam_eps} with --exp-avg-sq-dtype {dtype}, where averages with a root below 3e-14 "
-            f"are zeros; give {_LEAST_EPSILON} or more"
+            f"--adam-eps {optimizer.adam_eps} is too small for --exp-avg-sq-dtype {dtype}, which rounds averages with "
+            f"a root below 3e-14 to zero: give {_LEAST_EPSILON} or more"
         )
     if optimizer.store_param_remainders:
         yield from _remainders(optimizer, training)
     if training.fp16 and optimizer.main_params_dtype == "fp16":
-        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
+        yield "--main-params-dtype fp16 with --fp16 has no more precise weights: use --bf16, or keep fp32"
 
 
 def _remainders(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
     flag = "--store-param-remainders"
     if not training.bf16:
-        yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
+        yield f"{flag} needs --bf16: it stores the bits of fp32 masters that bf16 parameters do not have"
     if optimizer.main_params_dtype != "fp32":
-        yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
+        yield f"{flag} stores fp32 masters, not --main-params-dtype {optimizer.main_params_dtype}: drop one"
     if not RULE_FLAGS[optimizer.optimizer].remainders:
         yield f"{flag} needs --optimizer {' or '.join(name for name, row in RULE_FLAGS.items() if row.remainders)}"
     if optimizer.optimizer_backend in ("torch", "apex"):

@@ -52,49 +52,49 @@ class ParallelConfig:
     context_parallel_size: PositiveInt = 1
     """Ranks that each hold a part of every sequence (short: --cp)."""
     expert_model_parallel_size: PositiveInt = 1
-    """Ranks among which the experts of a layer are dealt (short: --ep)."""
+    """Ranks over which the experts of a layer are distributed (short: --ep)."""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each expert's matrices (short: --etp); unset: tensor-model-parallel-size."""
     pipeline_schedule: ScheduleName | None = None
-    """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
+    """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages per rank."""
     num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
-    """Layers of a stage, where a rank holds several stages; their number follows."""
+    """Layers per stage if a rank has several stages; their number is derived from it."""
     num_virtual_stages_per_pipeline_rank: Annotated[PositiveInt, at_most(MOST_LAYERS)] | None = None
-    """Stages of a rank; unset: 1, with zb-v 2, or as the two other ways to say it give."""
+    """Stages per rank; unset: 2 with zb-v, or derived from the two related flags, else 1."""
     pipeline_model_parallel_layout: str | None = None
     """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
-    repeat, as in "Ett|(ttt|)*6ttL". The stages go round the pipeline ranks."""
+    repeat, as in "Ett|(ttt|)*6ttL". Stages are assigned to the pipeline ranks in rounds."""
     decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
     decoder_last_pipeline_num_layers: PositiveInt | None = None
     """Layers of the last pipeline rank; unset: as many as the others."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Give the first stage one layer less, for the embedding."""
+    """Give the first stage one layer less, because of the embedding."""
     account_for_loss_in_pipeline_split: bool = False
-    """Give the last stage one layer less, for the output layer and the loss."""
+    """Give the last stage one layer less, because of the output layer and the loss."""
     microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
-    """Micro-batches that go through a stage before the rank's next one; unset: pipeline-model-parallel-size."""
+    """Micro-batches that go through a stage before the rank's next stage; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
-    """Compute while messages between stages travel; off: wait for each that is sent."""
+    """Overlap messages between stages with computation; off: wait for each send."""
     sequence_parallel: bool = False
-    """Split activations between the matrices along the sequence, over the tensor-parallel ranks."""
+    """Split activations outside the matrix products along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state and master weights over the data-parallel ranks (ZeRO 1)."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
     """State that stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
     num_distributed_optimizer_instances: PositiveInt = 1
-    """Groups of data-parallel (and context-parallel) ranks that each hold a whole set of shards (hybrid sharding)."""
+    """Groups of data-parallel (and context-parallel) ranks that each hold all shards once (hybrid sharding)."""
     overlap_grad_reduce: bool = False
-    """Reduce each bucket of gradients while backward goes on."""
+    """Overlap the reduction of gradient buckets with backward."""
     overlap_param_gather: bool = False
-    """Gather updated parameters while the next forward goes on."""
+    """Overlap the gathering of updated parameters with the next forward."""
     ddp_bucket_size: PositiveInt | None = None
-    """Parameters in a bucket of the gradient reduction; unset, with overlap-grad-reduce: max(40 million,
-    1 million x data-parallel size); without, one bucket (one a block under ZeRO 2 and 3)."""
+    """Parameters per bucket of the gradient reduction; unset: max(40 million, 1 million x data-parallel size) with
+    overlap-grad-reduce; one bucket without it (one per block under ZeRO 2 and 3)."""
     align_grad_reduce: bool = True
-    """With overlap-grad-reduce and several stages a rank: all pipeline ranks begin to reduce a stage together."""
+    """Let all pipeline ranks start to reduce a stage together, for overlap-grad-reduce with several stages per rank."""
     grad_reduce_in_bf16: bool = False
-    """With bf16: accumulate and reduce gradients in bf16 instead of fp32."""
+    """Accumulate and reduce gradients in bf16 instead of fp32; needs bf16."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; unset: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: PositiveInt = 10
@@ -147,8 +147,3 @@ class ParallelConfig:
         if self.data_parallel_sharding_strategy is None:
             return 1 if self.use_distributed_optimizer else 0
         return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
-
-    @property
-    def accumulate_allreduce_grads_in_fp32(self) -> bool:
-        """True if gradients of bf16 parameters are accumulated and reduced in fp32."""
-        return not self.grad_reduce_in_bf16

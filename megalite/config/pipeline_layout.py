@@ -22,9 +22,9 @@ _FLAG = "--pipeline-model-parallel-layout"
 _MOST_LETTERS = 100_000
 _FOREIGN = {
     "m": "m is a layer of multi-token prediction, which megalite does not have: leave it out",
-    "(": "a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3",
-    ")": "a bracket is opened, holds no other, and says how often it is repeated, as in (tt|)*3",
-    "*": "* stands between a letter, | or bracket and how often it is repeated, as in t*3",
+    "(": "a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3",
+    ")": "a bracket must be opened, contain no other, and be followed by a count, as in (tt|)*3",
+    "*": "* must be between a letter, | or bracket and a count, as in t*3",
 }
 _NUMBERS_OF_STAGES = """num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     pipeline_model_parallel_layout"""
@@ -54,13 +54,15 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of_letters(parallel.pipeline_model_parallel_layout)
         what = f"{len(stages)} stages of --pipeline-model-parallel-layout {parallel.pipeline_model_parallel_layout!r}"
-        return _dealt(what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |")
+        return _divided_evenly(
+            what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |"
+        )
     each = parallel.num_layers_per_virtual_pipeline_stage
     if each is not None:
         what, layers = _layers_to_share(model, parallel)
-        of_rank = _dealt(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
+        of_rank = _divided_evenly(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
         stages_of = f"stages of {each} (--num-layers-per-virtual-pipeline-stage)"
-        return _dealt(f"{of_rank} layers of a rank", of_rank, each, stages_of)
+        return _divided_evenly(f"{of_rank} layers per rank", of_rank, each, stages_of)
     return parallel.num_virtual_stages_per_pipeline_rank or shape(parallel).chunks or 1
 
 
@@ -88,7 +90,9 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         layers = _even(model, parallel, chunks)
     else:
         over = f"its {chunks} stages: change --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        of_ranks = [_dealt(f"{count} layers of a rank", count, chunks, over) for count in _uneven(model, parallel)]
+        of_ranks = [
+            _divided_evenly(f"{count} layers of one rank", count, chunks, over) for count in _uneven(model, parallel)
+        ]
         layers = [of_ranks[rank] for rank in _ranks_of_stages(parallel, chunks)]
     last = len(layers) - 1
     return tuple(
@@ -107,7 +111,7 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
     for rank, stage in zip(_ranks_of_stages(parallel, chunks), stages, strict=True):
         ranks[rank].append(stage)
     held, schedule = sum(stage.layers for stage in stages), schedule_name(model, parallel)
-    each = f", {chunks} a rank" if chunks > 1 else ""
+    each = f", {chunks} per rank" if chunks > 1 else ""
     lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}, schedule {schedule}"]
     alike = groupby(range(len(ranks)), lambda rank: [(s.layers, s.embedding, s.loss) for s in ranks[rank]])
     for kind, numbers in alike:
@@ -137,10 +141,10 @@ def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int
     what, layers = _layers_to_share(model, parallel)
     ranks = parallel.pipeline_model_parallel_size
     count = ranks * chunks
-    stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} of a rank' if chunks > 1 else ''})"
+    stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} per rank' if chunks > 1 else ''})"
     if count > layers:
-        raise ConfigurationError(f"{stages} are more than {what}: take fewer")
-    each = _dealt(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
+        raise ConfigurationError(f"{stages} are more than {what}: use fewer")
+    each = _divided_evenly(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
     stage_sizes = [each] * count
     stage_sizes[0] -= parallel.account_for_embedding_in_pipeline_split
     stage_sizes[-1] -= parallel.account_for_loss_in_pipeline_split
@@ -157,8 +161,8 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     what = f"--num-layers {model.num_layers} less {' and '.join(given)} leaves {rest} layers, which"
     over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
     if rest < others or (rest and not others):
-        raise ConfigurationError(f"{what} cannot be dealt to {over}")
-    middle = [_dealt(what, rest, others, over)] * others if others else []
+        raise ConfigurationError(f"{what} cannot be divided among {over}")
+    middle = [_divided_evenly(what, rest, others, over)] * others if others else []
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
 
 
@@ -171,10 +175,10 @@ def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str,
     return words, count
 
 
-def _dealt(what: str, count: int, parts: int, over: str) -> int:
+def _divided_evenly(what: str, count: int, parts: int, over: str) -> int:
     """Return `count` divided by `parts`. Raises ConfigurationError if there is a remainder."""
     if count % parts:
-        raise ConfigurationError(f"{what} cannot be dealt evenly to {over}")
+        raise ConfigurationError(f"{what} cannot be divided evenly among {over}")
     return count // parts
 
 
@@ -187,7 +191,7 @@ def stages_of_letters(layout: str) -> list[str]:
     text = _written_out(layout)
     for letter in text:
         if letter not in "EtL|":
-            meaning = _FOREIGN.get(letter, f"{letter!r} has no meaning: E embedding, t layer, L loss, | next stage")
+            meaning = _FOREIGN.get(letter, f"{letter!r} is unknown: E embedding, t layer, L loss, | next stage")
             raise ConfigurationError(f"{_FLAG} {shown(layout)}: {meaning}")
     return text.split("|")
 
@@ -206,13 +210,12 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
         if count != 1 or there != letter:
             found = f"{count} times" if count != 1 else "elsewhere"
             raise ConfigurationError(
-                f"{_FLAG} {shown(layout)}: {letter}, {name}, stands once, {place} of all, not {found}"
+                f"{_FLAG} {shown(layout)}: {letter} ({name}) must be there once, {place} of all, not {found}"
             )
     layers = [stage.count("t") for stage in stages]
     if sum(layers) != num_layers:
         raise ConfigurationError(
-            f"{_FLAG} {shown(layout)} holds {sum(layers)} layers (t), and --num-layers is {num_layers}: make them the "
-            "same"
+            f"{_FLAG} {shown(layout)} has {sum(layers)} layers (t), but --num-layers is {num_layers}: make them equal"
         )
     return layers
 
@@ -224,7 +227,7 @@ def _written_out(layout: str) -> str:
     def repeated(match: re.Match[str]) -> str:
         nonlocal room
         if len(match[2].lstrip("0")) > 4 or (room := room - len(match[1]) * int(match[2])) < 0:
-            raise ConfigurationError(f"{_FLAG}: *{match[2][:20]} is more than any model has layers")
+            raise ConfigurationError(f"{_FLAG}: *{match[2][:20]} is more layers than any model has")
         return match[1] * int(match[2])
 
     text = layout.replace(",", "")
@@ -252,25 +255,25 @@ def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str 
     if not parallel.overlap_grad_reduce:
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
-        return "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)"
+        return "since gradients are reduced after every micro-batch (ZeRO 2 and 3)"
     if shape(parallel).v_shaped:
         return f"with {parallel.pipeline_schedule}, whose chunks end in another order"
     try:
         chunks = virtual_stages(model, parallel)
     except ConfigurationError:  # `validate` reports it
         return None
-    return "with one stage a rank" if chunks == 1 else None
+    return "with one stage per rank" if chunks == 1 else None
 
 
 def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
     """Refuse flags that set the same thing in two ways, or that need a pipeline if there is none."""
     ways = given(parallel, _NUMBERS_OF_STAGES)
     if len(ways) > 1:
-        yield f"{' and '.join(ways)} each give the stages of a rank: keep one"
+        yield f"{' and '.join(ways)} each set the stages per rank: keep one"
     ends, accounts = given(parallel, _FIRST_AND_LAST), given(parallel, _ACCOUNTS)
     if parallel.pipeline_model_parallel_layout is not None:
         for flag in (*ends, *accounts):
-            yield f"--pipeline-model-parallel-layout says what each stage holds: leave {flag} out"
+            yield f"--pipeline-model-parallel-layout says what each stage contains: leave {flag} out"
     elif ends and accounts:
         yield f"{' and '.join((*ends, *accounts))} are two ways to make stages uneven: choose one"
     elif ends and parallel.num_layers_per_virtual_pipeline_stage is not None:
@@ -284,16 +287,16 @@ def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     ranks, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
     chunks, taken = virtual_stages(model, parallel), shape(parallel).chunks
     if name is not None and taken is None and chunks == 1:
-        yield f"--pipeline-schedule {name} takes several stages a rank: --num-virtual-stages-per-pipeline-rank"
+        yield f"--pipeline-schedule {name} needs several stages per rank: --num-virtual-stages-per-pipeline-rank"
     elif name is not None and taken not in (None, chunks):
-        wanted, other = ("one stage", ": interleaved-1f1b takes several") if taken == 1 else (f"{taken} stages", "")
-        yield f"--pipeline-schedule {name} takes {wanted} a rank, not {chunks}{other}"
+        wanted, other = ("one stage", ": interleaved-1f1b is for several") if taken == 1 else (f"{taken} stages", "")
+        yield f"--pipeline-schedule {name} needs {wanted} per rank, not {chunks}{other}"
     elif taken != chunks and chunks > 1 and ranks == 1:
-        yield f"{chunks} stages a rank need --pipeline-model-parallel-size 2 or more"
+        yield f"{chunks} stages per rank need --pipeline-model-parallel-size 2 or more"
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
         if schedule_name(model, parallel) != "interleaved-1f1b":
-            yield f"{flag} needs several stages a rank, and the schedule interleaved-1f1b"
+            yield f"{flag} needs several stages per rank, and the schedule interleaved-1f1b"
         elif group < ranks:
             yield f"{flag} is less than --pipeline-model-parallel-size {ranks}: each group must keep all ranks busy"

@@ -1,46 +1,21 @@
-"""Common code of the commands: flags from a frozen dataclass, and one message and exit code per error."""
+"""Flags of a command, from a frozen dataclass."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
+from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
-from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
-from megalite.process.output import require_streams
-from megalite.small_files import shown
+from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
 
 Arguments = TypeVar("Arguments")
-_AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)
-"""Largest values of flags for things that are started one by one. Other integers are from -2^53 to 2^53."""
-
-
-def run_tool(main: Callable[[], None]) -> None:
-    """Run a command. An error that a user can cause ends it with a message and an exit code; Ctrl-C and SIGTERM end it
-    cleanly."""
-    require_streams()
-    # SIGTERM raises an exception, as Ctrl-C does, so that temporary files are removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        main()
-    except MegaliteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-    except BrokenPipeError:  # the reader of the output has ended, for example `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing it at the end must not fail again
-        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse_tool_arguments(
@@ -57,7 +32,7 @@ def parse_tool_arguments(
         repeated: a flag with several values is given once per value; otherwise once with all values.
 
     Raises:
-        ConfigurationError: a flag is unknown, a value is blank, or a number is too large.
+        ConfigurationError: a flag is unknown, a value is blank, or a number is not in its range.
         SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, with a message.
     """
     import tyro
@@ -75,11 +50,8 @@ def parse_tool_arguments(
         )
     except SystemExit as ending:
         sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another code comes from --help or a signal
-    for field in dataclasses.fields(parsed):  # type: ignore[arg-type]
-        value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
-        if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
-            flag = f"--{field.name.replace('_', '-')}"
-            raise ConfigurationError(f"{flag} {shown(value)} must be a number, at most {most:,}")
+    if problems := list(range_problems(parsed)):
+        raise ConfigurationError("\n".join(problems))
     return parsed
 
 
@@ -98,8 +70,7 @@ def _in_full(argument: str) -> str:
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:
     # If a flag is missing, tyro makes no suggestion for a misspelt flag, which is probably the missing one.
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
-    known = ["--help", *(f"--{name}" for name in names)]
+    known = ["--help", *(flag_of(field.name) for field in dataclasses.fields(arguments))]  # type: ignore[arg-type]
     for argument in argv:
         flag = argument.split("=")[0].replace("_", "-")
         if not flag.startswith("--") or flag in known or flag.replace("--no-", "--") in known:

@@ -23,11 +23,11 @@ class TrainingConfig:
     """Options of the training loop: its length, precision, evaluations and exits."""
 
     micro_batch_size: PositiveInt
-    """Samples one forward of one rank takes."""
+    """Samples that one forward of one rank processes."""
     global_batch_size: PositiveInt | None = None
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
-    """Grow the global batch from the first number, by the second in equal parts, over so many samples."""
+    """START INCREMENT SAMPLES: increase the global batch from START by INCREMENT, evenly over so many samples."""
     train_iters: PositiveInt | None = None
     """Steps to train; either this or train-samples."""
     train_samples: PositiveInt | None = None
@@ -45,39 +45,39 @@ class TrainingConfig:
     bf16: bool = False
     """Compute in bfloat16, with fp32 master weights."""
     fp16: bool = False
-    """Weights and activations in fp16, the optimizer in fp32, the loss scaled against underflow."""
+    """Compute in fp16, with the optimizer in fp32 and a loss scale against underflow."""
     loss_scale: PositiveFloat | None = None
-    """With fp16: a constant loss scale; unset: a dynamic one."""
+    """Constant loss scale of fp16; unset: a dynamic one."""
     initial_loss_scale: PositiveFloat = 2.0**32
-    """Start of a dynamic loss scale."""
+    """Initial value of a dynamic loss scale."""
     min_loss_scale: PositiveFloat = 1.0
-    """A dynamic loss scale never goes below."""
+    """Smallest value of a dynamic loss scale."""
     loss_scale_window: PositiveInt = 1000
     """Steps without an overflow after which a dynamic loss scale doubles."""
     hysteresis: PositiveInt = 2
-    """Overflows since a dynamic loss scale last grew before it halves."""
+    """Overflows, since a dynamic loss scale last doubled, after which it halves."""
     label_smoothing: ShareBelowOne = 0.0
-    """In training, of each label's probability the share that all tokens get alike; evaluation is without."""
+    """Share of each label's probability that is spread evenly over all tokens, in training only."""
     z_loss_coeff: NonNegativeFloat = 0.0
-    """In training, this times the square of log(sum(exp(logits))) is added to a token's loss; evaluation is without."""
+    """Add this times the square of log(sum(exp(logits))) to the loss of each token, in training only."""
     fp64: bool = False
     """Compute in float64, to compare layouts to the last digits."""
     rerun_mode: Literal["validate_results", "disabled"] = "validate_results"
-    """Run a step whose gradient is not finite once more, watched, and tell where it came from; or disabled."""
+    """Run a step whose gradient is not finite again and report the origin (validate_results), or do not (disabled)."""
     deterministic_mode: bool = False
-    """On GPUs use deterministic algorithms alone (on CPUs they are, at a fixed number of threads)."""
+    """Use only deterministic algorithms on GPUs (on CPUs all are, at a fixed number of threads)."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Recompute in backward instead of keeping: whole layers, or the attention core alone (selective)."""
+    """Recompute activations in backward: of entire layers (full), or only of the attention core (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full: recompute every chunk of recompute-num-layers layers, or the first recompute-num-layers layers."""
+    """Layers that full recomputes. uniform: all, in chunks of recompute-num-layers; block: only the first ones."""
     recompute_num_layers: PositiveInt | None = None
     """Layers in a chunk (uniform), or layers recomputed (block)."""
     manual_gc: bool = False
-    """Collect Python's garbage at fixed steps, on all ranks at once, instead of whenever it falls due."""
+    """Run Python's garbage collection on all ranks in the same steps, instead of whenever Python decides."""
     manual_gc_interval: NonNegativeInt = 0
-    """Steps between such collections; 0: none but those around evaluation."""
+    """Steps between such collections; 0: only before evaluations."""
     manual_gc_eval: bool = True
-    """With manual-gc: also collect before an evaluation."""
+    """Collect garbage also before each evaluation, if manual-gc is on."""
 
     @property
     def dtype(self) -> str:
@@ -96,10 +96,10 @@ def training_problems(training: TrainingConfig) -> Iterator[str]:
     dynamic = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     if not training.fp16:
         for name in changed(training, f"loss_scale {dynamic}"):
-            yield f"{flag_of(name)} scales the loss of --fp16, which is not given"
+            yield f"{flag_of(name)} scales the loss of --fp16: add --fp16, or leave it out"
     if training.loss_scale is not None:
         for name in changed(training, dynamic):
-            yield f"{flag_of(name)} steers a dynamic loss scale; --loss-scale makes it constant: drop one"
+            yield f"{flag_of(name)} is for a dynamic loss scale, but --loss-scale makes it constant: drop one"
     if training.min_loss_scale > training.initial_loss_scale:
         yield (
             f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale "
@@ -116,11 +116,11 @@ def _ramp(training: TrainingConfig) -> Iterator[str]:
     start, increment, samples = training.rampup_batch_size
     flag = f"--rampup-batch-size {start} {increment} {samples}"
     if training.train_samples is None:
-        yield f"{flag} needs --train-samples: steps of different sizes do not tell how much is trained on"
+        yield f"{flag} needs --train-samples: steps of different sizes do not say how much is trained on"
     elif training.train_samples < start:
         yield f"--train-samples {training.train_samples} is less than the first batch of {flag}"
     final = training.global_batch_size or start
     if min(start, increment, samples) < 1:
         yield f"{flag}: the start, the increment and the samples must be at least 1"
     elif start > final or (final - start) % increment:
-        yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"
+        yield f"{flag} does not go from {start} in steps of {increment} to --global-batch-size {final}"

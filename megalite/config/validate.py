@@ -165,7 +165,7 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     for names in [names for size, names in groups.items() if world_size % size]:
         sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
         flags = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items() if size > 1)
-        yield f"{world_size} ranks do not divide into groups of {flags}"
+        yield f"{world_size} ranks cannot be divided into groups of {flags}"
 
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
@@ -190,7 +190,7 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _to_come(config: RunConfig) -> Iterator[str]:
-    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not support yet."""
+    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not yet."""
     for name, reason in (("context_parallel_size", "context"), ("expert_model_parallel_size", "experts")):
         size = getattr(config.parallel, name)
         if size > 1:
@@ -217,9 +217,9 @@ def _layout(config: RunConfig) -> Iterator[str]:
         split.append(("seq-length", config.data.seq_length))
     for flag, size in split:
         if size % tensor:
-            yield f"--{flag} {size} does not divide over --tensor-model-parallel-size {tensor}"
+            yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
     if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
-        yield "--use-distributed-optimizer shards what --data-parallel-sharding-strategy no_shard does not: drop one"
+        yield "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: drop one"
     if not parallel.overlap_grad_reduce:
         yield from needs(parallel, "overlap_param_gather", "--overlap-grad-reduce")
     if parallel.overlap_param_gather and parallel.zero_stage == 0:

@@ -21,8 +21,8 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
     yield from _phases(config, unit)
     yield from _idle(config, unit)
-    yield from _noam(config, unit)
-    yield from _bounds(config, unit)
+    yield from (_noam if optimizer.lr_decay_style == "noam" else _bounds)(config, unit)
+    yield from _decoupled(optimizer)
     if (optimizer.lr_scaling_rule is None) != (optimizer.lr_scaling_base_batch_size is None):
         yield "--lr-scaling-rule and --lr-scaling-base-batch-size need each other"
     yield from _weight_decay(optimizer)
@@ -43,7 +43,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
     warmup, decay = _lengths(config, unit)
     last = getattr(optimizer, f"lr_wsd_decay_{unit}")
     if decay is not None and warmup >= decay and optimizer.lr_decay_style not in ("constant", "noam"):
-        yield f"a warm-up of {warmup} {unit} leaves nothing of the {decay} of the whole schedule (--lr-decay-{unit})"
+        yield f"a warm-up of {warmup} {unit} is not shorter than the whole schedule of {decay} (--lr-decay-{unit})"
     if (optimizer.lr_decay_style == "WSD") != (last is not None):
         yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
     elif decay is not None and last is not None and warmup + last > decay:
@@ -64,33 +64,40 @@ def _idle(config: RunConfig, unit: str) -> Iterator[str]:
 
 
 def _noam(config: RunConfig, unit: str) -> Iterator[str]:
-    optimizer = config.optimizer
-    if optimizer.lr_decay_style != "noam":
-        return
-    if not _lengths(config, unit)[0]:
+    optimizer, warmup = config.optimizer, _lengths(config, unit)[0]
+    if not warmup:
         yield f"--lr-decay-style noam needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"
     if optimizer.lr_warmup_init:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init}: leave it out, noam's formula says where the warm-up starts"
     if getattr(optimizer, f"lr_decay_{unit}"):
-        yield f"--lr-decay-{unit}: leave it out, noam decays without an end (but --min-lr)"
+        yield f"--lr-decay-{unit}: leave it out, noam decays without an end, down to --min-lr"
+    # The highest learning rate is far below the factor --lr, so a minimum that suits another style may be too high.
+    batch_size = config.training.global_batch_size or config.training.micro_batch_size
+    steps = warmup if unit == "iters" else warmup / batch_size
+    for prefix in ("", "decoupled_"):
+        factor, lowest = getattr(optimizer, f"{prefix}lr"), getattr(optimizer, f"{prefix}min_lr")
+        if None in (factor, lowest) or not steps:
+            continue
+        highest = noam_maximum(factor, config.model.hidden_size, steps)
+        if lowest > highest:
+            flag = prefix.replace("_", "-")
+            yield (
+                f"--{flag}min-lr {lowest} is above noam's highest learning rate: --{flag}lr {factor} / "
+                f"sqrt(--hidden-size {config.model.hidden_size} x {steps:g} warm-up steps) = {highest:.3g}"
+            )
 
 
 def _bounds(config: RunConfig, unit: str) -> Iterator[str]:
     """Refuse learning rates above the highest learning rate."""
     optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
     batch_size = config.training.global_batch_size or config.training.micro_batch_size
-    if optimizer.lr_decay_style == "noam":
-        warmup = _lengths(config, unit)[0]
-        yield from _noam_minimum(config, warmup if unit == "iters" else warmup / batch_size)
-    else:
-        if optimizer.min_lr > optimizer.lr:
-            yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
-        multiplier = optimizer.learning_rate_multiplier(batch_size)
-        scaled = "" if multiplier == 1.0 else f" x {multiplier:g} of --lr-scaling-rule"
-        for flag, highest in (("--lr", optimizer.lr), ("--decoupled-lr", optimizer.decoupled_lr)):
-            if highest and optimizer.lr_warmup_init > highest * multiplier:
-                yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above {flag} {highest}{scaled}"
-    yield from _decoupled(optimizer)
+    multiplier = optimizer.learning_rate_multiplier(batch_size)
+    scaled = "" if multiplier == 1.0 else f" x {multiplier:g} of --lr-scaling-rule"
+    for flag, highest in (("--lr", optimizer.lr), ("--decoupled-lr", optimizer.decoupled_lr)):
+        if highest and optimizer.lr_warmup_init > highest * multiplier:
+            yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above {flag} {highest}{scaled}"
 
 
 def _decoupled(optimizer: OptimizerConfig) -> Iterator[str]:
@@ -105,25 +112,6 @@ def _decoupled(optimizer: OptimizerConfig) -> Iterator[str]:
         yield f"--decoupled-min-lr {lowest} is above --decoupled-lr {highest}"
 
 
-def _noam_minimum(config: RunConfig, warmup_steps: float) -> Iterator[str]:
-    """Refuse a minimum above noam's highest learning rate.
-
-    That rate is far below the factor --lr, so a minimum that suits another decay style may be too high.
-    """
-    optimizer, hidden = config.optimizer, config.model.hidden_size
-    for prefix in ("", "decoupled_"):
-        factor, lowest = getattr(optimizer, f"{prefix}lr"), getattr(optimizer, f"{prefix}min_lr")
-        if None in (factor, lowest) or not warmup_steps:
-            continue
-        highest = noam_maximum(factor, hidden, warmup_steps)
-        if lowest > highest:
-            flag = prefix.replace("_", "-")
-            yield (
-                f"--{flag}min-lr {lowest} is above noam's highest learning rate: --{flag}lr {factor} / "
-                f"sqrt(--hidden-size {hidden} x {warmup_steps:g} warm-up steps) = {highest:.3g}"
-            )
-
-
 def _weight_decay(optimizer: OptimizerConfig) -> Iterator[str]:
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":
@@ -134,4 +122,4 @@ def _weight_decay(optimizer: OptimizerConfig) -> Iterator[str]:
     elif start > end:
         yield f"--start-weight-decay {start} is above --end-weight-decay {end}: weight decay can only rise"
     if optimizer.weight_decay != OptimizerConfig.weight_decay:
-        yield f"--weight-decay {optimizer.weight_decay}: leave it out, --weight-decay-incr-style {style} reads none"
+        yield f"--weight-decay {optimizer.weight_decay}: leave it out, --weight-decay-incr-style {style} ignores it"

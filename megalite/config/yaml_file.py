@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -52,7 +52,12 @@ def load_yaml(text: str, source: str = "YAML") -> RunConfig:
     missing = missing_fields(sections)
     if missing:
         raise ConfigurationError(f"{source}: missing {', '.join(missing)}")
-    return RunConfig(**{name: kind(**sections.get(name, {})) for name, kind in section_types().items()})
+    return from_sections(sections)
+
+
+def from_sections(sections: Sections) -> RunConfig:
+    """Return the configuration with these fields, by section, and defaults for the others."""
+    return RunConfig(**{name: kind(**sections[name]) for name, kind in section_types().items()})
 
 
 def missing_fields(sections: Sections) -> list[str]:
@@ -112,7 +117,9 @@ class _Loader(yaml.SafeLoader):
                     return self.construct_object(node)
             except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):  # errors of the constructors
                 pass
-            raise TypeError(f"{shown(node.value)} is no {node.tag.rpartition(':')[2][:20]} (a text stands in quotes)")
+            raise TypeError(
+                f"{shown(node.value)} is not of type {node.tag.rpartition(':')[2][:20]} (put text in quotes)"
+            )
         raise TypeError("expected one value, or a list of values")
 
 
@@ -175,7 +182,7 @@ def _unknown(name: str, section: str, suggest: bool) -> str:
 
 def nearest(
     name: str,
-    known: Mapping[str, Any] | list[str],
+    known: Collection[str],
     prefix: str = "",
     refusal: Callable[[str], str | None] = lambda name: None,
 ) -> str:
@@ -187,13 +194,10 @@ def nearest(
 
 def _convert(value: Any, kind: Any) -> Any:
     """Convert a YAML value to the field's type `kind`. Raises TypeError with a description of the expected values."""
-    optional = type(None) in get_args(kind)
-    if value is None and optional:
-        return None
-    wanted = get_args(kind)[0] if optional else kind
+    wanted = get_args(kind)[0] if type(None) in get_args(kind) else kind
     if wanted is float and type(value) in (int, float, str):
         return _number(value)  # YAML 1.1 reads 1e-4 as a string
-    if not fits(value, wanted):
+    if not fits(value, kind):
         raise TypeError(_expected(wanted))
     return tuple(value) if isinstance(value, list) else value
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.conversion.mapping import LastTensor
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -45,12 +46,10 @@ class ChunkedFiles:
         for name, found in self._chunks.items():
             if len({len(chunk.box.size) for chunk in found}) > 1:
                 raise CheckpointError(f"the pieces of {name} have different numbers of axes")
-            whole = tuple(
-                max(start + size for start, size in ends)
-                for ends in zip(*(zip(chunk.box.offset, chunk.box.size, strict=True) for chunk in found), strict=True)
-            )
+            stops = (map(add, chunk.box.offset, chunk.box.size) for chunk in found)
+            whole = tuple(max(each) for each in zip(*stops, strict=True))
             if not covers((chunk.box for chunk in found), Box.whole(whole)):
-                raise CheckpointError(f"the pieces of {name} {list(whole)} do not hold each of its elements once")
+                raise CheckpointError(f"the pieces of {name} {list(whole)} do not have each of its elements once")
             wanted = shapes.get(name, whole)
             fits = len(wanted) == len(whole) and all(a <= b for a, b in zip(wanted, whole, strict=True))
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import ModelConfig
@@ -54,7 +53,7 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         if config.get(name) not in (None, value):
-            raise CheckpointError(f"{name} is {shown(config[name])}, where only {shown(value)} is known")
+            raise CheckpointError(f"{name} is {shown(config[name])}, but only {shown(value)} is supported")
         return {}
 
     return Keys((name,), read, lambda _: {name: value} if written else {})
@@ -98,15 +97,12 @@ def linear_biases() -> Keys:
         attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
         if attention != mlp:
             raise CheckpointError(
-                f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, where both are alike"
+                f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, but they must be equal"
             )
         return {"add_bias_linear": attention}
 
-    return Keys(
-        ("attention_bias", "mlp_bias"),
-        read,
-        lambda model: {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear},
-    )
+    names = ("attention_bias", "mlp_bias")
+    return Keys(names, read, lambda model: dict.fromkeys(names, model.add_bias_linear))
 
 
 def activation(name: str, default: str, *, gated: bool) -> Keys:
@@ -116,7 +112,7 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
     def read(config: Json) -> dict[str, Any]:
         value = config.get(name) or default
         if value not in rows:
-            raise CheckpointError(f"{name} is {shown(value)}, where {', '.join(rows)} are known")
+            raise CheckpointError(f"{name} is {shown(value)}, supported are {', '.join(rows)}")
         return {flag: flag in rows[value].flags for flag in FLAGS}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -135,7 +131,7 @@ def tanh_gate() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         for name in ("hidden_act", "hidden_activation"):
             if config.get(name) not in (None, "gelu", *TANH_GELU):
-                raise CheckpointError(f"{name} is {shown(config[name])}, where gelu, {', '.join(TANH_GELU)} are known")
+                raise CheckpointError(f"{name} is {shown(config[name])}, supported are gelu, {', '.join(TANH_GELU)}")
         return {flag: flag == "geglu" for flag in FLAGS}
 
     names = ("hidden_act", "hidden_activation")
@@ -154,14 +150,6 @@ def square_root_of_heads() -> Keys:
 def soft_cap(name: str, default: float | None) -> Keys:
     """Return the entry for a soft cap. If missing: `default`; if null: no cap."""
     return Keys((name,), lambda config: {name: config.get(name, default)}, lambda model: {name: getattr(model, name)})
-
-
-def embedding_dropout() -> Keys:
-    """Return the entry for the dropout of the embedding, which has its own key in GPT-2.
-
-    In megalite it equals the dropout of the residual branches.
-    """
-    return Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 
 
 def _whole(value: float) -> float:
@@ -199,16 +187,11 @@ If a key is missing, the field has its default. Only the original length is then
 """
 
 
-@cache
-def _field_defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in fields(ModelConfig)}
-
-
 def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
     """Return the fields for rotary parameters, in the old or new form. `max_positions`: max_position_embeddings."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _SCALINGS:
-        raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, where {', '.join(_SCALINGS)} are known")
+        raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, supported are {', '.join(_SCALINGS)}")
     known = _SCALINGS[kind]
     handled = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     unknown = sorted(name for name in parameters if name not in known and name not in handled)
@@ -241,7 +224,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
         kind = "linear"
     values = {name: getattr(model, field) for name, field in _SCALINGS[kind].items()}
     if kind == "yarn":
-        left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == _field_defaults()[field]}
+        left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == getattr(ModelConfig, field)}
         if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one of them alone has no effect
             left_out -= {"mscale", "mscale_all_dim"}
         # The factor is always written. Without it, a reader would use the ratio of the two lengths.
@@ -260,7 +243,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
         base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
         part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
         if share is None and part != 1.0:
-            raise CheckpointError(f"partial_rotary_factor is {shown(part)}, where this family rotates all of a head")
+            raise CheckpointError(f"partial_rotary_factor is {shown(part)}, but this family rotates all of a head")
         scaled = _scaling_fields(parameters, config.get("max_position_embeddings"))
         return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
 
@@ -281,9 +264,9 @@ def rotary_of_two_kinds() -> Keys:
         if sliding.get("rope_type", "default") != "default":
             raise CheckpointError(f"layers with a window have rotary embeddings of kind {shown(sliding['rope_type'])}")
         if "type" in (config.get("rope_scaling") or {}) and "rope_type" not in full:
-            raise CheckpointError("rope_scaling has a type and no rope_type, by which transformers scales here")
+            raise CheckpointError("rope_scaling has a type, but no rope_type, which transformers needs here")
         if not full.get("truncate", True):
-            raise CheckpointError("truncate is false, which transformers does not see where layers are of two kinds")
+            raise CheckpointError("truncate is false, which transformers ignores if layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
         if unknown:
             raise CheckpointError(f"rope_parameters of {', '.join(unknown)[:200]} are unknown")
@@ -327,7 +310,7 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
     """Return for each layer whether it has a window, from layer_types or, if this key is missing, from `otherwise`."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if type(layers) is not int or layers > MOST_LAYERS:
-        raise CheckpointError(f"num_hidden_layers is {shown(layers)}, where at most {MOST_LAYERS:,} are")
+        raise CheckpointError(f"num_hidden_layers is {shown(layers)}, at most {MOST_LAYERS:,} are possible")
     if types is None:
         return [otherwise(layer) for layer in range(layers)]
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
@@ -355,14 +338,11 @@ def window_from_layer() -> Keys:
         return _window_fields(size, _windowed(config, lambda layer: layer >= config.get("max_window_layers", 28)))
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        first = next(
-            (number for number, layer in enumerate(model.layers) if layer.keys_before is not None), model.num_layers
-        )
-        size = _window(model)
+        windowed = [layer.keys_before is not None for layer in model.layers]
         return {
-            "use_sliding_window": size is not None,
-            "sliding_window": size,
-            "max_window_layers": first,
+            "use_sliding_window": any(windowed),
+            "sliding_window": _window(model),
+            "max_window_layers": windowed.index(True) if any(windowed) else model.num_layers,
             "layer_types": _layer_types(model),
         }
 

@@ -179,7 +179,8 @@ GPT2 = Family(
         key("layer_norm_epsilon", "norm_epsilon", 1e-5),
         key("resid_pdrop", "hidden_dropout", 0.1),
         key("attn_pdrop", "attention_dropout", 0.1),
-        keys.embedding_dropout(),
+        # The dropout of the embedding, which in megalite equals that of the residual branches.
+        Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
         keys.activation("activation_function", "gelu_new", gated=False),
         tied(True),
         fixed("scale_attn_weights", True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -81,11 +80,11 @@ class Family:
                 problems.append(str(error))
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
                 there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
-                problems.append(f"{', '.join(there or keys.names)} cannot be understood")
+                problems.append(f"{', '.join(there or keys.names)} cannot be read")
         unknown = [name for name in config if name not in known]
         problems += [f"{name[:80]} is unknown: {shown(config[name])}" for name in unknown[:_SHOWN]]
         if unknown:
-            problems.append("(a key that means nothing for the network may be deleted)")
+            problems.append("(a key without meaning for the network may be deleted)")
         problems = problems or list(_nonsense(values))
         model = None if problems else ModelConfig(**values)
         if model is not None:
@@ -109,10 +108,6 @@ class Family:
             raise CheckpointError(", ".join(flags))
         return written
 
-    def is_buffer(self, name: str) -> bool:
-        """Return whether a tensor with this name is not a weight."""
-        return re.fullmatch(self.buffers, name) is not None
-
 
 def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the errors in single fields of ModelConfig. A config.json may have any value for a field."""
@@ -123,21 +118,21 @@ def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
             continue
         wanted = get_args(kind)[0] if optional else kind
         if wanted is int and (type(value) is not int or value < 1):
-            yield f"{name} is {shown(value)}, where a whole number above 0 is wanted"
+            yield f"{name} is {shown(value)}, it must be a whole number above 0"
         if wanted is float and type(value) is not int and (type(value) is not float or not math.isfinite(value)):
-            yield f"{name} is {shown(value)}, where a number is wanted"
+            yield f"{name} is {shown(value)}, it must be a number"
         if wanted is bool and type(value) is not bool:
-            yield f"{name} is {shown(value)}, where true or false is wanted"
+            yield f"{name} is {shown(value)}, it must be true or false"
 
 
 def _indivisible(model: ModelConfig) -> Iterator[str]:
     """Yield the errors in combinations of sizes."""
     heads, groups = model.num_attention_heads, model.kv_groups
     if heads % groups:
-        yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
     rotated = int(model.head_dim * model.rotary_percent)
     if model.rotary and (rotated < 2 or rotated % 2):
-        yield f"{rotated} channels of each head are rotated, where pairs of them are"
+        yield f"{rotated} channels of each head are rotated, but the number must be even"
     try:
         _ = model.layers
     except ConfigurationError as error:
@@ -158,5 +153,5 @@ def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict
     # A family whose error names no flag cannot even express the sizes of the network. It is the last choice.
     nearest = min(reasons, key=lambda name: reasons[name].count("--") or math.inf)
     raise CheckpointError(
-        f"no family of Hugging Face has this network; the nearest is {nearest}, but for {reasons[nearest]}"
+        f"no family of Hugging Face has this network; the nearest is {nearest}, except {reasons[nearest]}"
     )

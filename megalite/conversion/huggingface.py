@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from megalite.atomic_files import new_folder, write_atomically
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.source import numbers_as_numbers, widest
+from megalite.checkpoint.tensors import numbers_as_numbers, packed, widest
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
-from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
-from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
 
@@ -45,7 +45,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     try:
         model = family.model(config)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / 'config.json'} is of no model that megalite computes:\n{error}") from error
+        raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
     logical = logical_tensors(model)
     mapping = file_tensors(family.rules, model, logical)
@@ -58,8 +58,8 @@ def open_huggingface(folder: Path) -> OpenedModel:
         word = next(tensor.name for tensor in mapping if tensor.boxes[0][0] == "embedding.word")
         if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
             raise CheckpointError(
-                f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they "
-                "are one: set tie_word_embeddings to false there if they are two"
+                f"{folder} has {family.head} and {word} with different values, but config.json says that they "
+                "are tied: set tie_word_embeddings to false there if they are not"
             )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
     return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
@@ -73,9 +73,9 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
         if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
-    named = ", ".join(map(str, architectures[:8]))[:200] or "of no architecture"
+    named = ", ".join(map(str, architectures[:8]))[:200] or "without an architecture"
     what = f"{shown(config.get('model_type'))}, {named}"
-    raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
+    raise CheckpointError(f"{folder / 'config.json'} has {what}. Supported are {known}")
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
@@ -107,24 +107,26 @@ def write_huggingface(
     """
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is there already: choose another folder")
+        raise CheckpointError(f"{folder} already exists: choose another folder")
     # config.json must have a maximum sequence length for every kind of position embedding.
     positions = opened.config.max_position_embeddings or opened.sequence_length
     companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
-    before = _companion_config(companions)
+    before: dict[str, Any] = {}
+    if companions is not None and (companions / "config.json").is_file():
+        before = read_json(companions / "config.json", largest=LARGEST_CONFIG)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
-    config["torch_dtype"] = dtype_name(widest(files.tensors.values()))
+    kinds = files.tensors
+    config["torch_dtype"] = dtype_name(widest(kinds.values()))
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
-    shards = _shards(files, shard)
+    names = packed(sorted(kinds, key=numbers_as_numbers), lambda name: kinds[name].size, shard)
+    shards = [[(name, kinds[name].whole) for name in group] for group in names]
     count = len(shards)
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
     with new_folder(folder) as temporary:
-        writer = FileWriter(files, temporary, shards, Format(file_name, byte_ranges, lambda _: {}, False), advance)
-        writer.write(workers)
-        if count > 1:
-            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed))
+        file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
+        write_files(files, temporary, shards, file_format, workers, advance)
         if companions is not None:
             copy_companions(companions, temporary)
         if not (temporary / "generation_config.json").exists():
@@ -135,42 +137,22 @@ def write_huggingface(
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:
     """Return the number of the end-of-text token, if a tokenizer is known that has one."""
-    data = opened.data
-    if "tokenizer_type" not in data:
+    flags = TokenizerFlags(**opened.data)
+    if flags.tokenizer_type is None:
         return {}
     try:
-        size = None if data["tokenizer_type"] != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
-        options = TokenizerOptions.of(data)
-        return {"eos_token_id": build_tokenizer(data["tokenizer_type"], data.get("tokenizer_model"), size, options).eod}
+        size = None if flags.tokenizer_type != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
+        return {"eos_token_id": build_tokenizer(flags, size).eod}
     except (ConfigurationError, DataError):
         return {}
 
 
-def _companion_config(companions: Path | None) -> dict[str, Any]:
-    if companions is None or not (companions / "config.json").is_file():
-        return {}
-    return read_json(companions / "config.json", largest=LARGEST_CONFIG)
-
-
-def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
-    """Return the tensors of each file, layer by layer."""
-    shards: list[list[tuple[str, Box]]] = [[]]
-    room = most
-    for name in sorted(files.tensors, key=numbers_as_numbers):
-        kind = files.tensors[name]
-        if kind.size > room and shards[-1]:
-            shards.append([])
-            room = most
-        shards[-1].append((name, Box.whole(kind.shape)))
-        room -= kind.size
-    return shards
-
-
-def _index(placed: Placed) -> bytes:
-    """Return the contents of the index, which names the file of each tensor."""
+def _index(placed: Placed) -> dict[str, bytes]:
+    """Return the index, which names the file of each tensor."""
     by_name = {part.name: file for file, parts in placed.items() for part, _ in parts}
     size = sum(part.size for parts in placed.values() for part, _ in parts)
-    return _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))})
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))}
+    return {"model.safetensors.index.json": _json(index)}
 
 
 def _json(fields: Mapping[str, Any]) -> bytes:

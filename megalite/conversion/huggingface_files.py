@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
@@ -32,6 +33,8 @@ LARGEST_CONFIG = 4 * MIB
 _LONGEST_NAME = 200
 _RESIDENT = 1 << 26
 """Number of bytes that may be read from a mapped file before its memory is released. One larger tensor exceeds it."""
+_Tensors = dict[str, tuple[Kind, Callable[[], Tensor]]]
+"""Tensors of a file by name, each with the function that reads it."""
 
 
 class HuggingFaceFiles:
@@ -42,29 +45,28 @@ class HuggingFaceFiles:
 
         Raises CheckpointError if a file is unreadable or has further weights.
         """
-        self._tensors: dict[str, _Safetensors | _Pickled] = {}
-        self._named: dict[str, str] = {}
+        self._read: dict[str, Callable[[], Tensor]] = {}
         self.tensors: dict[str, Kind] = {}
         unknown = []
-        for file in _open(folder):
-            for name, kind in file.tensors.items():
+        for tensors in _open(folder):
+            for name, (kind, read) in tensors.items():
                 ours = _canonical(name, family, expected)
                 if ours in expected or ours == family.head:
                     if ours in self.tensors:
                         raise CheckpointError(f"{folder} has {ours} twice")
                     if kind.dtype not in _DTYPES.values():
-                        has = f"{folder} has {name} in numbers of kind {dtype_name(kind.dtype)}"
-                        raise CheckpointError(f"{has}, where {', '.join(_DTYPES)} are known")
-                    self._tensors[ours], self._named[ours], self.tensors[ours] = file, name, kind
-                elif not family.is_buffer(name):
+                        has = f"{folder} has {name} with the dtype {dtype_name(kind.dtype)}"
+                        raise CheckpointError(f"{has}, supported are {', '.join(_DTYPES)}")
+                    self._read[ours], self.tensors[ours] = read, kind
+                elif not re.fullmatch(family.buffers, name):
                     unknown.append(name)
         if unknown:
             some = ", ".join(name[:_LONGEST_NAME] for name in sorted(unknown)[:8])
-            raise CheckpointError(f"{folder} has weights that {family.name} lacks: {some}")
+            raise CheckpointError(f"{folder} has weights that {family.name} does not have: {some}")
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor, as a view of the mapped file."""
-        return self._tensors[name].tensor(self._named[name])
+        return self._read[name]()
 
 
 def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
@@ -72,12 +74,12 @@ def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
     return family.prefix + name if name not in expected and family.prefix + name in expected else name
 
 
-def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
+def _open(folder: Path) -> Iterator[_Tensors]:
     """Open the files that transformers would choose.
 
     Safetensors files come before pickles, and a single file comes before an index of several files.
     """
-    for stem, suffix, opener in (("model", "safetensors", _Safetensors), ("pytorch_model", "bin", _Pickled)):
+    for stem, suffix, opener in (("model", "safetensors", _safetensors), ("pytorch_model", "bin", _pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
         if single.is_file():
             yield opener(single)
@@ -86,10 +88,10 @@ def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
             weight_map = read_json(index).get("weight_map")
             files = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
-                raise CheckpointError(f"{index} is no index of files in its folder")
+                raise CheckpointError(f"{index} is not an index of files in its folder")
             yield from (opener(folder / name) for name in sorted(set(files)))
             return
-    raise CheckpointError(f"{folder} has neither model.safetensors nor an index of files that are like it")
+    raise CheckpointError(f"{folder} has neither model.safetensors nor an index of such files")
 
 
 def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
@@ -99,46 +101,40 @@ def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     return found
 
 
-@dataclass(frozen=True)
-class _Entry:
-    kind: Kind
-    start: int
-    """Position of the tensor's first byte in the file."""
-    stop: int
+def _safetensors(path: Path) -> _Tensors:
+    """Open a safetensors file (https://huggingface.co/docs/safetensors). Little of it is resident while it is read."""
+    try:
+        with open_regular(path, folder=path.parent) as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        entries = _entries(content)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+    lock, handed_out = Lock(), dict[str, int]()
 
-
-class _Safetensors:
-    """Safetensors file (https://huggingface.co/docs/safetensors). Its resident memory is bounded while it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self._lock, self._handed_out = Lock(), dict[str, int]()
-        try:
-            with open_regular(path, folder=path.parent) as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._entries = _entries(self._map)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
-        self.tensors = {name: entry.kind for name, entry in self._entries.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        kind, start = self._entries[name].kind, self._entries[name].start
-        with self._lock:
-            if name not in self._handed_out and sum(self._handed_out.values()) + kind.size > _RESIDENT:
-                self._map.madvise(mmap.MADV_DONTNEED)  # pages that are still in use are read from the file again
-                self._handed_out.clear()
-            self._handed_out[name] = kind.size
+    def read(name: str) -> Tensor:
+        kind, start = entries[name]
+        with lock:
+            if name not in handed_out and sum(handed_out.values()) + kind.size > _RESIDENT:
+                content.madvise(mmap.MADV_DONTNEED)  # pages that are still in use are read from the file again
+                handed_out.clear()
+            handed_out[name] = kind.size
         count = kind.size // kind.dtype.itemsize
-        return torch.frombuffer(self._map, dtype=kind.dtype, count=count, offset=start).view(kind.shape)
+        return torch.frombuffer(content, dtype=kind.dtype, count=count, offset=start).view(kind.shape)
+
+    return {name: (kind, partial(read, name)) for name, (kind, _) in entries.items()}
 
 
-def _entries(content: mmap.mmap) -> dict[str, _Entry]:
-    """Return the tensors of a file by name, after checking that they fill it without gaps. Raises ValueError."""
+def _entries(content: mmap.mmap) -> dict[str, tuple[Kind, int]]:
+    """Return the tensors of a file by name, each with its position, after checking that they fill it without gaps.
+
+    Raises ValueError.
+    """
     if content[:8] == b"version ":
         raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
     length = int.from_bytes(content[:8], "little")
@@ -146,41 +142,41 @@ def _entries(content: mmap.mmap) -> dict[str, _Entry]:
     if length > _LONGEST_HEADER or end > len(content):
         raise ValueError(f"a header of {length:,} bytes in a file of {len(content):,}")
     if content[8:9] != b"{":
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     header: dict[str, Any] = parse_json(content[8:end].decode())
     _check_metadata(header.pop("__metadata__", {}))
     found = {name: _entry(name, fields, end) for name, fields in header.items()}
-    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if entry.start != end:
-            raise ValueError(f"{name} begins at byte {entry.start}, where the tensor before it ends at {end}")
-        end = entry.stop
+    for name, (kind, start) in sorted(found.items(), key=lambda item: (item[1][1], item[1][0].size)):
+        if start != end:
+            raise ValueError(f"{name} begins at byte {start}, but the tensor before it ends at {end}")
+        end += kind.size
     if end != len(content):
-        raise ValueError(f"its tensors end at byte {end}, and it at {len(content)}")
+        raise ValueError(f"its tensors end at byte {end}, but the file at {len(content)}")
     return found
 
 
 def _check_metadata(metadata: Any) -> None:
     """Raise ValueError unless all values in the header's metadata are texts."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are no texts")
+        raise ValueError("its metadata are not texts")
     for text in (*metadata, *metadata.values()):
         text.encode()  # fails for half of a surrogate pair, which is not a character
 
 
-def _entry(name: str, fields: Any, header: int) -> _Entry:
-    """Return a tensor of a file whose header ends at byte `header`. Raises ValueError."""
+def _entry(name: str, fields: Any, header: int) -> tuple[Kind, int]:
+    """Return a tensor, and its position in a file whose header ends at byte `header`. Raises ValueError."""
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} has not just a dtype, a shape and data_offsets")
+        raise ValueError(f"{name} must have just a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _KINDS:
-        raise ValueError(f"it has numbers of kind {str(dtype)[:_LONGEST_NAME]}, where {', '.join(_DTYPES)} are known")
+        raise ValueError(f"it has the dtype {str(dtype)[:_LONGEST_NAME]}, supported are {', '.join(_DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the shape or the offsets of {name} are no whole numbers of 0 or more, or too many")
+        raise ValueError(f"the shape or the offsets of {name} are not whole numbers of 0 or more, or are too many")
     kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets
     if math.prod(size or 1 for size in shape) * kind.dtype.itemsize >= 2**63 or stop - start != kind.size:
         raise ValueError(f"{name} of shape {str(shape)[:_LONGEST_NAME]} does not take bytes {start} to {stop}")
-    return _Entry(kind, header + start, header + stop)
+    return kind, header + start
 
 
 def _are_counts(values: Any) -> bool:
@@ -195,24 +191,19 @@ def _check_name(name: object) -> None:
         raise ValueError(f"a tensor is called {shown(name)}")
 
 
-class _Pickled:
-    """File written by torch.save, from which only tensors are read."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            open_regular(path, folder=path.parent).close()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        loaded = read_torch_file(path)
-        if not isinstance(loaded, dict):
-            raise CheckpointError(f"{path} holds no tensors by name")
-        try:
-            for name in loaded:
-                _check_name(name)
-        except ValueError as error:
-            raise CheckpointError(f"{path} holds no tensors by name: {error}") from error
-        self._loaded = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
-        self.tensors = {name: Kind(value.shape, value.dtype) for name, value in self._loaded.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._loaded[name].read()
+def _pickled(path: Path) -> _Tensors:
+    """Open a file written by torch.save, from which only tensors are read."""
+    try:
+        open_regular(path, folder=path.parent).close()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    loaded = read_torch_file(path)
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} has no tensors by name")
+    try:
+        for name in loaded:
+            _check_name(name)
+    except ValueError as error:
+        raise CheckpointError(f"{path} has no tensors by name: {error}") from error
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
+    return {name: (Kind(value.shape, value.dtype), value.read) for name, value in tensors.items()}

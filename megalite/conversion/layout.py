@@ -37,7 +37,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
         chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
         return Contents.of(chunks, mesh, DataParallel(torch.float32))
 
-    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
     for rank in range(size):
         yield [(part.name, part.box) for part in plan.saved(rank) if not part.name.startswith(OPTIMIZER)]
 
@@ -45,7 +45,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigurationError if the model cannot be divided equally among the ranks."""
     if parallel.pipeline_model_parallel_size < 1:
-        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
+        raise ConfigurationError("--pipeline-model-parallel-size must be at least 1")
     size = parallel.tensor_model_parallel_size
     for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
         if size < 1 or count % size:

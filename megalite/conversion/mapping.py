@@ -11,7 +11,8 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -19,12 +20,12 @@ from einops import rearrange
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers, dtype_name
-from megalite.checkpoint.source import Kind, Source, widest
+from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
-Index = tuple[int | slice, ...]
+Index = tuple[int | slice | None, ...]
 View = Callable[[Tensor], Tensor]
 _MOST_PROBLEMS = 5
 """Maximum number of problems in a message. There is one per tensor, and often all have the same cause."""
@@ -132,7 +133,7 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
         boxes[name].append(box)
     for name, shape in logical.items():
         if not covers(boxes[name], Box.whole(shape)):
-            raise CheckpointError(f"{name} {list(shape)} has no place in files of this family")
+            raise CheckpointError(f"{name} {list(shape)} does not belong in files of this family")
     return found
 
 
@@ -147,32 +148,21 @@ def _file_tensors(
     lengths = axis_lengths(model)
     axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
     shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
-    boxes = []
-    for piece in pieces:
-        view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, piece.index)
-        size = tuple(view(torch.empty(shape, device="meta")).shape)
-        offset = (*piece.offset, *(0,) * (len(size) - len(piece.offset)))
-        boxes.append((prefix + piece.tensor, Box(offset, size), view))
-    if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
-        raise ValueError(f"the pieces of {rule.file} are not all of it")
-    if "{expert}" not in rule.file:
-        return [FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))]
-    return [
-        FileTensor(
-            rule.file.format(layer=layer, expert=expert),
-            shape,
-            tuple(
-                (name, Box((expert, *box.offset), (1, *box.size)), partial(_as_expert, view))
-                for name, box, view in boxes
-            ),
-        )
-        for expert in range(logical[boxes[0][0]][0])
-    ]
-
-
-def _as_expert(view: View, values: Tensor) -> Tensor:
-    """View the tensor of one expert as a tensor with an axis of experts of length 1."""
-    return view(values).unsqueeze(0)
+    found = []
+    for expert in range(logical[prefix + pieces[0].tensor][0]) if "{expert}" in rule.file else (None,):
+        boxes = []
+        for piece in pieces:
+            index, offset = piece.index, piece.offset
+            if expert is not None:  # the box has an axis of experts, of length 1
+                index, offset = (None, *index), (expert, *offset)
+            view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, index)
+            size = tuple(view(torch.empty(shape, device="meta")).shape)
+            corner = (*offset, *(0,) * (len(size) - len(offset)))
+            boxes.append((prefix + piece.tensor, Box(corner, size), view))
+        if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
+            raise ValueError(f"the pieces of {rule.file} are not all of it")
+        found.append(FileTensor(rule.file.format(layer=layer, expert=expert), shape, tuple(boxes)))
+    return found
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
@@ -206,17 +196,17 @@ class FromFiles:
             kind = files.tensors.get(tensor.name)
             if kind is None or kind.shape != tensor.shape:
                 there = "is missing" if kind is None else f"has shape {list(kind.shape)}"
-                problems.append(f"{tensor.name} {there} where the model has {list(tensor.shape)}")
+                problems.append(f"{tensor.name} {there}, but the model has {list(tensor.shape)}")
                 continue
             if not kind.dtype.is_floating_point:
-                problems.append(f"{tensor.name} is {dtype_name(kind.dtype)} where weights are floating point")
+                problems.append(f"{tensor.name} is {dtype_name(kind.dtype)}, but weights are floating point")
                 continue
             for name, box, view in tensor.boxes:
                 self._boxes[name].append((tensor, box, view))
                 dtypes[name] = torch.promote_types(dtypes.get(name, kind.dtype), kind.dtype)
         if problems:
             more = [f"and {len(problems) - _MOST_PROBLEMS} more"] * (len(problems) > _MOST_PROBLEMS)
-            problems = ["the files are not of the model that is described:", *problems[:_MOST_PROBLEMS], *more]
+            problems = ["the files do not fit the model that is described:", *problems[:_MOST_PROBLEMS], *more]
             raise CheckpointError("\n".join(problems))
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 
@@ -265,14 +255,13 @@ class ToFiles:
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`."""
-        start, shape = _flat_index(box.offset, self.tensors[name].shape), self.tensors[name].shape
-        runs = self._runs[name]
-        if runs is not None and _is_run(box, shape) and values.is_contiguous():
+        stored = self._runs[name]
+        runs = list(islice(Box.whole(self.tensors[name].shape).runs_of(box), 2))
+        if stored is not None and len(runs) == 1 and values.is_contiguous():
+            start, stop = runs[0]
             flat = values.view(-1)
-            for first, logical, held in runs:
-                for part, position in held.flat_range(
-                    max(start - first, 0), min(start + box.numel - first, held.numel)
-                ):
+            for first, logical, held in stored:
+                for part, position in held.flat_range(max(start - first, 0), min(stop - first, held.numel)):
                     at = first + position - start
                     self._logical.fill(logical, part, flat[at : at + part.numel].view(part.size))
             return
@@ -293,14 +282,3 @@ def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
     if not all(view.is_contiguous() for view, _, _ in views):
         return None
     return [(int(view.storage_offset()), logical, box) for view, logical, box in views]
-
-
-def _flat_index(corner: Sequence[int], shape: Sequence[int]) -> int:
-    """Return the position of an element in row-major order."""
-    return reduce(lambda number, axis: number * axis[1] + axis[0], zip(corner, shape, strict=True), 0)
-
-
-def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether the elements of a box are contiguous in row-major order of the tensor."""
-    first = next((axis for axis, size in enumerate(box.size) if size > 1), len(shape))
-    return box.size[first + 1 :] == tuple(shape[first + 1 :])

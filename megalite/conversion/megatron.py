@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
@@ -46,11 +46,11 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
     arguments: Mapping[str, Any] | None = getattr(opened.common().get("args"), "fields", None)
     if not arguments:
-        raise CheckpointError(f"{folder} does not hold the arguments of its run, which describe the network")
+        raise CheckpointError(f"{folder} does not have the arguments of its run, which describe the network")
     try:
         model = model_of(arguments)
     except CheckpointError as error:
-        what = f"the arguments in {folder} are of no network that megalite computes"
+        what = f"the arguments in {folder} describe a network that megalite does not support"
         raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
@@ -59,14 +59,14 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)
     tokens = true_vocab_size or vocabulary_of(arguments) or rows
     if tokens > rows:
-        raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: --true-vocab-size tells their number")
+        raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: give their number by --true-vocab-size")
     model = replace(model, vocab_size=tokens)
     logical = logical_tensors(model)
     mapping = file_tensors(RULES, model, logical)
     others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=numbers_as_numbers)
     if others:
         some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        raise CheckpointError(f"{folder} has {some}, which the network that its arguments describe has not")
+        raise CheckpointError(f"{folder} has {some}, which the network in its arguments does not have")
     try:
         files = ChunkedFiles(chunks, dict.fromkeys(TOKEN_TABLES, (tokens, model.hidden_size)))
         source = FromFiles(files, mapping, logical)
@@ -83,11 +83,11 @@ def _resolve(path: Path) -> Path:
     try:
         tracked = read_small_file(path / TRACKER, largest=1000, folder=path).decode().strip()
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM, and has no {TRACKER} that names one") from error
+        raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM, and no {TRACKER} names one") from error
     step = re.fullmatch(r"\d{1,15}", tracked)
     folder = path / (f"iter_{int(tracked):07d}" if step else RELEASE)
     if not (step or tracked == RELEASE) or not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {shown(tracked)}, which is no checkpoint there")
+        raise CheckpointError(f"{path / TRACKER} names {shown(tracked)}, which is not a checkpoint there")
     return folder
 
 
@@ -146,11 +146,8 @@ class _Stacked:
         files: list[list[tuple[str, Box]]] = [[]]
         room = FILE
         for name, kind in self.tensors.items():
-            parts = range(kind.shape[0]) if ".layers." in name else (None,)
-            for layer in parts:
-                box = Box.whole(kind.shape)
-                if layer is not None:
-                    box = Box((layer, *box.offset[1:]), (1, *box.size[1:]))
+            layers = range(kind.shape[0]) if ".layers." in name else ()
+            for box in [kind.whole.at([0], [layer]) for layer in layers] or [kind.whole]:
                 if room < 0:
                     files.append([])
                     room = FILE
@@ -185,10 +182,7 @@ def write_megatron(
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)
     with new_folder(folder) as temporary:
-        writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
-        writer.write(workers)
-        for name, data in FORMATS["torch_dist"].index(writer.placed).items():
-            write_atomically(temporary / name, data)
+        write_files(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], workers, advance)
         write_atomically(temporary / "common.pt", common.getvalue())
         # Written last, because Megatron-LM recognizes a checkpoint by this file.
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

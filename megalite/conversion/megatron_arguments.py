@@ -31,30 +31,15 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
+_SWITCHES_AND_COUNTS = """num_experts multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
+    apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever"""
+_CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
+    activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
+    heterogeneous_layers_config_encoded_json spec"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
-    "attention_output_gate": (None, False),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
-    "qk_l2_norm": (None, False),
+    **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
+    **dict.fromkeys(_CHOICES.split(), (None,)),
     "softmax_type": (None, "vanilla"),
-    "softmax_scale": (None,),
-    "no_rope_freq": (None,),
-    "mrope_section": (None,),
-    "glu_linear_offset": (None, 0.0),
-    "activation_func_clamp_value": (None,),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "mtp_num_layers": (None, 0),
-    "hybrid_layer_pattern": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (None, False),
-    "heterogeneous_layers_config_path": (None,),
-    "heterogeneous_layers_config_encoded_json": (None,),
-    "spec": (None,),
-    "use_mup": (None, False),
-    "retro_add_retriever": (None, False),
-    **dict.fromkeys(MEGATRON_ALONE, (None, False)),
 }
 """Arguments for parts of a network that megalite does not have, with the values for which they have no effect.
 
@@ -93,7 +78,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network" for name, value in unknown.items()
     ]
     problems += [
-        f"  --{name.replace('_', '-')} is not told"
+        f"  --{name.replace('_', '-')} is missing"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
         if name not in values
     ]
@@ -105,7 +90,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
         problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
-        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
+        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite has one scaling")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]

@@ -45,7 +45,7 @@ class Legacy:
             if (tensor, pipeline) not in self._files
         )
         if lacking := list(islice(missing, 8)):
-            raise CheckpointError(f"{folder} lacks the files of the ranks {', '.join(lacking)}: copy them there, too")
+            raise CheckpointError(f"{folder} has no files of the ranks {', '.join(lacking)}: copy them there, too")
 
     @cached_property
     def _states(self) -> dict[tuple[int, int], Mapping[str, Any]]:
@@ -54,11 +54,11 @@ class Legacy:
     def _state(self, path: Path) -> Mapping[str, Any]:
         state = read_torch_file(path)
         if not isinstance(state, Mapping):
-            raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint")
+            raise CheckpointError(f"{path} has no dictionary: it is not a checkpoint")
         version = state.get("checkpoint_version", 0)
         if not isinstance(version, int | float) or not version >= 2:
             raise CheckpointError(
-                f"{path} has checkpoint_version {shown(version)}, whose queries, keys and values stand in another "
+                f"{path} has checkpoint_version {shown(version)}, whose queries, keys and values are in another "
                 "order: read and save it with Megatron-LM, which writes 3.0"
             )
         return state
@@ -75,8 +75,7 @@ class Legacy:
         found: dict[str, list[Chunk]] = {}
         for tensor_rank in range(self._tensor_ranks):
             for name, values in self._of_tensor_rank(tensor_rank):
-                found.setdefault(name, [])
-                found[name] += self._chunks(name, values, tensor_rank, gated)
+                found.setdefault(name, []).extend(self._chunks(name, values, tensor_rank, gated))
         return found
 
     def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
@@ -137,7 +136,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
         if match is None or file is None:
             continue
         if match[3] is not None:
-            raise CheckpointError(f"{path} is of one expert-parallel rank of several: megalite has no experts")
+            raise CheckpointError(f"{path} is from one of several expert-parallel ranks: megalite has no experts")
         found[int(match[1]), int(match[2] or 0)] = file
     if (0, 0) not in found:
         raise CheckpointError(f"{folder} has no file of the first rank: {' or '.join(_FILES)} in mp_rank_00")
@@ -166,4 +165,4 @@ def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredT
             levels.append((f"{name}.", iter(value.items())))
         elif isinstance(value, StoredTensor):
             yield name, value
-    raise CheckpointError(f"{folder} has no end of dictionaries in dictionaries for a model")
+    raise CheckpointError(f"{folder} has too many nested dictionaries for a model")

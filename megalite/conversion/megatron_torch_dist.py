@@ -58,7 +58,7 @@ class _Saved:
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if the chunk is not a box, or if its archive is too small for it."""
         if not 1 <= len(self.size) == len(self.offset) <= 3 or min(self.offset) < 0 or min(self.size) < 1:
-            raise ValueError(f"{self.key} has a chunk that is no box")
+            raise ValueError(f"{self.key} has a chunk that is not a box")
         if math.prod(self.size) * self.dtype.itemsize > self.stored.length:
             raise ValueError(f"{self.key} has a chunk of more bytes than its place")
 
@@ -107,7 +107,7 @@ class TorchDist:
         if path.parent != self._folder:
             raise CheckpointError(f"{self._folder / '.metadata'} names {path}, which is not in its folder")
         if info.get("transform_descriptors"):
-            raise CheckpointError(f"{path} is compressed: save it without that with Megatron-LM")
+            raise CheckpointError(f"{path} is compressed: save it uncompressed with Megatron-LM")
         return _Stored(path, info["offset"], info["length"])
 
     def common(self) -> Mapping[str, Any]:
@@ -116,7 +116,7 @@ class TorchDist:
         if isinstance(common, list) and len(common) == 1:  # DCP stores an object as a list of its pieces
             (common,) = common
         if not isinstance(common, Mapping):
-            raise CheckpointError(f"{self._folder} does not hold what is common to its ranks as a dictionary")
+            raise CheckpointError(f"{self._folder} does not have the state common to its ranks as a dictionary")
         return common
 
     def chunks(self, layers: int) -> dict[str, list[Chunk]]:
@@ -154,7 +154,7 @@ class TorchDist:
 
 def _name(value: object) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST_NAME:
-        raise TypeError(f"{shown(value)} is no name")
+        raise TypeError(f"{shown(value)} is not a name")
     return value
 
 
@@ -190,5 +190,5 @@ def _backend(folder: Path) -> str:
 def _dtype(key: str, properties: Any) -> torch.dtype:
     dtype = properties.fields["dtype"] if properties.fields else properties.state[0]
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"{key} is of {shown(dtype)}: no weight of a network that megalite computes")
+        raise CheckpointError(f"{key} has dtype {shown(dtype)}, which no weight in megalite has")
     return dtype

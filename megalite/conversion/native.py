@@ -15,8 +15,8 @@ from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.source import widest
-from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.checkpoint.tensors import widest
+from megalite.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
@@ -43,7 +43,7 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
     if state := [name for name in reader.tensors if name.startswith(STATE)]:
-        raise CheckpointError(f"{reader.path} holds {', '.join(state[:8])}: no other format has a place for such state")
+        raise CheckpointError(f"{reader.path} has {', '.join(state[:8])}: no other format can store such state")
     names = {}
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
@@ -94,25 +94,15 @@ def write_megalite(
     tokenizer = directory / "tokenizer"
     data = dict(opened.data)
     if opened.folder is not None and data.get("tokenizer_model"):
-        _copy(opened.folder, tokenizer)
+        with writing(tokenizer):
+            tokenizer.mkdir(parents=True, exist_ok=True)
+            copy_companions(opened.folder, tokenizer, "config.json")  # which names the family of the model
         model = Path(data["tokenizer_model"])
         data["tokenizer_model"] = str((tokenizer if model.is_dir() else tokenizer / model.name).resolve())
-    config = asdict(_run(opened.config, data, opened.sequence_length, dtype))
-    return write_checkpoint(source, TrainingState(0, 0, 0), config, directory, cut, workers, advance)
-
-
-def _copy(companions: Path, folder: Path) -> None:
-    """Copy the files of a tokenizer and its special tokens, and config.json, which names the family of the model."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_companions(companions, folder, "config.json")
-
-
-def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:
-    """Return the configuration of a run that could have saved this model, with the fields that a checkpoint needs."""
-    return RunConfig(
-        model=model,
-        data=DataConfig(seq_length=sequence_length or 1024, **data),
+    run = RunConfig(  # a run that could have saved this model, with the fields that a checkpoint needs
+        model=opened.config,
+        data=DataConfig(seq_length=opened.sequence_length or 1024, **data),
         optimizer=OptimizerConfig(lr=0.0),
         training=TrainingConfig(micro_batch_size=1, **_FLAGS[dtype]),
     )
+    return write_checkpoint(source, TrainingState(0, 0, 0), asdict(run), directory, cut, workers, advance)

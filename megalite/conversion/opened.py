@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.source import Kind, Source
+from megalite.checkpoint.tensors import Kind, Source
 from megalite.config import ModelConfig
 from megalite.config.model import least_parameters
 from megalite.errors import CheckpointError
@@ -106,6 +106,6 @@ class Watched:
         names = sorted(self._found)
         more = ", ..." if len(names) > _SHOWN else ""
         return (
-            f"WARNING: {len(names):,} of {len(self.tensors):,} tensors hold NaN or infinities: "
+            f"WARNING: {len(names):,} of {len(self.tensors):,} tensors have NaN or infinities: "
             f"{', '.join(names[:_SHOWN])}{more}"
         )

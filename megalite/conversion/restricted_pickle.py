@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any, BinaryIO
 
 import torch
@@ -102,7 +103,7 @@ def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple
         raise pickle.UnpicklingError("a tensor needs a storage")
     numbers = (offset, *_size(shape), *_size(strides))
     if len(shape) != len(strides) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-        raise pickle.UnpicklingError("a tensor has a shape, strides and an offset that are none")
+        raise pickle.UnpicklingError("a tensor has a shape, strides and an offset that are not valid")
     elements, last = 1, offset
     for length, stride in zip(shape, strides, strict=True):
         elements, last = elements * length, last + (length - 1) * stride
@@ -113,34 +114,18 @@ def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple
 
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > MOST_AXES:
-        raise pickle.UnpicklingError("a size is none")
+        raise pickle.UnpicklingError("a size is not valid")
     return tuple(values)
-
-
-def _parameter(tensor: object, *_: object) -> object:
-    return tensor
-
-
-class _Function:
-    """Wrapper for a function that a pickle may call."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., object]) -> None:
-        self._call = call
-
-    def __call__(self, *args: object) -> object:
-        return self._call(*args)
 
 
 _STORAGES = """Double=float64 Float=float32 Half=float16 BFloat16=bfloat16 Long=int64 Int=int32 Short=int16 Char=int8
     Byte=uint8 Bool=bool ComplexFloat=complex64 ComplexDouble=complex128 Untyped=uint8"""
 _ALLOWED: Mapping[tuple[str, str], object] = {
     ("collections", "OrderedDict"): _Dictionary,
-    ("torch", "Size"): _Function(_size),
-    ("torch._utils", "_rebuild_tensor"): _Function(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): _Function(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Function(_parameter),
+    ("torch", "Size"): _size,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
     **{("torch", str(kind).removeprefix("torch.")): kind for kind in vars(torch).values() if type(kind) is torch.dtype},
     **{
         (module, f"{kind}Storage"): getattr(torch, dtype)
@@ -175,7 +160,7 @@ class Unpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
-            raise pickle.UnpicklingError("a tensor outside of a file of torch.save")
+            raise pickle.UnpicklingError("a tensor outside a file of torch.save")
         return self._storage(pid)
 
     def check_key(self, key: object) -> None:
@@ -190,12 +175,12 @@ class Unpickler(pickle._Unpickler):
     def _instantiate(self, kind: Any, arguments: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, Record):
             self.append(kind(arguments))
-        elif isinstance(kind, _Function) and len(arguments) <= MOST_AXES:
+        elif isinstance(kind, FunctionType) and len(arguments) <= MOST_AXES:  # of `_ALLOWED`: no other can be reached
             self.append(kind(*arguments))
         elif kind is _Dictionary and not arguments:
             self.append(_Dictionary())
         else:
-            raise pickle.UnpicklingError("a call of what is no function")
+            raise pickle.UnpicklingError("a call of something that is not a function")
 
 
 def _refused(unpickler: Any) -> None:
@@ -276,4 +261,4 @@ def unreadable(path: Path, error: Exception) -> CheckpointError:
     if isinstance(error, OSError):
         return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
     why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-    return CheckpointError(f"{path} cannot be read ({why[:200]}): it is damaged, or no such file")
+    return CheckpointError(f"{path} cannot be read ({why[:200]}): it is damaged, or not such a file")

@@ -75,9 +75,9 @@ def _read_archive(content: memoryview) -> Any:
             folder, _, name = entry.filename.partition("/")
             folders.add(folder)
             if not _NAMES.fullmatch(name) or name in entries or len(folders) > 1:
-                raise ValueError(f"it holds {entry.filename[:80]!r}, which no file of tensors does")
+                raise ValueError(f"it has {entry.filename[:80]!r}, which no file of tensors has")
             if entry.compress_type or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
-                raise ValueError("a part of it is compressed, as torch.save leaves none")
+                raise ValueError("a part of it is compressed, which torch.save never does")
             entries[name] = entry
 
     def part(name: str) -> memoryview:
@@ -122,13 +122,13 @@ def _read_pickles(content: memoryview) -> Any:
     stream = io.BytesIO(content[:LARGEST])
     storages: dict[str, Storage] = {}
     if load(stream) != _MAGIC or load(stream) != _VERSION:
-        raise ValueError("it is no file of torch.save")
+        raise ValueError("it is not a file of torch.save")
     if load(stream)["little_endian"] is not True:
         raise ValueError("its numbers are big-endian")
     found = load(stream, lambda described: _described(described, storages))
     names = load(stream)
     if not isinstance(names, list) or not all(isinstance(name, str) and name in storages for name in names):
-        raise ValueError("its list of storages is none")
+        raise ValueError("its list of storages is not valid")
     at = stream.tell()
     for name in names:
         storage = storages[name]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.loading import load_weights
 from megalite.checkpoint.reader import chunks
-from megalite.checkpoint.source import Source
+from megalite.checkpoint.tensors import Source
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
@@ -48,7 +48,7 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
     """Compare two models, which are loaded one after the other in fp32. Raises CheckpointError if one is unreadable."""
     names, others = set(first.source.tensors), set(second.source.tensors)
     if names != others:
-        raise CheckpointError(f"of the two only one has {', '.join(sorted(names ^ others)[:8])}")
+        raise CheckpointError(f"only one of the two has {', '.join(sorted(names ^ others)[:8])}")
     different = tuple(name for name in first.source.tensors if not _same(first.source, second.source, name))
     tokens = _tokens(first)
     ours, theirs = logits(first, tokens), logits(second, tokens)

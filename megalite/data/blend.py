@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from megalite.data.index_cache import IndexCache
+from megalite.data.index_cache import Arrays, IndexCache
 from megalite.errors import DataError
 
 Sample = TypeVar("Sample", covariant=True)
@@ -41,8 +41,7 @@ class Dataset(Protocol[Sample]):
 def normalize(weights: Sequence[float]) -> list[float]:
     """Return weights that sum to 1, with Megatron-LM's rounding."""
     array = np.array(weights, dtype=np.float64)
-    normalized: list[float] = (array / np.sum(array)).tolist()
-    return normalized
+    return (array / np.sum(array)).tolist()
 
 
 def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -59,7 +58,7 @@ def parse_blend(data_path: Sequence[str]) -> tuple[list[str], list[float] | None
     if len(numbers) != len(weights) or not all(0 < weight < math.inf for weight in numbers):
         raise DataError(
             f"--data-path {' '.join(parts)}: give weight and prefix in turn (30 a_text_document 70 b_text_document), "
-            "every weight positive, or prefixes alone"
+            "every weight positive, or only prefixes"
         )
     return parts[1::2], numbers
 
@@ -71,22 +70,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-class BlendIndex(NamedTuple):
-    """Source of each sample of a blend.
-
-    Attributes:
-        datasets: dataset of each sample, int16 [size].
-        samples: number of the sample in that dataset, int64 [size].
-        counts: number of samples taken from each dataset, int64 [datasets].
-    """
-
-    datasets: np.ndarray
-    samples: np.ndarray
-    counts: np.ndarray
-
-
-def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> BlendIndex:
-    """Return the index of a blend of `size` samples.
+def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> Arrays:
+    """Return the source of each sample of a blend of `size` samples.
 
     Each choice depends on all choices before it. After some samples, however, the counts at the start have no more
     influence. Stretches of the blend are therefore computed together, each from counts that are guessed some samples
@@ -97,14 +82,24 @@ def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int]
         weights: one per dataset, with sum 1.
         size: number of samples in the blend.
         limits: number of samples of each dataset; a dataset whose samples are all used is not chosen again.
+
+    Returns:
+        datasets: dataset of each sample, int16 [size].
+        samples: number of the sample in that dataset, int64 [size].
+        counts: number of samples taken from each dataset, int64 [datasets].
     """
-    walk = _Walk(np.array(weights)[:, None], None if limits is None else np.array(limits)[:, None])
+    choices = partial(_choices, np.array(weights)[:, None], None if limits is None else np.array(limits)[:, None])
     stretches = max(1, min(size // STRETCH, STRETCHES, DEFICITS // len(weights)))
     length = -(-size // stretches)
     lead = min(LEAD, length)
     starts = np.arange(stretches) * length
-    begins = walk.near(starts - lead)
-    for _ in walk.choices(starts - lead, begins, lead):
+    # The rule chooses the dataset with the largest deficit. The counts are therefore likely to be the shares rounded
+    # down, and one more for the largest remainders.
+    shares = np.array(weights)[:, None] * (starts - lead)
+    begins = np.floor(shares)
+    ranks = (begins - shares).argsort(axis=0, kind="stable").argsort(axis=0)
+    begins += ranks < starts - lead - begins.sum(axis=0)
+    for _ in choices(starts - lead, begins, lead):
         pass
     begins[:, 0] = 0
     ends = np.empty_like(begins)
@@ -112,7 +107,7 @@ def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int]
     wrong: slice | np.ndarray = slice(None)
     while True:
         counts = begins[:, wrong].copy()
-        for place, (chosen, taken) in enumerate(walk.choices(starts[wrong], counts, length)):
+        for place, (chosen, taken) in enumerate(choices(starts[wrong], counts, length)):
             datasets[wrong, place], samples[wrong, place] = chosen, taken
         ends[:, wrong] = counts
         wrong = np.flatnonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0)) + 1
@@ -121,45 +116,34 @@ def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int]
         begins[:, wrong] = ends[:, wrong - 1]
     flat = datasets.reshape(-1)
     beyond = np.bincount(flat[size:], minlength=len(weights))
-    return BlendIndex(flat[:size], samples.reshape(-1)[:size], ends[:, -1].astype(np.int64) - beyond)
+    counts = ends[:, -1].astype(np.int64) - beyond
+    return {"datasets": flat[:size], "samples": samples.reshape(-1)[:size], "counts": counts}
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """Greedy rule from several places of a blend at once, with exactly Megatron-LM's floating-point operations.
+def _choices(
+    weights: np.ndarray, limits: np.ndarray | None, places: np.ndarray, counts: np.ndarray, length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield, for each of `length` steps, the dataset and its sample at all places, int64 and float64 [places].
 
-    Counts are integers in float64 [datasets, places].
+    Every step advances all places by one and updates `counts`, with exactly Megatron-LM's floating-point operations.
+
+    Args:
+        weights: float64 [datasets, 1].
+        limits: int64 [datasets, 1].
+        places: samples of the blend before each step, int64 [places].
+        counts: samples taken from each dataset, integers in float64 [datasets, places].
+        length: number of steps.
     """
-
-    weights: np.ndarray
-    """float64 [datasets, 1]."""
-    limits: np.ndarray | None
-    """int64 [datasets, 1]."""
-
-    def near(self, places: np.ndarray) -> np.ndarray:
-        """Return likely counts at these places: shares rounded down, then one more for the largest remainders, since
-        the rule chooses the dataset with the largest deficit."""
-        shares = self.weights * places
-        counts = np.floor(shares)
-        ranks = (counts - shares).argsort(axis=0, kind="stable").argsort(axis=0)
-        near: np.ndarray = counts + (ranks < places - counts.sum(axis=0))
-        return near
-
-    def choices(self, places: np.ndarray, counts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield, for each of `length` steps, the dataset and its sample at all places, int64 and float64 [places].
-
-        Every step advances all places by one and updates `counts`.
-        """
-        columns = np.arange(len(places))
-        behind = np.empty_like(counts)
-        for step in range(length):
-            np.multiply(self.weights, np.maximum(places + step, 1), out=behind)
-            behind -= counts
-            if self.limits is not None:
-                behind[counts >= self.limits] = -np.inf
-            chosen = behind.argmax(axis=0)
-            yield chosen, counts[chosen, columns]
-            counts[chosen, columns] += 1
+    columns = np.arange(len(places))
+    behind = np.empty_like(counts)
+    for step in range(length):
+        np.multiply(weights, np.maximum(places + step, 1), out=behind)
+        behind -= counts
+        if limits is not None:
+            behind[counts >= limits] = -np.inf
+        chosen = behind.argmax(axis=0)
+        yield chosen, counts[chosen, columns]
+        counts[chosen, columns] += 1
 
 
 class BlendedDataset(Generic[Sample]):
@@ -190,21 +174,21 @@ class BlendedDataset(Generic[Sample]):
         lengths = [len(dataset) for dataset in datasets]
         if weights is None and size > sum(lengths):
             raise DataError(
-                f"the run needs {size} samples, but --data-path without weights takes each of its prefixes' "
-                f"{sum(lengths)} samples once: give weights (1 prefix_a 1 prefix_b) to repeat data, or train for less"
+                f"the run needs {size} samples, but --data-path without weights uses the {sum(lengths)} samples of "
+                "its prefixes once: give weights (1 prefix_a 1 prefix_b) to repeat data, or train for less"
             )
         shares = normalize(lengths if weights is None else weights)
         limits = lengths if weights is None else None
         index = cache.get(
             data_path,
             {"kind": "blend", "version": 1, "weights": shares, "size": size, "limits": limits},
-            lambda: build_blend_index(shares, size, limits)._asdict(),
+            lambda: build_blend_index(shares, size, limits),
         )
         self.dataset_index, self.dataset_sample_index = index["datasets"], index["samples"]
         for number, (count, length) in enumerate(zip(index["counts"], lengths, strict=True)):
             if count > length:
                 raise DataError(
-                    f"the blend takes {count} samples of its dataset {number + 1}, which has {length}: give a larger "
+                    f"the blend needs {count} samples of its dataset {number + 1}, which has {length}: give a larger "
                     "--mid-level-dataset-surplus"
                 )
 

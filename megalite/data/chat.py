@@ -76,7 +76,7 @@ def find_template(tokenizer_model: str) -> ChatTemplate | None:
         source = source or _named_default(fields.get("chat_template"))
     except (TypeError, KeyError) as error:
         raise DataError(
-            f'"chat_template" of {folder / "tokenizer_config.json"} is none: copy the file again'
+            f'"chat_template" of {folder / "tokenizer_config.json"} is not one: copy the file again'
         ) from error
     return None if source is None else ChatTemplate(source, _special_tokens(fields))
 

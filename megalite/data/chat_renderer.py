@@ -84,7 +84,7 @@ def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
             messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
         )
         if len(text) > LONGEST_TEXT:
-            raise Unusable(f"the chat template makes {len(text)} characters of it, and {LONGEST_TEXT} is the limit")
+            raise Unusable(f"the chat template makes {len(text)} characters of it; the limit is {LONGEST_TEXT}")
         return text
 
     return render
@@ -102,16 +102,16 @@ def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, 
             before, after = render(messages[:number], True), render(messages[: number + 1], False)
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
                 raise Unusable(
-                    "the chat template does not render the beginning of this conversation as it renders the whole, so "
-                    "that the answers cannot be told apart: give one that does as --chat-template"
+                    "the chat template renders the beginning of this conversation alone differently than in all of "
+                    "it, so the answers cannot be found: give one that does not, as --chat-template"
                 )
             answer, content = whole[len(before) : len(after)], message["content"].strip()
             header = answer[: max(answer.find(content), 0)].strip()
             # A template without a header, such as Llama 2's, need not support add_generation_prompt.
             if header and before == render(messages[:number], False):
                 raise Unusable(
-                    f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer where "
-                    "add_generation_prompt asks for it, so that the loss would count on it: give one that does as "
+                    f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer if "
+                    "add_generation_prompt asks for it, so it would be part of the loss: give one that does, as "
                     "--chat-template"
                 )
             spans += [(whole[at : len(before)], False), (answer, True)]

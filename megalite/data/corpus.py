@@ -95,7 +95,7 @@ def find_inputs(
             found[real] = path
     if again:
         others = f" and {len(again) - 1:,} more" if again[1:] else ""
-        note(f"named more than once and read once: {again[0]}{others}")
+        note(f"given more than once, but read once: {again[0]}{others}")
     return list(found.values())
 
 
@@ -103,7 +103,7 @@ def _matches(pattern: str) -> list[str]:
     path = Path(pattern)
     if path.is_dir():
         found = [str(file) for file in sorted(_below(path)) if suffix(file.name) in SUFFIXES]
-        wanted = f"holds no file that ends in {', '.join(SUFFIXES)} (or these and {' or '.join(COMPRESSIONS)})"
+        wanted = f"has no file that ends in {', '.join(SUFFIXES)} (or these and {' or '.join(COMPRESSIONS)})"
     elif path.exists() or not glob.has_magic(pattern):
         return [pattern]
     else:
@@ -161,7 +161,7 @@ def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | No
                 yield from _lines(path, begin)
         except (OSError, EOFError, zlib.error, ValueError) as error:
             raise DataError(
-                f"{path} cannot be read ({reason(error)}): what can be is JSON lines, .txt (plain, .gz or .zst) and "
+                f"{path} cannot be read ({reason(error)}): supported are JSON lines, .txt (plain, .gz or .zst) and "
                 ".parquet"
             ) from error
 

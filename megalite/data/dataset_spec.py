@@ -93,7 +93,7 @@ def _read_each(flag: str, path: str) -> tuple[Sequence[str], Sequence[str], Sequ
         unknown = set(blends) - set(SPLITS)
         train, valid, test = ([str(word) for word in _list(blends.get(name))] for name in SPLITS)
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{flag} {path} is not what it should be ({error}): expected JSON like {expected}") from error
+        raise DataError(f"{flag} {path} has the wrong form ({error}): expected JSON like {expected}") from error
     if unknown:
         raise DataError(f"{flag} {path} has a key {shown(min(unknown))}: expected JSON like {expected}")
     return train, valid, test
@@ -103,5 +103,5 @@ def _list(value: object) -> list[object]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise TypeError(f"{shown(value)} is no list")
+        raise TypeError(f"{shown(value)} is not a list")
     return value

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from megalite.config.data import DataConfig
 from megalite.data.blend import BlendedDataset, Dataset, normalize
-from megalite.data.dataset_spec import SPLITS, DatasetSpec
+from megalite.data.dataset_spec import SPLITS, DatasetSpec, read_dataset_specs
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
@@ -23,11 +23,9 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.process.host import raise_open_file_limit
 
 Sample = TypeVar("Sample", covariant=True)
-SURPLUS = 0.005  # Megatron-LM's default
 
 
-@dataclass(frozen=True)
-class Samples:
+class Samples(NamedTuple):
     """Number of samples that each split needs; 0: the split is not built.
 
     Attributes:
@@ -83,28 +81,15 @@ class Source(NamedTuple, Generic[Sample]):
 
 
 def build_token_datasets(
-    parts: Sequence[DatasetSpec | None],
-    samples: Samples,
-    *,
-    sequence_length: int,
-    seed: int,
-    tokenizer: Tokenizer,
-    cache: IndexCache,
-    surplus: float = SURPLUS,
-    mmap_bin_files: bool = True,
-    verification: Verification | None = None,
+    data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer, verification: Verification | None = None
 ) -> Datasets[np.ndarray]:
     """Return the datasets of a run on token files; each sample is int64 [sequence_length + 1].
 
     Args:
-        parts: data of train, valid and test.
-        samples: number of samples that each of these needs.
-        sequence_length: number of input tokens in a sample.
+        data: the files and the options of their samples.
+        samples: number of samples that each split needs.
         seed: seed of the samples' order.
         tokenizer: the tokenizer; it must be the one that is recorded with the data, if one is recorded.
-        cache: cache for the indices.
-        surplus: fraction of additional samples that each dataset of a blend is built with, beyond its share.
-        mmap_bin_files: see `IndexedDataset`.
         verification: check to add the files to; the caller begins it after this function returns. None: only the
             indexes are checked, when they are opened.
 
@@ -112,54 +97,47 @@ def build_token_datasets(
         ConfigurationError: there is no training data.
         DataError: files are missing, damaged, too small, or made with another tokenizer.
     """
+    cache = IndexCache(data.data_cache_path)
 
     def open_source(prefix: str) -> Source[np.ndarray]:
         record = read_side_file(prefix)
         check_tokenizer(prefix, record, tokenizer.identity())
-        indexed = IndexedDataset(prefix, mmap_bin_files, check=verification is None)
+        indexed = IndexedDataset(prefix, data.mmap_bin_files, check=verification is None)
         if verification is not None:
             verification.add(indexed, record)
-        build = partial(GPTDataset, indexed, sequence_length=sequence_length, seed=seed, cache=cache)
+        build = partial(GPTDataset, indexed, sequence_length=data.seq_length, seed=seed, cache=cache)
         return Source(len(indexed), build)
 
-    return build_datasets(parts, samples, open_source, cache, surplus)
+    return build_datasets(data, samples, open_source, cache)
 
 
-def build_mock_datasets(
-    samples: Samples, *, sequence_length: int, seed: int, tokenizer: Tokenizer
-) -> Datasets[np.ndarray]:
+def build_mock_datasets(data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer) -> Datasets[np.ndarray]:
     """Return datasets of generated samples, which need no files."""
-    vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
-    needs = (samples.train, samples.valid, samples.test)
     train, valid, test = (
-        MockDataset(vocab_size, sequence_length, seed, need, eod, stream) if need else None
-        for stream, need in enumerate(needs)
+        MockDataset(tokenizer.vocab_size, data.seq_length, seed, need, tokenizer.eod, stream) if need else None
+        for stream, need in enumerate(samples[:3])
     )
     return Datasets(train, valid, test)
 
 
 def build_datasets(
-    parts: Sequence[DatasetSpec | None],
-    samples: Samples,
-    open_source: Callable[[str], Source[Sample]],
-    cache: IndexCache,
-    surplus: float = SURPLUS,
+    data: DataConfig, samples: Samples, open_source: Callable[[str], Source[Sample]], cache: IndexCache
 ) -> Datasets[Sample]:
     """Return the datasets of a run from any kind of source; see `build_token_datasets`."""
     raise_open_file_limit()
-    needs = (samples.train, samples.valid, samples.test)
+    parts = read_dataset_specs(data)
     least = (samples.train, samples.evaluation, samples.evaluation)
     sources = {prefix: open_source(prefix) for prefix in sorted({p for part in parts if part for p in part.prefixes})}
     if parts[0] is None and samples.train:
         raise ConfigurationError("there is no training data: give --train-data-path, or a first share in --split")
     notes = []
     sets: list[Dataset[Sample] | None] = []
-    for name, part, need, minimum in zip(SPLITS, parts, needs, least, strict=True):
+    for name, part, need, minimum in zip(SPLITS, parts, samples[:3], least, strict=True):
         missing = _missing_share(name, part, sources) if part and need else None
         if part is None or need == 0 or missing:
             sets.append(None)
         else:
-            sets.append(_build_split(part, need, minimum, sources, cache, surplus))
+            sets.append(_build_split(part, need, minimum, sources, cache, data.mid_level_dataset_surplus))
         if missing and name != "test":
             raise DataError(missing)
         if missing:  # a note is enough for the test set: the default --split includes one
@@ -173,12 +151,12 @@ def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[An
         sequences = sources[prefix].sequences
         if not sequences:
             raise DataError(
-                f"{prefix} holds no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
+                f"{prefix} has no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
                 "it, or add documents"
             )
         if not part.sequences(sequences):
             return (
-                f"the {name} data would be none of the {sequences} sequences of {prefix}: give {name} a "
+                f"the {name} data would get none of the {sequences} sequences of {prefix}: give {name} a "
                 "larger share in --split, or none, or add documents"
             )
     return None

@@ -81,7 +81,7 @@ def _kind_that_was_guessed(chunk: Chunk) -> str:
     """Return a hint for the error message if a file is read as JSON lines although its suffix is neither .json nor
     .jsonl; otherwise an empty text."""
     said = chunk.kind != "lines" or suffix(chunk.path) in (".json", ".jsonl")
-    return "" if said else "; what is not named .txt (or .txt.gz, .txt.zst) or .parquet is read as JSON lines"
+    return "" if said else "; files not named .txt (or .txt.gz, .txt.zst) or .parquet are read as JSON lines"
 
 
 def _sequences(fields: dict[str, Any], key: str) -> list[str]:

@@ -29,53 +29,17 @@ class SampleFields(TypedDict):
     document_ids: np.ndarray | None
 
 
-def sample_fields(
-    tokens_plus_one: np.ndarray,
-    eod: int,
-    reset_position_ids: bool = False,
-    reset_attention_mask: bool = False,
-    eod_mask_loss: bool = False,
-    pad: int | None = None,
-) -> SampleFields:
-    """Return the fields of a sample, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
+@dataclass(frozen=True)
+class FieldsDataset:
+    """Dataset of the fields of a dataset's samples, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
 
-    Args:
-        tokens_plus_one: [sequence_length + 1].
+    Attributes:
+        tokens: samples int64 [sequence_length + 1].
         eod: the token that ends a document; it belongs to the document it ends.
         reset_position_ids: positions start at 0 in every document.
         reset_attention_mask: fill `document_ids`.
         eod_mask_loss: no loss if the input is `eod`, since the start of the next document cannot be predicted.
         pad: the token that fills up a sample; no loss if it is the label. None: samples are not filled up.
-    """
-    tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
-    loss_mask = np.ones(len(tokens), np.float32)
-    if eod_mask_loss:
-        loss_mask[tokens == eod] = 0.0
-    if pad is not None:
-        loss_mask[labels == pad] = 0.0
-    positions, documents = np.arange(len(tokens), dtype=np.int64), None
-    if reset_position_ids or reset_attention_mask:
-        ends = tokens == eod
-        documents = np.cumsum(ends, dtype=np.int64) - ends
-        if reset_position_ids:
-            starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
-            positions = positions - starts[documents]
-    return SampleFields(
-        tokens=tokens,
-        labels=labels,
-        loss_mask=loss_mask,
-        positions=positions,
-        document_ids=documents if reset_attention_mask else None,
-    )
-
-
-@dataclass(frozen=True)
-class FieldsDataset:
-    """Dataset of the fields of a dataset's samples.
-
-    Attributes:
-        tokens: samples int64 [sequence_length + 1].
-        eod, reset_position_ids, reset_attention_mask, eod_mask_loss, pad: see `sample_fields`.
     """
 
     tokens: Dataset[np.ndarray]
@@ -91,5 +55,24 @@ class FieldsDataset:
 
     def __getitem__(self, sample: int) -> SampleFields:
         """Return the fields of a sample. Raises IndexError if there is no such sample."""
-        rules = (self.eod, self.reset_position_ids, self.reset_attention_mask, self.eod_mask_loss, self.pad)
-        return sample_fields(self.tokens[sample], *rules)
+        tokens_plus_one = self.tokens[sample]
+        tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
+        loss_mask = np.ones(len(tokens), np.float32)
+        if self.eod_mask_loss:
+            loss_mask[tokens == self.eod] = 0.0
+        if self.pad is not None:
+            loss_mask[labels == self.pad] = 0.0
+        positions, documents = np.arange(len(tokens), dtype=np.int64), None
+        if self.reset_position_ids or self.reset_attention_mask:
+            ends = tokens == self.eod
+            documents = np.cumsum(ends, dtype=np.int64) - ends
+            if self.reset_position_ids:
+                starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
+                positions = positions - starts[documents]
+        return SampleFields(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            positions=positions,
+            document_ids=documents if self.reset_attention_mask else None,
+        )

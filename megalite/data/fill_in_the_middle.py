@@ -58,7 +58,7 @@ class FillInTheMiddle:
             if token is not None and meanings.setdefault(token, meaning) != meaning:
                 flags = " and ".join(_FLAGS[name] for name in (meanings[token], meaning))
                 raise ConfigurationError(
-                    f"{flags} are one token, {token}, so that they cannot be told apart and the loss would miss some: "
+                    f"{flags} are the same token, {token}, so one could be taken for another and get no loss: "
                     "give each a token of its own"
                 )
 
@@ -85,7 +85,7 @@ def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
         ids = []
     if len(ids) != 1 or tokenizer.decode(ids) != name:
         raise ConfigurationError(
-            f"{flag} {name} is no token of the vocabulary: name one that is, or add it as a special token"
+            f"{flag} {name} is not a token of the vocabulary: give one that is, or add it as a special token"
         )
     return ids[0]
 

@@ -132,7 +132,7 @@ class GPTDataset:
         tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
         if tokens == 0:
             raise DataError(
-                f"sequences {sequences.start} to {sequences.stop} of {indexed.prefix} ({len(indexed)} in all) hold no "
+                f"sequences {sequences.start} to {sequences.stop} of {indexed.prefix} ({len(indexed)} in all) have no "
                 "tokens: give this part a larger share in --split, or add documents"
             )
         self.epochs = plan_epochs(tokens, num_samples, sequence_length)

@@ -100,22 +100,18 @@ class IndexedDataset:
         """Return the number of sequences."""
         return len(self.sequence_lengths)
 
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return the tokens `[offset, offset + length)` of one sequence, read-only, in the type they are stored in.
-
-        Without a length, the tokens up to the end of the sequence.
+    def get(self, index: int) -> np.ndarray:
+        """Return the tokens of one sequence, read-only, in the type they are stored in.
 
         Raises:
-            IndexError: there is no such sequence, or it has no such tokens.
+            IndexError: there is no such sequence.
         """
-        available = int(self.sequence_lengths[index]) - offset
-        length = available if length is None else int(length)
-        if not (offset >= 0 and 0 <= length <= available):
-            raise IndexError(
-                f"tokens [{offset}, {offset + length}) of sequence {index} of {self.prefix}, which has "
-                f"{self.sequence_lengths[index]} tokens"
-            )
-        return self._read(int(self.sequence_pointers[index]) + offset * self.dtype.itemsize, length)
+        return self._read(int(self.sequence_pointers[index]), int(self.sequence_lengths[index]))
+
+    def document(self, document: int) -> list[np.ndarray]:
+        """Return the sequences of a document. Most documents have one."""
+        first, last = self.document_indices[document : document + 2].tolist()
+        return [self.get(sequence) for sequence in range(first, last)]
 
     def join(self, sequences: list[int], start: int, end: int) -> np.ndarray:
         """Return consecutive sequences, concatenated, from token `start` of the first up to (not including) token `end`
@@ -227,7 +223,7 @@ def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int
         _damaged(path, "at least one document boundary", f"{boundaries}")
     size = HEADER.size + 12 * sequences + 8 * boundaries
     if len(index) == size + sequences and sequences:
-        _damaged(path, "a text dataset", "a multimodal one (a mode byte a sequence), which megalite does not read")
+        _damaged(path, "a text dataset", "a multimodal one (a mode byte per sequence), which megalite does not read")
     if len(index) != size:
         expected = f"{size} bytes for {sequences} sequences and {boundaries} document boundaries"
         _damaged(path, expected, f"{len(index)} bytes")

@@ -82,8 +82,8 @@ class MicroBatchLoader:
     def _load(self, samples: range) -> MicroBatchArrays:
         if samples.stop > len(self.dataset):
             raise DataError(
-                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset, of a shorter run, "
-                f"has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
+                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset is for a shorter run: "
+                f"it has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
             )
         rows = [self.dataset[sample] for sample in samples]
         tokens, labels = np.stack([row["tokens"] for row in rows]), np.stack([row["labels"] for row in rows])
@@ -91,7 +91,7 @@ class MicroBatchLoader:
         if max(tokens.view(np.uint64).max(), labels.view(np.uint64).max()) >= self.vocab_size:
             least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
             raise DataError(
-                f"samples {samples.start} to {samples.stop - 1} hold tokens from {least} to {most}, but the "
+                f"samples {samples.start} to {samples.stop - 1} have tokens from {least} to {most}, but the "
                 f"tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
             )
         documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]

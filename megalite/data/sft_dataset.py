@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megalite.config.data import DataConfig
 from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
-from megalite.data.dataset_spec import DatasetSpec
-from megalite.data.datasets import SURPLUS, Datasets, Samples, Source, build_datasets
+from megalite.data.datasets import Datasets, Samples, Source, build_datasets
 from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
@@ -31,30 +31,22 @@ from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
-    parts: Sequence[DatasetSpec | None],
-    samples: Samples,
-    *,
-    sequence_length: int,
-    seed: int,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    cache: IndexCache,
-    surplus: float = SURPLUS,
+    data: DataConfig, samples: Samples, seed: int, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Datasets[SampleFields]:
-    """Return the datasets of a run on conversations; `parts` name JSONL files.
+    """Return the datasets of a run on conversations; `data` names JSONL files.
 
     Raises:
         ConfigurationError: there is no training data.
         DataError: a file is missing, a line is not a conversation, or no conversation has an answer.
     """
-    notes = []
+    notes, cache = [], IndexCache(data.data_cache_path)
 
     def open_source(path: str) -> Source[SampleFields]:
-        file = ConversationFile(path, tokenizer, template, sequence_length, seed, cache)
+        file = ConversationFile(path, tokenizer, template, data.seq_length, seed, cache)
         notes.extend(file.notes())
         return Source(len(file), file.dataset)
 
-    datasets = build_datasets(parts, samples, open_source, cache, surplus)
+    datasets = build_datasets(data, samples, open_source, cache)
     return datasets._replace(notes=(*notes, *datasets.notes))
 
 
@@ -102,11 +94,14 @@ class ConversationFile:
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
         self.begins = np.concatenate([[0], self.ends[:-1]])
         self.places = np.minimum(self.ends - self.begins - 1, sequence_length)
-        self.unanswered = self._unanswered()
+        first_labels = self.begins + 1
+        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
+        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
+        self.unanswered = int(np.count_nonzero(next_answers >= first_labels + self.places))
         if self.unanswered == len(self):
             raise DataError(
-                f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
-                "make it longer"
+                f"in {path} no answer begins within --seq-length {sequence_length}, so nothing would be learned: "
+                "increase it"
             )
 
     def __len__(self) -> int:
@@ -117,12 +112,6 @@ class ConversationFile:
         """Return a mask of the tokens from `begin` to `end`: 1 if a token belongs to an answer, otherwise 0."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
 
-    def _unanswered(self) -> int:
-        first_labels = self.begins + 1
-        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
-        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
-        return int(np.count_nonzero(next_answers >= first_labels + self.places))
-
     def notes(self) -> list[str]:
         """Return messages for the user about the file."""
         cut = np.count_nonzero(self.ends - self.begins - 1 > self.sequence_length)
@@ -132,7 +121,7 @@ class ConversationFile:
             notes.append(f"{self.path}: {cut} {of} are longer than --seq-length and are cut")
         if self.unanswered:
             answers = f"{self.unanswered} {of} have no answer within --seq-length"
-            notes.append(f"{self.path}: {answers}: nothing is learned there")
+            notes.append(f"{self.path}: {answers}: nothing is learned from them")
         return notes
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
@@ -248,7 +237,7 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
                         f"{tokenizer.vocab_size}: its file is damaged"
                     )
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} line {number} is no conversation: {error}") from error
+                raise DataError(f"{path} line {number} is not a conversation: {error}") from error
             roles.update(message["role"] for message in record.get("messages", ()))
             begin = ends[-1] if ends else 0
             borders = np.flatnonzero(np.diff(learned, prepend=False, append=False))
@@ -256,10 +245,10 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
             tokens += np.asarray(ids, dtype).tobytes()
             ends.append(begin + len(ids))
     if not ends:
-        raise DataError(f"{path} holds no conversations: with --sft the data are JSONL files of them")
+        raise DataError(f"{path} has no conversations: with --sft the data are JSONL files of them")
     if not answers:
         raise DataError(
-            f"{path} has no answers, so that nothing would be learned: answers are what the role {ANSWERS!r} says, and "
+            f"{path} has no answers, so nothing would be learned: answers are what the role {ANSWERS!r} says, and "
             f"the roles there are {', '.join(map(repr, sorted(roles)))}: rename the one that answers"
         )
     return {

@@ -81,19 +81,19 @@ def read_side_file(prefix: str | Path) -> Record | None:
 def _record(found: Any) -> Record:
     """Convert JSON values to a record. Raises ValueError if they are not a valid record."""
     if not isinstance(found, dict) or found.keys() | {"crc32"} != {"tokenizer", "tokens", "documents", "crc32"}:
-        raise ValueError("it has not the keys of one")
+        raise ValueError("it does not have the right keys")
     tokenizer, tokens, documents, crc32 = found["tokenizer"], found["tokens"], found["documents"], found.get("crc32")
     if not _is_count(tokens) or not _is_count(documents):
-        raise ValueError("tokens and documents are no counts")
+        raise ValueError("tokens and documents are not counts")
     if tokenizer is not None and not _is_identity(tokenizer):
-        raise ValueError("its tokenizer is none")
+        raise ValueError("its tokenizer is not valid")
     if crc32 is None:
         return Record(tokenizer, tokens, documents)
     if not isinstance(crc32, dict) or crc32.keys() != {"chunk_bytes", "bin", "idx"} or crc32["chunk_bytes"] != CHUNK:
         raise ValueError(f"its checksums are not of chunks of {CHUNK:,} bytes of the .bin and .idx")
     checksums = {name: crc32[name] for name in ("bin", "idx")}
     if not all(isinstance(each, list) and all(_is_count(one, 2**32) for one in each) for each in checksums.values()):
-        raise ValueError("its checksums are no CRC-32")
+        raise ValueError("its checksums are not CRC-32")
     return Record(tokenizer, tokens, documents, checksums)
 
 
@@ -132,7 +132,7 @@ def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[s
         raise DataError(
             f"{prefix} was made with the tokenizer {describe_tokenizer(recorded)} (recorded in "
             f"{side_file_path(prefix)}), but this run uses {describe_tokenizer(tokenizer)}: give --tokenizer-type and "
-            "--tokenizer-model as then, or preprocess the text again"
+            "--tokenizer-model as recorded, or preprocess the text again"
         )
 
 

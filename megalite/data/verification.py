@@ -59,8 +59,8 @@ def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
     for what, recorded, found in counts:
         if recorded != found:
             raise DataError(
-                f"{side_file_path(data.prefix)} is not of the files beside it: it has {recorded} {what}, where they "
-                f"have {found}. {AGAIN}"
+                f"{side_file_path(data.prefix)} does not belong to the files next to it: it has {recorded} {what}, "
+                f"they have {found}. {AGAIN}"
             )
     return checks
 

@@ -130,4 +130,4 @@ def examine_data(nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         right = statistics.mode(value for value in prints.values() if value != MISSING)
         for node, found in prints.items():
             if found != right:
-                yield Finding("sick", f"{path} is {found}, and on other nodes {right}", node)
+                yield Finding("sick", f"{path} is {found}, but on other nodes {right}", node)

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,7 +93,7 @@ def _timed(
     if operation != POINT_TO_POINT:
         yield (group.ranks[0],), _median_seconds(_collective(operation, buffer, group), compute_device)
         return
-    for first, second in (pair for pairs in ring_rounds(group.size) for pair in pairs):
+    for first, second in ring_pairs(group.size):
         if group.rank in (first, second):
             there_and_back = _median_seconds(lambda: _exchange(buffer, group, first, second), compute_device)  # noqa: B023
             yield (group.ranks[first], group.ranks[second]), there_and_back / 2
@@ -119,12 +120,11 @@ def _exchange(buffer: torch.Tensor, group: Group, first: int, second: int) -> No
         collectives.Pending(work, lambda: buffer).wait()
 
 
-def ring_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return the neighbours in a ring, in rounds of pairs that communicate at the same time; each member is in one
-    pair."""
+def ring_pairs(size: int) -> list[tuple[int, int]]:
+    """Return the neighbours in a ring, in an order in which as many pairs as possible communicate at the same time."""
     pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
     odd_one = [pairs.pop()] if len(pairs) % 2 and size > 2 else []
-    return [each for each in (pairs[::2], pairs[1::2], odd_one) if each]
+    return [*pairs[::2], *pairs[1::2], *odd_one]
 
 
 def _median_seconds(act: Callable[[], object], compute_device: torch.device) -> float:
@@ -148,10 +148,6 @@ class Line:
     alpha: float
     beta: float
 
-    def bandwidth(self) -> float:
-        """Bytes per second without latency: 1 / beta, the algorithm bandwidth of nccl-tests."""
-        return 1 / self.beta if self.beta > 0 else float("inf")
-
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Return the factor from nccl-tests' algorithm bandwidth to that of the slowest link (doc/PERFORMANCE.md)."""
@@ -165,17 +161,14 @@ def fit(points: Mapping[int, float]) -> Line:
 
     Relative errors give a size of 1 KiB as much weight as one of 1 GiB. At least two points are needed.
     """
-    weights = {size: 1 / seconds for size, seconds in points.items()}
+    weights = 1 / np.array(list(points.values()))
+    speeds = weights * np.array(list(points))
     # Minimize the sum of (weight x (alpha + beta x size) - 1) squared.
-    aa = sum(w * w for w in weights.values())
-    ab = sum(w * w * size for size, w in weights.items())
-    bb = sum((w * size) ** 2 for size, w in weights.items())
-    a, b = sum(weights.values()), sum(w * size for size, w in weights.items())
-    determinant = aa * bb - ab * ab
-    alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    solution, *_ = np.linalg.lstsq(np.stack((weights, speeds), axis=1), np.ones(len(points)), rcond=None)
+    alpha, beta = map(float, solution)
     if alpha < 0:
-        return Line(0.0, b / bb)
-    return Line(alpha, beta) if beta >= 0 else Line(a / aa, 0.0)
+        return Line(0.0, float(speeds.sum() / (speeds @ speeds)))
+    return Line(alpha, beta) if beta >= 0 else Line(float(weights.sum() / (weights @ weights)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -226,7 +219,7 @@ def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) ->
         median = statistics.median(by_node.values())
         for node, seconds in by_node.items():
             if median < _CLEARLY_SLOWER * seconds:
-                speeds = f"{size / seconds / 1e9:.3g} GB/s, and {size / median / 1e9:.3g} in the middle of all nodes"
+                speeds = f"{size / seconds / 1e9:.3g} GB/s, and {size / median / 1e9:.3g} is the median of all nodes"
                 yield Finding("warning", f"slow {scope}: {operation} of {size:,} bytes at {speeds}", node)
 
 

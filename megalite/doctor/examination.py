@@ -144,7 +144,7 @@ class Examination:
         try:
             if self._ends(work):
                 return work.result()
-            self._findings.append(Finding("sick", f"{doing} does not come to an end", host_name()))
+            self._findings.append(Finding("sick", f"{doing} does not end", host_name()))
         except (MegaliteError, OSError) as error:
             self._findings.append(Finding("wrong", f"{doing}: {error}"))
         return None
@@ -198,7 +198,7 @@ class Examination:
             except (MegaliteError, RuntimeError) as error:
                 failure = f"{measurement.now}: {str(error).splitlines()[0]}"
         elif not self._call.stopping():
-            failure = f"{measurement.now} does not come to an end"
+            failure = f"{measurement.now} does not end"
         # A collective that has failed on this rank may still keep a thread of its own.
         done = work.done() and not failure
         self.whole = self.whole and done

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED
 
 Severity = Literal["sick", "wrong", "warning"]
@@ -21,15 +22,15 @@ class Options:
 
     node: bool = False
     """Check this node alone, within a second or two: for a prolog or a health check."""
-    gpus: int | None = None
+    gpus: NonNegativeInt | None = None
     """GPUs that each node must have; unset, with --node: the value of SLURM_GPUS_ON_NODE."""
-    checkpoints: int = 3
+    checkpoints: NonNegativeInt = 3
     """Checkpoints that the run directory must have room for."""
-    max_bytes: int = 2**26
+    max_bytes: NonNegativeInt = 2**26
     """Largest message that is timed, in bytes; 0: time none."""
-    seconds: float = 30.0
+    seconds: NonNegativeFloat = 30.0
     """Time in seconds for timing messages; if it is too short, the largest sizes are left out."""
-    patience: float = 60.0
+    patience: PositiveFloat = 60.0
     """Seconds after which a rank that has not answered is given up."""
     json: str | None = None
     """File to write all findings to."""
@@ -72,9 +73,9 @@ class Verdict:
     def _summary(self) -> str:
         if self.drop:
             more = any(finding.node is None for finding in self._of("sick")) or self._of("wrong")
-            return f"drop node {', '.join(self.drop)}" + (", and see to the rest" if more else "")
+            return f"drop node {', '.join(self.drop)}" + (", and repair the rest" if more else "")
         if self.exit_code != EXIT_FINISHED:
-            return "a run would fail, and not by one node alone"
+            return "a run would fail, and not because of one node"
         warnings = len(self._of("warning"))
         return "well" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megalite.doctor.network import examine_network
 from megalite.doctor.reports import Found
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
+from megalite.process import output
 from megalite.process.place import ranks_text
 from megalite.training.memory import in_words
 
@@ -27,7 +28,7 @@ def judge(found: Found) -> Verdict:
     """Return the verdict with all findings."""
     verdict = Verdict(_findings(found))
     if found.stopped and verdict.exit_code == EXIT_FINISHED:
-        text = "this was to end before everything was looked at: what is told is not all"
+        text = "this was stopped before all checks were done: findings may be missing"
         verdict.findings.append(Finding("sick", text))
     return verdict
 
@@ -72,7 +73,7 @@ def _absent(found: Found) -> Iterator[Finding]:
         node = siblings.pop() if len(siblings) == 1 else None
         where = "" if node is not None or size == 1 else f", of the launcher's node {launcher}"
         seconds = f"within {found.options.patience:g} seconds (--patience)"
-        yield Finding("sick", f"{ranks_text(ranks)} of {found.world_size}{where} never came {seconds}", node)
+        yield Finding("sick", f"{ranks_text(ranks)} of {found.world_size}{where} never connected {seconds}", node)
 
 
 def _silent(found: Found) -> Iterator[Finding]:
@@ -80,10 +81,10 @@ def _silent(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.reports]
         if gone:
-            yield Finding("sick", f"{ranks_text(gone)} came and then did not answer: ended, or stopped", node)
+            yield Finding("sick", f"{ranks_text(gone)} connected, but then did not answer: ended, or suspended", node)
         first = found.reports.get(ranks[0])
         if first is not None and first.doing:
-            yield Finding("sick", f"{first.doing} does not come to an end: does a file system hang?", node)
+            yield Finding("sick", f"{first.doing} does not end: does a file system hang?", node)
 
 
 def _unmeasured(found: Found) -> Iterator[Finding]:
@@ -93,7 +94,7 @@ def _unmeasured(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.measured]
         if gone:
-            yield Finding("sick", f"{ranks_text(gone)} did not come back from timing messages: ended, or stopped", node)
+            yield Finding("sick", f"{ranks_text(gone)} did not return from timing messages: ended, or suspended", node)
     if len(found.measured) == found.world_size:
         for failure, ranks in _by_text(found.failures).items():
             yield Finding("sick", f"on {ranks_text(ranks)}: {failure}")
@@ -131,16 +132,15 @@ def _head(found: Found) -> str:
 
 def _nodes(found: Found) -> Iterator[Row]:
     yield "node", "ranks", "address", "GPUs", "driver", "open files", "/dev/shm", "clock"
-    first = next(iter(found.roll.nodes))
     for node, report in found.nodes.items():
-        state, clock = report.state, found.reached.get(node, {}).get(first)
+        state = report.state
         if state is None:
             continue
         names = sorted(set(state.gpus))
         gpus = f"{len(state.gpus)} x {', '.join(names)}" if names else "none"
         files = "any" if state.open_files == resource.RLIM_INFINITY else f"{state.open_files:,}"
         shared = "none" if state.shared_memory is None else in_words(state.shared_memory)
-        ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
+        ahead = f"{round(1e3 * found.clocks[node], 1) + 0.0:+} ms" if node in found.clocks else ""
         address = "" if report.address is None else report.address[0]
         yield node, ranks_text(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
 
@@ -172,21 +172,17 @@ def _bandwidth(figure: Figure, *, bus: bool) -> str:
     if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
         return ""
     factor = bus_factor(figure.operation, figure.ranks) if bus else 1
-    return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
+    return f"{factor / figure.line.beta / 1e9:.3g} GB/s"
 
 
-def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
+def _table(rows: Iterable[Row]) -> str:
     """Return a table as text; nothing if it has only a header."""
-    rows = list(rows)
-    if len(rows) < 2:
-        return ""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    header, *others = rows
+    return "\n".join(output.table(header, others)) if others else ""
 
 
 def write_json(path: str, found: Found, verdict: Verdict) -> None:
     """Write the findings and the verdict to a file. Raises FileError."""
-    first = next(iter(found.roll.nodes))
     content = {
         "exit_code": verdict.exit_code,
         "drop": verdict.drop,
@@ -197,11 +193,7 @@ def write_json(path: str, found: Found, verdict: Verdict) -> None:
             if report.state is not None
         },
         "checkpoint_bytes": found.checkpoint_size,
-        "clock_ahead_seconds": {
-            node: -others[first].clock
-            for node, others in found.reached.items()
-            if first in others and not others[first].problem
-        },
+        "clock_ahead_seconds": found.clocks,
         "timings": [asdict(figure) for figure in figures(found.timings, found.roll.nodes)],
     }
     write_atomically(Path(path), f"{json.dumps(content, indent=2)}\n".encode())

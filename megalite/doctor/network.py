@@ -169,7 +169,8 @@ def _unreachable(reached: ReachedFrom, addresses: Addresses) -> Iterator[Finding
     for node in alone:  # the other nodes would each be reported together with it
         problem = next(failed[pair] for pair in failed if node in pair)
         where, these = addresses[node][0], f"{len(parted[node])} of {count} nodes"
-        yield Finding("sick", f"{these} do not reach it at {where}, or it them ({problem}): {_why(where)}", node)
+        text = f"{these} do not reach it at {where}, or it does not reach them ({problem}): {_why(where)}"
+        yield Finding("sick", text, node)
     for (a, b), problem in failed.items():
         back = (b, a) in failed
         if a in alone or b in alone or (back and a > b):  # both directions are one finding
@@ -181,5 +182,5 @@ def _unreachable(reached: ReachedFrom, addresses: Addresses) -> Iterator[Finding
 def _why(address: str) -> str:
     interface = "the interface between nodes (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
     if ipaddress.ip_address(address).is_loopback:
-        return f"there each node finds itself. Name {interface}, or see to /etc/hosts"
-    return f"see to it that ports are open between nodes, or name {interface}"
+        return f"there each node finds itself. Set {interface}, or correct /etc/hosts"
+    return f"open the ports between nodes, or set {interface}"

@@ -31,12 +31,12 @@ _FILES_PER_DATA_FILE = 2
 _NAMES = "index,uuid,name,driver_version,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _AS_CSV = " --format=csv,noheader,nounits"
 _REMAPPED = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
-_RESET = "stop what runs on it and reset it (nvidia-smi --gpu-reset), or start the node anew"
+_RESET = "stop what runs on it and reset it (nvidia-smi --gpu-reset), or restart the node"
 _SLOWED: Mapping[str, tuple[Severity, str]] = {
-    "hw_thermal_slowdown": ("sick", "since it is too hot: look at its cooling"),
+    "hw_thermal_slowdown": ("sick", "because it is too hot: check its cooling"),
     "hw_power_brake_slowdown": ("sick", "by the node's power supply (power brake)"),
-    "sw_thermal_slowdown": ("warning", "since it is hot, before the run has begun"),
-    "hw_slowdown": ("warning", "by its hardware; if it stays so, look at cooling and power"),
+    "sw_thermal_slowdown": ("warning", "because it is hot, before the run has begun"),
+    "hw_slowdown": ("warning", "by its hardware; if this continues, check cooling and power"),
 }
 """Reasons for which a GPU is slowed down, as nvidia-smi names them; of several only the first is reported."""
 
@@ -67,7 +67,7 @@ def examine_node(expected_gpus: int | None, *, ranks: int = 1, data_files: int =
     open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _BASE_FILES + _FILES_PER_RANK * ranks + _FILES_PER_DATA_FILE * data_files
     if open_files != resource.RLIM_INFINITY and open_files < needed:
-        may = "" if most == resource.RLIM_INFINITY or most >= needed else f", which may be {most} at most here"
+        may = "" if most == resource.RLIM_INFINITY or most >= needed else f" (here at most {most})"
         text = f"a process may open {open_files} files, and a run needs about {needed}: raise `ulimit -n`{may}"
         findings.append(Finding("sick", text))
     driver = gpus[0].driver if gpus else ""
@@ -140,7 +140,7 @@ def _missing(names: _Answer, gpus: Sequence[Gpu], expected: int | None) -> Itera
     if names.code != 0 and "No devices were found" not in names.text:
         yield Finding("sick", f"nvidia-smi fails: {' '.join(names.text.split()) or f'exit code {names.code}'}")
     elif expected is not None and len(gpus) < expected:
-        lost = "dmesg tells of one that was lost (Xid 79)"
+        lost = "dmesg says if one was lost (Xid 79)"
         yield Finding("sick", f"{len(gpus)} GPUs are there, and {expected} are expected: {lost}")
 
 
@@ -149,13 +149,13 @@ def _memory(gpus: Sequence[Gpu], remapped: Sequence[Sequence[str]]) -> Iterator[
     for gpu in gpus:
         if gpu.uncorrected.isdigit() and int(gpu.uncorrected) > 0:
             errors = f"{gpu.uncorrected} uncorrectable memory errors (ECC)"
-            yield Finding("sick", f"GPU {gpu.index} has met {errors}: {_RESET}")
+            yield Finding("sick", f"GPU {gpu.index} has had {errors}: {_RESET}")
         if gpu.retirement_pending == "Yes":
             yield Finding("sick", f"GPU {gpu.index} waits to retire a page of its memory: {_RESET}")
     for uuid, pending, failure in (row for row in remapped if len(row) == 3):
         which = f"GPU {numbers.get(uuid, uuid)}"
         if failure in ("1", "Yes"):
-            yield Finding("sick", f"{which} has no row left to remap a bad one of its memory to: replace it")
+            yield Finding("sick", f"{which} has no spare row left to remap a bad row of its memory: replace it")
         elif pending in ("1", "Yes"):
             yield Finding("sick", f"{which} waits to remap a row of its memory: {_RESET}")
 

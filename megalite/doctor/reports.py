@@ -71,11 +71,11 @@ class Report:
         if config is not None:
             with self._at("reading the data"):
                 self.files = fingerprints(config.data)
-        with self._at("looking at its GPUs, memory and limits"):
+        with self._at("checking its GPUs, memory and limits"):
             self.state, found = examine_node(gpus, ranks=len(roll.ranks), data_files=len(self.files))
             self.findings += found
         if config is not None and config.checkpoint.save is not None and roll.probe is not None:
-            with self._at("looking at the run directory"):
+            with self._at("checking the run directory"):
                 self.directory = look(open_directory(config.checkpoint.save), *roll.probe)
 
     @contextmanager
@@ -125,6 +125,13 @@ class Found:
     @property
     def addresses(self) -> dict[str, tuple[str, int]]:
         return {node: report.address for node, report in self.nodes.items() if report.address is not None}
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        """Return the seconds by which the clock of each node that has reached rank 0's node is ahead of its clock."""
+        first = next(iter(self.roll.nodes))
+        reached = {node: others[first] for node, others in self.reached.items() if first in others}
+        return {node: -each.clock for node, each in reached.items() if not each.problem}
 
     @property
     def can_measure(self) -> bool:

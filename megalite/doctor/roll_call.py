@@ -85,7 +85,7 @@ class RollCall:
             return parse_json(self._store.get(key))
         except ValueError as error:
             raise CommunicationError(
-                f"somebody who is none of the ranks has written to {store_name()}: {key} is no JSON ({error})"
+                f"something that is not a rank has written to {store_name()}: {key} is not JSON ({error})"
             ) from error
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
@@ -116,7 +116,7 @@ class RollCall:
         try:
             return within(seconds + STORE_HANGS, call)
         except TimeoutError:
-            problem = "does not answer: the process that has it is stopped"
+            problem = "does not answer: the process that runs it is suspended"
         except RuntimeError as error:
             problem = f"does not answer any more: {error}"
         raise CommunicationError(f"{store_name()} {problem}")

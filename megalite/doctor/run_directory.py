@@ -97,7 +97,7 @@ def examine_run_directory(
     free = [each.free for each in seen.values() if each.free is not None]
     if free and checkpoint_size is not None and min(free) < checkpoints * checkpoint_size:
         needed = f"{checkpoints} checkpoints take {in_words(checkpoints * checkpoint_size)}"
-        advice = "free space there, or keep fewer (--save-retain-interval, and --checkpoints to tell so)"
+        advice = "free space there, or keep fewer (--save-retain-interval, and --checkpoints here)"
         yield Finding("wrong", f"--save {save} has {in_words(min(free))} free, and {needed}: {advice}")
 
 

@@ -83,7 +83,7 @@ def read_token_files(
         if verify and limit is None:
             check_record(data, record)
         count = limited(len(data.document_indices) - 1, limit)
-        sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
+        sequences = [_bare(data.document(document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
         text_bytes, why_no_bytes = _text_bytes(sequences, tokenizer)
@@ -116,12 +116,6 @@ def limited(count: int, limit: float | None) -> int:
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
 
 
-def _stored(data: IndexedDataset, document: int) -> list[np.ndarray]:
-    """Return the sequences of a document. Most documents have one."""
-    first, last = data.document_indices[document : document + 2].tolist()
-    return [data.get(sequence) for sequence in range(first, last)]
-
-
 def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.ndarray]:
     """Return a document without the context before it, if any, and without end-of-document tokens after it."""
     bare = list(sequences)
@@ -142,7 +136,7 @@ def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer)
     The text is the decoded tokens. It counts as known only if encoding it gives the same tokens again.
     """
     if isinstance(tokenizer, NullTokenizer):
-        return None, "NullTokenizer stands for data that is in tokens already, without a text"
+        return None, "NullTokenizer is for data that is already tokens, without a text"
     size = 0
     for number, sequences in enumerate(documents):
         for sequence in sequences:
@@ -153,7 +147,7 @@ def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer)
             except ValueError:
                 same = False
             if not same:
-                return None, f"the text that the tokens of document {number} decode to has other tokens"
+                return None, f"document {number} has other tokens after decoding and encoding it again"
             size += len(text.encode())
     return size, None
 
@@ -174,10 +168,10 @@ def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterato
 
 def _check_tokens(name: str, documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
     if not any(map(len, documents)):
-        raise DataError(f"{name} holds no tokens: there is nothing to predict")
+        raise DataError(f"{name} has no tokens: there is nothing to predict")
     for number, tokens in enumerate(documents):
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
             raise DataError(
-                f"document {number} of {name} holds tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
+                f"document {number} of {name} has tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
                 f"of the model has {tokenizer.vocab_size}: the data was made with another tokenizer"
             )

@@ -17,7 +17,7 @@ from megalite.errors import ConfigurationError
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling, sample
 from megalite.model.cache import KeyValueCache
-from megalite.parallel.regions import gather_from_region
+from megalite.parallel import collectives
 
 Finish = Literal["stop", "length"]
 """Reason why a sequence has ended: "stop" for an end of document or `stop`, "length" for the maximum length."""
@@ -72,7 +72,8 @@ def generate(
             under_way[-1].read()
             continue
         batch = under_way.popleft()
-        for sequence, token in batch.next_tokens():
+        chosen = network.share(batch.chosen).tolist()  # on every rank the tokens that the last stage has chosen
+        for sequence, token in zip(batch.sequences, chosen, strict=True):
             if token != eod:
                 sequence.tokens.append(token)
                 yield sequence.index, token
@@ -87,25 +88,20 @@ def generate(
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ConfigurationError if a prompt is empty, has an unknown token, or exceeds a learned position table."""
-    limit = _positions(config)
+    limit = config.learned_positions
     for number, prompt in enumerate(prompts, start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         if not prompt:
             raise ConfigurationError(f"{which} has no tokens: give it some text")
         if config.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             raise ConfigurationError(
-                f"{which} has tokens from {min(prompt)} to {max(prompt)}, and the model's vocabulary is "
+                f"{which} has tokens from {min(prompt)} to {max(prompt)}, but the model's vocabulary is "
                 f"{config.vocab_size}: give the tokenizer it was trained with as --tokenizer-model"
             )
         if limit is not None and len(prompt) > limit:
             raise ConfigurationError(
-                f"{which} has {len(prompt)} tokens, and the model has learnt {limit} positions: shorten it"
+                f"{which} has {len(prompt)} tokens, but the model has learned {limit} positions: shorten it"
             )
-
-
-def _positions(config: ModelConfig) -> int | None:
-    """Return the number of positions in a learned position table; None if the model has no such table."""
-    return config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None
 
 
 @dataclass
@@ -123,7 +119,7 @@ class _Sequence:
 
 
 def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Sequence:
-    limit, learnt = len(prompt) + max_new_tokens, _positions(config)
+    limit, learnt = len(prompt) + max_new_tokens, config.learned_positions
     if learnt is not None:
         limit = min(limit, learnt + 1)  # the last token is never an input, so it needs no position
     key = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
@@ -151,10 +147,6 @@ class _Batch:
         self.chosen = torch.tensor(chosen, device=self.network.mesh.device)
         for sequence in self.sequences:
             sequence.read = len(sequence.tokens)
-
-    def next_tokens(self) -> list[tuple[_Sequence, int]]:
-        """Return on every rank the tokens that the last stage has chosen."""
-        return list(zip(self.sequences, self.network.share(self.chosen).tolist(), strict=True))
 
     def goes_on(self) -> bool:
         """Remove the sequences that have ended, and return whether any remain."""
@@ -187,4 +179,4 @@ def next_token_logits(
     if stage.head is None:
         return None
     over = stage.context.group("vocabulary")
-    return gather_from_region(stage.head(hidden.unsqueeze(0))[0], over)[:, : network.vocab_size]
+    return collectives.all_gather_last(stage.head(hidden.unsqueeze(0))[0], over)[:, : network.vocab_size]

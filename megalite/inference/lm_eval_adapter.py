@@ -109,7 +109,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
     def _window(self, texts: tuple[str, str], context: list[int], continuation: list[int]) -> Window:
         if not 0 < len(continuation) <= self.max_length:
             raise ConfigurationError(
-                f"a continuation of {len(continuation)} tokens, where there can be 1 to {self.max_length} "
+                f"a continuation of {len(continuation)} tokens, but there can be 1 to {self.max_length} "
                 f"(--seq-length): {texts[1][:200]!r} after {texts[0][-200:]!r}"
             )
         tokens = [*(context or self._context), *continuation]
@@ -194,7 +194,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ConfigurationError(
-                f"rank {other} asks other things of the model than rank 0: give all ranks the same tasks and data"
+                f"rank {other} has other requests to the model than rank 0: give all ranks the same tasks and data"
             )
 
 
@@ -203,7 +203,7 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     sampled = options.pop("do_sample")
     known = {name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options}
     if options:
-        raise ConfigurationError(f"a task generates with {', '.join(options)}, which megalite has not")
+        raise ConfigurationError(f"a task generates with {', '.join(options)}, which megalite does not support")
     return Sampling(**known) if sampled else Sampling(temperature=0.0)
 
 
@@ -223,7 +223,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
     DataError if a task cannot be loaded.
     """
     if include_path is not None and not Path(include_path).is_dir():
-        raise ConfigurationError(f"--include-path {include_path} is no folder")
+        raise ConfigurationError(f"--include-path {include_path} is not a folder")
     manager = TaskManager(include_path=include_path, include_defaults=False)
     if not set(names) <= set(manager.all_subtasks):
         manager = TaskManager(include_path=include_path)

@@ -29,7 +29,6 @@ from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite.parallel.regions import gather_from_region
 from megalite.pipeline.point_to_point import Links, make_links
 from megalite.pipeline.stages import Stages
 
@@ -95,7 +94,7 @@ def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parall
     for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
         if count % tp:
             raise ConfigurationError(
-                f"{count} {what} do not divide over {tp} ranks: choose another --tensor-model-parallel-size"
+                f"{count} {what} cannot be divided among {tp} ranks: choose another --tensor-model-parallel-size"
             )
     if pp > config.num_layers:
         raise ConfigurationError(
@@ -133,7 +132,8 @@ def logits(network: Network, tokens: Tensor) -> Tensor:
     found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
     for rows, hidden in _micro_batches(network, tokens):
         if stage.head is not None:
-            found[rows] = gather_from_region(stage.head(hidden), group)[..., : network.vocab_size].transpose(0, 1)
+            whole = collectives.all_gather_last(stage.head(hidden), group)
+            found[rows] = whole[..., : network.vocab_size].transpose(0, 1)
     return network.share(found)
 
 

@@ -11,6 +11,7 @@ from megalite.errors import ConfigurationError
 from megalite.inference.documents import Documents, context_of_documents
 from megalite.inference.network import Network
 from megalite.inference.scoring import score_windows, sliding_windows
+from megalite.process import output
 
 
 @dataclass(frozen=True)
@@ -44,30 +45,6 @@ class Figures:
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
-def evaluate(
-    network: Network,
-    documents: Documents,
-    context: Sequence[int],
-    length: int,
-    stride: int,
-    micro_batch_size: int,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> Figures:
-    """Return the figures of a data set. Each token is predicted once, with context from its own document only.
-
-    All ranks call it. `context`, `length` and `stride` are as in `sliding_windows`; `micro_batch_size` and `advance`
-    are as in `score_windows`. Raises ConfigurationError if the context is longer than `length`.
-    """
-    if len(context) > length:
-        raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
-    windows = [window for tokens in documents.tokens for window in sliding_windows(tokens, context, length, stride)]
-    scores = score_windows(network, windows, micro_batch_size, advance)
-    count = sum(window.counted for window in windows)
-    loss = -math.fsum(score.log_probability for score in scores) / count
-    read = sum(map(bool, map(len, documents.tokens)))
-    return Figures(documents.name, read, count, loss, documents.text_bytes, documents.why_no_bytes)
-
-
 def together(figures: Sequence[Figures], weights: Sequence[float] | None = None) -> Figures:
     """Combine the figures of several data sets over all tokens.
 
@@ -94,21 +71,33 @@ def evaluate_all(
     micro_batch_size: int,
     advance: Callable[[int], None],
 ) -> list[Figures]:
-    """Return the figures of each data set and, if there are several, their combined figures."""
+    """Return the figures of each data set and, if there are several, their combined figures.
+
+    Each token is predicted once, with context from its own document only. All ranks call it. `length` and `stride` are
+    as in `sliding_windows`; `micro_batch_size` and `advance` are as in `score_windows`. Raises ConfigurationError if
+    the context before each document is longer than `length`.
+    """
     context = context_of_documents(tokenizer)
-    figures = [evaluate(network, each, context, length, stride, micro_batch_size, advance) for each in documents]
+    if len(context) > length:
+        raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
+    figures = []
+    for each in documents:
+        windows = [window for tokens in each.tokens for window in sliding_windows(tokens, context, length, stride)]
+        scores = score_windows(network, windows, micro_batch_size, advance)
+        count = sum(window.counted for window in windows)
+        loss = -math.fsum(score.log_probability for score in scores) / count
+        read = sum(map(bool, map(len, each.tokens)))
+        figures.append(Figures(each.name, read, count, loss, each.text_bytes, each.why_no_bytes))
     weights = [each.weight for each in documents if each.weight is not None]
     return [*figures, together(figures, weights or None)] if len(figures) > 1 else figures
 
 
 def table(figures: Sequence[Figures]) -> str:
     """Return the figures as a table with one line per data set, and the reasons for missing bits per byte."""
-    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
+    header, rows = ("data", "documents", "tokens", "loss", "perplexity", "bits per byte"), []
     for each in figures:
         bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
         counts = (f"{each.documents:,}", f"{each.tokens:,}")
         rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
     why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
-    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
+    return "\n".join([*output.table(header, rows), *why])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megalite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Sampling:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the probabilities to sample from, given [vocabulary] logits and a temperature above 0; fp64 on the CPU."""
+    import torch  # here, so that wrong flags are reported before torch is imported
+
     scores = logits.double().cpu() / sampling.temperature
     if 0 < sampling.top_k < len(scores):
         kept = scores.topk(sampling.top_k).indices
@@ -51,4 +55,4 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     """Draw a token from [vocabulary] logits. Ranks with the same logits and generator state draw the same token."""
     if sampling.temperature == 0.0:
         return int(logits.argmax().item())
-    return int(torch.multinomial(probabilities(logits, sampling), 1, generator=generator).item())
+    return int(probabilities(logits, sampling).multinomial(1, generator=generator).item())

@@ -26,7 +26,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     skipped. Raises ConfigurationError if there are no prompts or they cannot be read.
     """
     if given.count("-") > 1:
-        raise ConfigurationError("--prompt - can be given once: standard input ends with the first")
+        raise ConfigurationError("--prompt - can be given only once: it reads all of standard input")
     prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     if file is not None:
         prompts += _lines(Path(file))
@@ -51,7 +51,7 @@ def _lines(path: Path) -> Iterator[str]:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f'{path}, line {number}: not of the form {{"prompt": "..."}}') from error
         if not isinstance(prompt, str):
-            raise ConfigurationError(f'{path}, line {number}: its "prompt" is no text')
+            raise ConfigurationError(f'{path}, line {number}: its "prompt" is not a text')
         yield prompt
 
 

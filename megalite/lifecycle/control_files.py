@@ -48,7 +48,7 @@ class ControlFiles:
                 (self._directory / name).unlink(missing_ok=True)
             except OSError as error:
                 raise CheckpointError(
-                    f"{self._directory / name} is of an earlier run and cannot be removed ({error.strerror}): remove it"
+                    f"{self._directory / name} of an earlier run cannot be removed ({error.strerror}): remove it"
                 ) from error
         return tuple(f"note: removed {self._directory / name}, which was there before this run" for name in found)
 

@@ -40,9 +40,9 @@ def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, s
     if text is None:
         return None, None
     if not (text.isascii() and text.isdigit()):
-        return None, f"{VARIABLE}={text} is no time in Unix seconds: the run does not stop by it"
+        return None, f"{VARIABLE}={text} is not a time in Unix seconds: it is ignored"
     if float(text) < now:
-        return None, f"{VARIABLE}={text} is over: the run does not stop by it"
+        return None, f"{VARIABLE}={text} is in the past: it is ignored"
     return float(text), None
 
 
@@ -61,5 +61,5 @@ def why_stop(left: float, step: float, evaluation: float, save: float) -> str | 
     parts = [f"{what} of {seconds:.1f} s" for what, seconds in times.items() if seconds]
     return (
         f"the job ends in {left:.0f} s ({VARIABLE}), which may not be enough for {', '.join(parts)} and {MARGIN:.0f} s "
-        "to end in"
+        "to exit"
     )

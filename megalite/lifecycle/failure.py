@@ -1,6 +1,7 @@
-"""Error reporting of a run: one message and one exit code, however many ranks fail.
+"""Error reporting: one message and one exit code, however many ranks fail.
 
-Every rank that fails calls `_fail`. There are three cases:
+`run_main` runs a program of several ranks, and `run_tool` one of a single process. Every rank that fails calls `_fail`.
+There are three cases:
 
 - With a process group, its store decides which rank reports: the lowest rank that failed. Ranks that fail later,
   because a peer has ended, print nothing and exit with the same code.
@@ -20,9 +21,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from threading import RLock
@@ -45,6 +46,7 @@ _GATHERING_SECONDS = 0.5  # ranks that fail for the same reason arrive within th
 _LAUNCHER_SECONDS = 10.0  # within this time ranks get the same error, and a launcher ends the other ranks
 _STAGGER_SECONDS = 0.5
 _STORE_SECONDS = 5.0  # time limit for an answer of the store
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SPEAKING = RLock()  # held while a thread reports an error: the process must not end before it has finished
 
 
@@ -59,13 +61,9 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     require_streams()
     exit_on_stop_signals()
     try:
-        code = main()
-        ignore_stop_signals()
-        problem = write_out()
-        if isinstance(problem, BrokenPipeError):
-            raise problem
-        if problem is not None:
-            raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
+        with _output_written():
+            code = main()
+            ignore_stop_signals()
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
     except SystemExit as ending:  # its message has been printed already, for example by --help
@@ -82,6 +80,57 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def run_tool(main: Callable[[], None]) -> None:
+    """Run a program of a single process. An error ends it with a message and an exit code.
+
+    Ctrl-C, SIGTERM and the end of the output's reader, for example `| head`, end it as shells expect: with 128 and the
+    number of the signal.
+    """
+    require_streams()
+    # SIGTERM raises an exception, as Ctrl-C does, so that temporary files are removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with _output_written():
+            main()
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:
+        write_out()
+        sys.exit(128 + signal.SIGPIPE)
+    except BaseException as error:
+        write_out()
+        print(f"error: {_describe(error)}", file=sys.stderr)
+        sys.exit(exit_code_of(error))
+
+
+@contextmanager
+def _output_written() -> Iterator[None]:
+    """Write the buffered output at the end of the block.
+
+    Raises BrokenPipeError if nobody reads it any more, and FileError if the disk is full, whenever this is noticed.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:  # for example after --help
+            if (problem := write_out()) is None:
+                raise
+        else:
+            problem = write_out()
+    except OSError as error:
+        if error.errno not in _DISK_FULL or error.filename is not None:
+            raise
+        problem = error
+    if isinstance(problem, BrokenPipeError):
+        raise problem
+    if problem is not None:
+        write_out()
+        raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
+
+
 def _describe(error: BaseException) -> str:
     """Return the message for an error, without the rank."""
     if isinstance(error, MegaliteError):
@@ -94,13 +143,13 @@ def _describe(error: BaseException) -> str:
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
     if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: torch may not be imported
         return (
-            f"{error}\nA training takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
-            f"split over more ranks; --record-memory-history tells what takes it.\n{_innermost(error)}"
+            f"{error}\nTraining takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
+            f"split over more ranks; --record-memory-history shows what takes it.\n{_innermost(error)}"
         )
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"this machine is out of memory: {error}\n{_innermost(error)}"
     trace = "".join(traceback.format_exception(error))
-    return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
+    return f"a defect in megalite or a library, please report it:\n{trace.rstrip()}"
 
 
 def _innermost(error: BaseException) -> str:

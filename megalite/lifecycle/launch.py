@@ -46,9 +46,9 @@ def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     )
     backend = _backend(parallel, mesh)
     if backend == "nccl" and not (where.type == "cuda" and dist.is_nccl_available()):
-        raise ConfigurationError(f"--distributed-backend nccl talks between GPUs, and this run is on {where}: use gloo")
+        raise ConfigurationError(f"--distributed-backend nccl connects only GPUs, but this run is on {where}: use gloo")
     if backend == "gloo" and where.type == "cuda" and parallel.pipeline_model_parallel_size > 1:
-        raise ConfigurationError("--distributed-backend gloo sends nothing from GPU to GPU, as stages do: use nccl")
+        raise ConfigurationError("--distributed-backend gloo cannot send from GPU to GPU, as stages must: use nccl")
     return mesh
 
 

@@ -79,7 +79,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
         store = _opened(aside(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
         raise CommunicationError(
-            f"{store_name()} does not answer: nobody has come there, or the process that has it is stopped"
+            f"{store_name()} does not answer: its process has not started, or is suspended"
         ) from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
@@ -105,7 +105,7 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
         wait([store], step)
         waited += step
         if waited < seconds and not store.done() and (place.rank == 1 or place.local_rank == 0):
-            sys.stderr.write(f"waiting for {store_name()} to open, for {waited:.0f} s by now\n")
+            sys.stderr.write(f"waiting for {store_name()} to open, for {waited:.0f} s so far\n")
     return store.result(0.0)
 
 
@@ -153,10 +153,10 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
             sys.exit(code_in(word, EXIT_RESUMABLE))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # longer than ours: torch prints on its time-out
-    _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
+    _in_time(seconds, "rank 0 has not connected, or hangs", partial(store.wait, [f"{_CAME}/0"], limit))
     watched = _in_time(seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
     _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-    word = _in_time(seconds, "rank 0 came, and stands still", partial(_wait_for_host, store, limit, watched))
+    word = _in_time(seconds, "rank 0 connected, but hangs", partial(_wait_for_host, store, limit, watched))
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
 
@@ -208,7 +208,7 @@ def _wait_for_host(store: Store, limit: datetime.timedelta, watched: bool) -> st
         beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
         if silence > SILENCE:
             raise RendezvousError(
-                f"rank 0 came to {store_name()}, and has ended without a word, or stands still: nothing has come of it "
+                f"rank 0 connected to {store_name()}, but then ended without a message, or hangs: no sign of it "
                 f"for {SILENCE:.0f} s"
             )
         time.sleep(_BETWEEN_BEATS)
@@ -231,7 +231,7 @@ def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result
     except RuntimeError as error:
         holder = "its launcher" if hosted_by_launcher() else "rank 0"
         raise RendezvousError(
-            f"{store_name()} does not answer any more: {holder}, which has it, has ended without a word, or cannot be "
+            f"{store_name()} does not answer any more: {holder}, which runs it, ended without a message, or cannot be "
             f"reached ({str(error).splitlines()[0]})"
         ) from error
 
@@ -253,11 +253,11 @@ def _wait_as_host(store: Store, world_size: int, seconds: float) -> str:
                 store.set(_ALL, "no")
                 time.sleep(_LEAVING_SECONDS)
                 raise RendezvousError(
-                    f"{ranks_text(missing)} of {world_size} did not come within {seconds:.0f} s to {store_name()}: "
-                    "never started, stopped, ended, or without a way there"
+                    f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to {store_name()}: "
+                    "never started, suspended, ended, or without a network route to it"
                 )
             if missing:
-                sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now\n")
+                sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far\n")
                 patience *= 2
         time.sleep(_BETWEEN_LOOKS)
     word = store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else ""

@@ -79,16 +79,10 @@ class Attention(nn.Module):
         self.rotary_interleaved, self.layer = config.rotary_interleaved, layer
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
-        query = LogicalTensor(
-            f"{name}.query", (heads, width, hidden), draw, True, "heads width hidden -> 1 (heads width) hidden"
-        )
-        key_value = LogicalTensor(
-            f"{name}.key_value",
-            (groups, 2, width, hidden),
-            draw,
-            True,
-            "groups two width hidden -> two (groups width) hidden",
-        )
+        matrices = "heads width hidden -> 1 (heads width) hidden"
+        query = LogicalTensor(f"{name}.query", (heads, width, hidden), draw, True, matrices)
+        matrices = "groups two width hidden -> two (groups width) hidden"
+        key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
         biases: list[Sharding] = []
         if config.add_bias_linear or config.add_qkv_bias:
             query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
@@ -97,13 +91,8 @@ class Attention(nn.Module):
         self.query_key_value = ColumnParallelLinear(
             context, "heads", _query_key_value(config, context, query, key_value), biases
         )
-        output = LogicalTensor(
-            f"{name}.output",
-            (hidden, heads, width),
-            Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
-            True,
-            "hidden heads width -> 1 hidden (heads width)",
-        )
+        draw_output, matrices = Normal(config.output_init_std), "hidden heads width -> 1 hidden (heads width)"
+        output = LogicalTensor(f"{name}.output", (hidden, heads, width), draw_output, True, matrices)
         output_bias = LogicalTensor(f"{name}.output_bias", (hidden,), Constant(0.0), False)
         self.output = RowParallelLinear(
             context,

@@ -99,14 +99,14 @@ class LocalCore:
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        mixed = attention(*self._dealt(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
+        mixed = attention(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_with_lse(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask) -> tuple[Tensor, Tensor]:
-        mixed, lse = attention_with_lse(*self._dealt(query, key, value), mask, scale=self.scale, cap=self.cap)
+        mixed, lse = attention_with_lse(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap)
         return mixed.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
-    def _dealt(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Permute all three to [batch, heads or groups, tokens, head_dim].
 
         Keys and values are repeated per head unless each group serves an equal number of consecutive heads.

@@ -17,15 +17,20 @@ from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
+def token_table(config: ModelConfig, context: ParallelContext, name: str, vocab_size: int) -> Sharding:
+    """Place a table with a row per token, with its vocabulary split over the tensor-parallel ranks."""
+    shape, draw = (vocab_size, config.hidden_size), Normal(config.init_method_std)
+    table = LogicalTensor(name, shape, draw, True, is_embedding_or_output=True)
+    padded = config.padded_vocab_size(context.group("vocabulary").size)
+    return context.split(table, {0: "vocabulary"}, padded=padded)
+
+
 def word_sharding(config: ModelConfig, context: ParallelContext, vocab_size: int, copies: tuple[int, ...]) -> Sharding:
-    """Place the word embedding, with its vocabulary split over the tensor-parallel ranks.
+    """Place the word embedding.
 
     `copies`: the ranks that hold this part of the weight, for the embedding or for an output layer tied to it.
     """
-    draw = Normal(config.init_method_std)
-    word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, is_embedding_or_output=True)
-    padded = config.padded_vocab_size(context.group("vocabulary").size)
-    record = context.split(word, {0: "vocabulary"}, padded=padded)
+    record = token_table(config, context, "embedding.word", vocab_size)
     return replace(record, replica_ranks=copies, grad_is_partial=len(copies) > 1)
 
 

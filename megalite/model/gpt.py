@@ -138,8 +138,9 @@ class GPT(nn.Module):
         rotary = windowed_rotary = None
         if self.config.rotary:
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
-            if any(window is not None for window in self.windows) and self.config.window_rotary_base is not None:
-                windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
+            base = self.config.window_rotary_base
+            if base is not None and any(window is not None for window in self.windows):
+                windowed_rotary = rotary_tables(in_windows(self.config, base), micro_batch.positions, self.dtype)
         if cache is not None:
             cache.move_to(micro_batch.positions)
         see = functools.partial(self._mask, micro_batch) if cache is None else cache.mask

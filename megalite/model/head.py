@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
+from megalite.model.embedding import token_table
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
+from megalite.parallel.sharding import Sharding
 from megalite.parallel.stage import LossTerm
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.cross_entropy import LossOptions
@@ -91,16 +92,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = Norm(config, context, "final_norm", config.hidden_size)
-        weight: Parameter | Sharding
-        if tied is None:
-            shape = (vocab_size, config.hidden_size)
-            output = LogicalTensor(
-                "output", shape, Normal(config.init_method_std), weight_decay=True, is_embedding_or_output=True
-            )
-            padded = config.padded_vocab_size(context.group("vocabulary").size)
-            weight = context.split(output, {0: "vocabulary"}, padded=padded)
-        else:
-            weight = tied
+        weight = token_table(config, context, "output", vocab_size) if tied is None else tied
         self.output = OutputLayer(context, weight, vocab_size, config.final_logit_softcapping, loss)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
@@ -37,13 +35,8 @@ class MLP(nn.Module):
             [context.split(inner_bias, {dimension: "ffn"}, columns=0)] if config.add_bias_linear else [],
             adds_bias=False,
         )
-        down = LogicalTensor(
-            f"{name}.down",
-            (hidden, ffn),
-            Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
-            True,
-            "hidden ffn -> 1 hidden ffn",
-        )
+        draw_down = Normal(config.output_init_std)
+        down = LogicalTensor(f"{name}.down", (hidden, ffn), draw_down, True, "hidden ffn -> 1 hidden ffn")
         down_bias = LogicalTensor(f"{name}.down_bias", (hidden,), Constant(0.0), False)
         self.down = RowParallelLinear(
             context,

@@ -11,14 +11,12 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 
 
-def in_windows(config: ModelConfig) -> ModelConfig:
-    """Return the configuration whose rotary settings are those of this model's layers with a sliding window."""
-    if config.window_rotary_base is None:
-        return config
+def in_windows(config: ModelConfig, base: float) -> ModelConfig:
+    """Return the configuration whose rotary settings are those of layers with a sliding window and this base."""
     return replace(
         config,
         position_embedding_type="rope",
-        rotary_base=config.window_rotary_base,
+        rotary_base=base,
         rotary_seq_len_interpolation_factor=None,
         use_rope_scaling=False,
     )

@@ -220,5 +220,5 @@ class Accumulator:
 
     def _finish(self) -> None:
         if self._rounds < self._rounds_due:
-            raise RuntimeError(f"of {self._rounds_due} reductions that a step has, {self._rounds} were begun")
+            raise RuntimeError(f"only {self._rounds} of the {self._rounds_due} reductions of a step have begun")
         self._finish_round()

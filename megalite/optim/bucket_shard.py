@@ -22,7 +22,7 @@ class BucketShardSpec:
     """
 
     layout: BucketLayout
-    stage: int
+    zero_stage: int
     """ZeRO stage 0 to 3. It is 0 if there is only one shard."""
     shards: int
     shard: int
@@ -34,7 +34,7 @@ class BucketShardSpec:
 
     @staticmethod
     def of(
-        layout: BucketLayout, rank: int, *, peers: int, position: int, stage: int = 0, instances: int = 1
+        layout: BucketLayout, rank: int, *, peers: int, position: int, zero_stage: int = 0, instances: int = 1
     ) -> BucketShardSpec:
         """Return the slices of a rank.
 
@@ -43,14 +43,14 @@ class BucketShardSpec:
             rank: a rank that stores the parameters of the bucket.
             peers: the number of data-parallel peers of that rank, itself included.
             position: the index of that rank among them.
-            stage: the ZeRO stage.
+            zero_stage: 0 to 3.
             instances: the number of instances of hybrid sharding.
         """
         copies = layout.slots[0].parameter.sharding.replica_ranks
         shards = peers // instances
         instance, shard = divmod(position, shards)
         replica = copies.index(rank) * instances + instance
-        return BucketShardSpec(layout, stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
+        return BucketShardSpec(layout, zero_stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
 
     @property
     def counted_here(self) -> bool:
@@ -66,7 +66,7 @@ class BucketShardSpec:
     @property
     def updated(self) -> tuple[int, int]:
         """Range that this rank updates: its slice, or the full bucket under ZeRO 0."""
-        return self.owned if self.stage else (0, self.layout.length)
+        return self.owned if self.zero_stage else (0, self.layout.length)
 
     @property
     def saved(self) -> tuple[int, int]:
@@ -84,5 +84,5 @@ def is_main_replica(record: Sharding, rank: int, coordinates: Mapping[str, int])
         rank: a rank that may differ from the coordinates in its data-parallel position.
         coordinates: the coordinates of the rank, by the name of the axis.
     """
-    data_parallel = ("edp",) if record.expert else ("dp", "cp")
-    return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)
+    own_samples = any(coordinates[axis] for axis in record.data_parallel_axes)
+    return record.replica_ranks.index(rank) == 0 and not own_samples

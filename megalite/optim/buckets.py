@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.optim.accumulator import Accumulator, Collective, ReductionGroups
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
-from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
+from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
@@ -33,7 +33,7 @@ class DataParallel:
 
     gradient_dtype: torch.dtype
     """Dtype of the buffers in which gradients are summed."""
-    stage: int = 0
+    zero_stage: int = 0
     """ZeRO stage, 0 to 3."""
     instances: int = 1
     """Number of instances of hybrid sharding. The ranks of one instance have all shards together."""
@@ -74,7 +74,7 @@ class Bucket:
         """
         layout = shard_spec.layout
         self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
-        self.shard_group, self.stage = groups.shards, shard_spec.stage
+        self.shard_group, self.zero_stage = groups.shards, shard_spec.zero_stage
         self.prefetch = options.overlap_gather
         """True if ZeRO 3 gathers this bucket while the previous block computes."""
         self.accumulators = tuple(
@@ -84,7 +84,7 @@ class Bucket:
                 in_flight,
                 chunk=chunk,
                 uses=there,
-                stage=self.stage,
+                stage=self.zero_stage,
                 overlap=options.overlap_reduce,
                 dtype=options.gradient_dtype,
             )
@@ -103,7 +103,7 @@ class Bucket:
             self._adopt(slot, set_values)
         self.parameter_shard = owned(self.parameters, self.shard_group)
         """Slice of the parameters that this rank owns."""
-        if self.stage == 3:
+        if self.zero_stage == 3:
             self.parameter_shard = self.parameter_shard.clone()
             free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
@@ -148,7 +148,7 @@ class Bucket:
 
     @property
     def frees_parameters(self) -> bool:
-        return self.stage == 3
+        return self.zero_stage == 3
 
     def begin_reduction(self, chunk: int, micro_batches: int) -> None:
         """Start the reduction that is due after this number of micro-batches of a chunk, unless it has started."""
@@ -176,7 +176,7 @@ class Bucket:
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
-        if self.stage == 3:
+        if self.zero_stage == 3:
             if not is_storage_free(self.parameters):
                 return
             allocate_storage(self.parameters)
@@ -189,7 +189,7 @@ class Bucket:
 
     def free_parameters(self) -> None:
         """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
-        if self.stage == 3:
+        if self.zero_stage == 3:
             self.finish_parameter_gather()
             free_storage(self.parameters)
 
@@ -224,11 +224,11 @@ def make_buckets(
     buckets = []
     for layout in plan_buckets(networks, mesh, options, blocks=blocks):
         first = layout.slots[0].parameter
-        peers, instances = data_parallel_ranks(mesh, first.sharding), options.instances
+        peers, instances = mesh.ranks(*first.sharding.data_parallel_axes), options.instances
         groups = _reduction_groups(mesh, peers, instances, first.sharding.replica_group)
-        position, stage = peers.index(mesh.rank), options.stage
+        position, zero_stage = peers.index(mesh.rank), options.zero_stage
         shard_spec = BucketShardSpec.of(
-            layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances
+            layout, mesh.rank, peers=len(peers), position=position, zero_stage=zero_stage, instances=instances
         )
         uses = _uses_by_chunk(first.sharding, chunks_of[id(first)])
         buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
@@ -254,7 +254,7 @@ def plan_buckets(
     by_chunk = [unique_parameters(network) for network in networks]
     for chunk in reversed(range(len(networks))):
         in_lower = {id(parameter) for parameters in by_chunk[:chunk] for parameter in parameters}
-        for part in [*(reversed(blocks[chunk]) if blocks and options.stage >= 2 else ()), networks[chunk]]:
+        for part in [*(reversed(blocks[chunk]) if blocks and options.zero_stage >= 2 else ()), networks[chunk]]:
             parameters = [parameter for parameter in unique_parameters(part) if id(parameter) not in dealt | in_lower]
             dealt.update(map(id, parameters))
             layouts += bucket_layouts(parameters, mesh, options.bucket_size, chunks_of)
@@ -277,7 +277,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
         ValueError: a chunk contains the parameter but does not use it, or uses it but does not contain it.
     """
     if {use.chunk for use in record.uses} != set(range(len(chunks))):
-        raise ValueError(f"{record.name} is held by {len(chunks)} chunks; its uses are {record.uses}")
+        raise ValueError(f"{record.name} is in {len(chunks)} chunks, but its uses are {record.uses}")
     return {
         chunk: {number: use.times for number, use in enumerate(record.uses) if use.chunk == position}
         for position, chunk in enumerate(chunks)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from megalite.optim.shard import Segment
 from megalite.optim.update_rule import UpdateRule
 from megalite_kernels.implementation import current
 from megalite_kernels.moments import Quantized
-from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
+from megalite_kernels.optimizer import SGD, AdamW, Flat, update_
 
 WIDENED_ELEMENTS = 1 << 22
 """Number of gradients that are converted at a time to the dtype of the masters, for a fused kernel.
@@ -96,11 +96,9 @@ def _pieces(segment: Segment) -> Iterator[Segment]:
         yield replace(segment, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
 
-class _Update(Protocol):
-    """Function that updates a segment's masters and state in place."""
-
-    def __call__(self, gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        """Apply one update; `step` is its number, counted from 1."""
+_Update = Callable[[Tensor, float, float, int], None]
+"""Function that updates a segment's masters and state in place, from the gradients, the learning rate, the weight decay
+and the number of the update, counted from 1."""
 
 
 def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
@@ -168,11 +166,12 @@ class FlatRule(UpdateRule):
             master = segment.master if segment.has_master else None
             flat = Flat(segment.parameters, segment.gradients, master, segment.start)
             seed = _seed(segment, step)
+            moments = list(segment.state.values())  # in the order of `state_names`
             if config.optimizer == "sgd":
-                sgd_(flat, segment.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor, seed))
+                update_(flat, moments, SGD(rate, decay, config.sgd_momentum, factor, seed))
             else:
                 by = AdamW(rate, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, step, factor, seed)
-                adamw_(flat, segment.state["exp_avg"], segment.state["exp_avg_sq"], by)
+                update_(flat, moments, by)
 
 
 def _seed(segment: Segment, step: int) -> int:

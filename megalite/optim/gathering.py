@@ -22,7 +22,7 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
         blocks: the blocks of the network, in order of execution.
         buckets: the buckets of this rank.
     """
-    if any(bucket.stage == 3 for bucket in buckets):
+    if any(bucket.zero_stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
     elif any(bucket.prefetch for bucket in buckets):
         _wait_before_use(network, buckets)
@@ -47,7 +47,7 @@ class BlockGathers:
         bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
         in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
         for parameter in unique_parameters(network):
-            if bucket_of[id(parameter)].stage == 3 and id(parameter) not in in_blocks:
+            if bucket_of[id(parameter)].zero_stage == 3 and id(parameter) not in in_blocks:
                 raise ValueError(f"ZeRO 3 would never gather {parameter.sharding.name}: it is in no block")
         self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
         self._in_backward = False

@@ -17,7 +17,6 @@ from torch import nn
 
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
-from megalite.parallel.sharding import Sharding
 
 ALIGNMENT = 64
 """Alignment of the start of each parameter, in elements: 256 bytes of fp32, enough for vector loads on any device."""
@@ -45,8 +44,8 @@ class ParameterGroup:
 
     @staticmethod
     def of(parameter: Parameter) -> ParameterGroup:
-        record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.is_embedding_or_output, record.has_matrices)
+        tensor = parameter.sharding.pieces[0].tensor
+        return ParameterGroup(tensor.weight_decay, tensor.is_embedding_or_output, tensor.matrices is not None)
 
     @property
     def name(self) -> str:
@@ -144,16 +143,11 @@ def bucket_layouts(
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():
-        shards = len(data_parallel_ranks(mesh, alike[0].sharding))
+        shards = mesh.size(*alike[0].sharding.data_parallel_axes)
         for places in lay_out([parameter.numel() for parameter in alike], bucket_size):
             slots = tuple(Slot(alike[index], start, stop) for index, start, stop in places)
             layouts.append(BucketLayout(slots, bucket_length(places, shards)))
     return layouts
-
-
-def data_parallel_ranks(mesh: ParallelMesh, record: Sharding) -> tuple[int, ...]:
-    """Return the ranks that process different samples (or tokens) and therefore sum the gradient of a parameter."""
-    return mesh.ranks("edp") if record.expert else mesh.ranks("dp", "cp")
 
 
 def unique_parameters(module: nn.Module) -> list[Parameter]:

@@ -205,7 +205,7 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
                 made = _part(shard, slot, piece, part, segment_of.get(id(slot)), split_group)
                 parts.setdefault(box, []).append(made)
         for box, members in parts.items():
-            found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.stage > 0, split_group))
+            found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.zero_stage > 0, split_group))
     return sorted(found, key=lambda matrix: matrix.box.numel, reverse=True)
 
 
@@ -214,8 +214,8 @@ def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | N
     record, ranks = slot.parameter.sharding, shard.bucket.shard_group
     start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.master.numel()
     runs = [(start + first, start + last) for first, last in piece.box.runs_of(box)]
-    sizes = [0 if shard.bucket.stage > 0 else box.numel] * ranks.size
-    if shard.bucket.stage > 0:
+    sizes = [0 if shard.bucket.zero_stage > 0 else box.numel] * ranks.size
+    if shard.bucket.zero_stage > 0:
         for first, last in runs:
             for rank in range(first // length, -(-last // length)):
                 sizes[rank] += min(last, (rank + 1) * length) - max(first, rank * length)

@@ -210,10 +210,10 @@ class Optimizer:
         return Collective("norm", self.mesh.world().ranks, partial(statistics.norms, owned, self.mesh))
 
     def _gradient_gathers(self) -> list[Collective[Pending]]:
-        return [bucket.gradient_gather() for bucket in self.buckets if bucket.stage == 0]
+        return [bucket.gradient_gather() for bucket in self.buckets if bucket.zero_stage == 0]
 
     def _parameter_gathers(self) -> list[Collective[None]]:
-        return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.stage in (1, 2)]
+        return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.zero_stage in (1, 2)]
 
     def _counting(self) -> list[Collective[None]]:
         return [Collective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
@@ -239,7 +239,7 @@ class Optimizer:
         """Gather all parameters within the block, for code that reads weights outside a forward pass."""
         self.finish_parameter_gather()
         for bucket in self.buckets:
-            if bucket.stage == 3:
+            if bucket.zero_stage == 3:
                 bucket.begin_parameter_gather()
         self.finish_parameter_gather()
         try:
@@ -289,13 +289,13 @@ def make_optimizer(
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
         gather_around_forward(network, blocks[chunk] if blocks else (), buckets)
-    each = options.stage >= 2 and mesh.size("dp", "cp") > options.instances
+    each = options.zero_stage >= 2 and mesh.size("dp", "cp") > options.instances
     return Optimizer(
         buckets,
         mesh,
         config,
         overlap_gather=options.overlap_gather,
-        reduces_each_micro_batch=each or any(bucket.stage >= 2 for bucket in buckets),
+        reduces_each_micro_batch=each or any(bucket.zero_stage >= 2 for bucket in buckets),
         module_states=list(states_of(nn.ModuleList(networks))),
         tallies=tallies_of(nn.ModuleList(networks)),
     )

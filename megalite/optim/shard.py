@@ -62,16 +62,13 @@ def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 
-def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each state, without masters, for parameters of this group and dtype."""
-    return {name: state_dtype(config, name, parameters) for name in state_names(config, group)}
-
-
 def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
     """Return the number of bytes of state per element, without masters."""
-    dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
-    return sum(eight if quantized_dtype(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+    return sum(
+        eight if quantized_dtype(config, name) else state_dtype(config, name, parameters).itemsize
+        for name in state_names(config, group)
+    )
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
@@ -84,9 +81,9 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
     """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`."""
-    dtype = parameter.dtype
-    master = state_dtype(config, "master", dtype)
-    return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
+    names = *state_names(config, ParameterGroup.of(parameter)), "master"
+    dtypes = {name: state_dtype(config, name, parameter.dtype) for name in names}
+    return {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ class Shard:
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
         """State whose shape differs from that of its parameter, by slot and name. It is not sharded."""
-        sharded = bucket.stage > 0
+        sharded = bucket.zero_stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start, self.stop = bucket.shard_spec.updated
@@ -167,9 +164,10 @@ class Shard:
     @property
     def owned_masters(self) -> Tensor | View:
         """Master weights of the slice that this rank owns. No other rank of the shard group owns this slice."""
+        start, stop = (end - self.start for end in self.bucket.owned_range)  # under ZeRO 0 a part of the shard
         if self.master.dtype == torch.int16:
-            return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
-        return self.master[self.owned_part]
+            return View(Remainders(self.parameters, self.master), start, stop)
+        return self.master[start:stop]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the master weights and of all state."""
@@ -177,12 +175,6 @@ class Shard:
         packed = [state.tensors() for state in states if isinstance(state, Quantized)]
         own = [state.values for named in self.own_states for state in named.values()]
         return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed), *own]
-
-    @property
-    def owned_part(self) -> slice:
-        """Part of this shard that this rank owns. Under ZeRO 0 the shard is the full bucket, so it is larger."""
-        start, stop = self.bucket.owned_range
-        return slice(start - self.start, stop - self.start)
 
     def _segments(self, config: OptimizerConfig) -> Iterator[Segment]:
         for group, slots, begin, end in self.bucket.layout.stretches():

@@ -52,22 +52,11 @@ class RuleState:
     """Functions that make state of other shapes, by name (example: tests/distributed/test_checkpoint_state.py)."""
 
 
-def _moments(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq")
-
-
-def _momentum(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
-
-
-def _of_muon(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group.matrices else _moments(config, group)
-
-
+_MOMENTS, _MOMENTUM = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 RULE_STATE: dict[str, RuleState] = {
-    "adam": RuleState(_moments),
-    "sgd": RuleState(_momentum),
-    "muon": RuleState(_of_muon),
+    "adam": RuleState(lambda config, group: _MOMENTS),
+    "sgd": RuleState(lambda config, group: _MOMENTUM if config.sgd_momentum > 0.0 else ()),
+    "muon": RuleState(lambda config, group: _MOMENTUM if group.matrices else _MOMENTS),
 }
 """State by --optimizer."""
 

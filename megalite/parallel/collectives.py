@@ -23,8 +23,8 @@ from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group, WaitTimer
 
 _LOST = (
-    "another rank has ended (its own message says why, or the system's log where it ran out of "
-    "memory) or does not answer. The last checkpoint is as it was; --resume auto continues from it. The backend says: "
+    "another rank has ended (its own message says why, or the system's log if it ran out of "
+    "memory) or does not answer. The last checkpoint is unchanged; --resume auto continues from it. The backend says: "
 )
 
 # torch 2.13 renamed these two and warns at the old names.
@@ -140,6 +140,11 @@ def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return all_gather_async(tensor, group).wait()
 
 
+def all_gather_last(tensor: Tensor, group: Group) -> Tensor:
+    """Gather [..., n] of each rank into [..., size * n] on all ranks."""
+    return tensor if group.size == 1 else torch.cat(all_gather(tensor, group).chunk(group.size), dim=-1)
+
+
 def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
     """Return the texts of all ranks of the group, in rank order, on every rank. No text may be empty."""
     if group.size == 1:
@@ -154,8 +159,6 @@ def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
 
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks, in rank order, on the group's first rank, and an empty list on the others."""
-    if group.size == 1:
-        return [list(numbers)]
     own = torch.tensor([len(numbers), *numbers], device=device)
     length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
     own = pad(own, (0, length - own.numel()))

@@ -56,7 +56,7 @@ def exchange_counts(counts: Sequence[int], group: Group, device: torch.device) -
         ValueError: the counts do not divide evenly over the ranks.
     """
     if len(counts) % group.size:
-        raise ValueError(f"{len(counts)} counts cannot be dealt evenly to {group.size} ranks")
+        raise ValueError(f"{len(counts)} counts cannot be divided evenly among {group.size} ranks")
     each = [len(counts) // group.size] * group.size
     found: list[int] = collectives.all_to_all_rows(torch.tensor(counts, device=device), each, each, group).tolist()
     return found

@@ -42,12 +42,12 @@ def initial_values(tensor: LogicalTensor, box: Box, seed: int) -> Tensor:
     inside = torch.arange(total_rows).view(tensor.shape[:-1])[box.slices()[:-1]].flatten()
     block_rows = max(1, BLOCK_ELEMENTS // tensor.shape[-1])
     values = torch.empty(inside.numel(), box.size[-1])
-    blocks = inside // block_rows
-    for block in blocks.unique().tolist():
-        chosen = blocks == block
-        rows = min(block_rows, total_rows - block * block_rows)
+    blocks, counts = torch.unique_consecutive(inside // block_rows, return_counts=True)  # the rows are in order
+    ends = counts.cumsum(0)
+    for block, begin, end in zip(blocks.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
+        part, rows = slice(begin, end), min(block_rows, total_rows - block * block_rows)
         drawn = tensor.initial.std * _standard_normal(tensor, block, rows, seed)
-        values[chosen] = drawn[inside[chosen] - block * block_rows, box.slices()[-1]]
+        values[part] = drawn[inside[part] - block * block_rows, box.slices()[-1]]
     return values.view(box.size)
 
 

@@ -51,7 +51,10 @@ def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """Product of input [sequence (/ size), batch, in] and weights [out_i, in]: [sequence, batch, sum of out_i]."""
+    """Product of input [sequence (/ size), batch, in] and weights [out_i, in]: [sequence, batch, sum of out_i].
+
+    `use`: the number of this use of a tied weight, whose uses have separate sums of gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class ParallelMesh:
         ep, etp = expert_parallel_size, tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
         for name, size in (("tp*cp*pp", tp * cp * pp), ("etp*ep*pp", etp * ep * pp)):
             if size < 1 or world_size % size:
-                raise ValueError(f"a world of {world_size} ranks does not factor by {name} = {size}")
+                raise ValueError(f"a world of {world_size} ranks cannot be divided by {name} = {size}")
         self.rank, self.world_size = rank, world_size
         self.device = device or torch.device("cpu")
         sizes = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
@@ -134,7 +134,7 @@ class ParallelMesh:
             )
         view = next((view for view in self._views if set(axes) <= set(view)), None)
         if view is None:
-            raise ValueError(f"axes {axes} are of two views: one has {DENSE_AXES}, the other {EXPERT_AXES}")
+            raise ValueError(f"axes {axes} belong to two views: one has {DENSE_AXES}, the other {EXPERT_AXES}")
         index = tuple(slice(None) if axis in axes else self._coordinates[axis] for axis in view)
         return tuple(self._views[view][index].flatten().tolist())
 

@@ -13,10 +13,6 @@ DENSE, EXPERT = ("tp",), ("ep", "etp")
 """The axes of each mesh view that split one data-parallel replica of a stage."""
 
 
-def whole(tensor: LogicalTensor) -> Box:
-    return Box.whole(tensor.shape)
-
-
 def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bool) -> Sharding:
     """Replicate a vector on every tensor-parallel rank of a stage.
 
@@ -24,9 +20,7 @@ def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bo
         grad_is_partial: True if each rank applies the vector to only a part of the activations: its slice of the
             sequence, or its own heads.
     """
-    return Sharding(
-        tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks(*DENSE), grad_is_partial
-    )
+    return replace(split(mesh, tensor, {}, columns=len(tensor.shape) - 1), grad_is_partial=grad_is_partial)
 
 
 def split(
@@ -56,28 +50,23 @@ def split(
         raise ValueError(
             f"{tensor.name} split over {dict(splits)}: give each axis once, all of {DENSE} or all of {EXPERT}"
         )
-    box, local, true_rows = whole(tensor), tensor.shape, None
+    offset, size, local = [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)
     for dimension, axes in splits.items():
-        padding = padded if dimension == 0 else None
-        length = tensor.shape[dimension] if padding is None else padding
+        length = padded if padded is not None and dimension == 0 else tensor.shape[dimension]
         if length % mesh.size(*axes):
             raise ValueError(
-                f"dimension {dimension} of {tensor.name}, {length} long, does not divide over {mesh.size(*axes)} ranks "
-                f"of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
+                f"dimension {dimension} of {tensor.name}, {length} long, cannot be divided among {mesh.size(*axes)} "
+                f"ranks of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
             )
-        start, count = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
-        true_start = min(start, tensor.shape[dimension])
-        true_count = min(start + count, tensor.shape[dimension]) - true_start
-        box = Box(_set(box.offset, dimension, true_start), _set(box.size, dimension, true_count))
-        local = _set(local, dimension, count)
-        if padding is not None:
-            true_rows = true_count
+        start, local[dimension] = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
+        offset[dimension] = min(start, tensor.shape[dimension])
+        size[dimension] = min(start + local[dimension], tensor.shape[dimension]) - offset[dimension]
     cut = len(local) - columns
     local_shape = (math.prod(local[:cut]), math.prod(local[cut:])) if columns else (math.prod(local),)
     expert = not set(used).isdisjoint(EXPERT)
     free = [axis for axis in (EXPERT if expert else DENSE) if axis not in used]
     made = tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
-    piece = Piece(tensor, box, 0, local_shape[0] if true_rows is None else true_rows, made)
+    piece = Piece(tensor, Box(tuple(offset), tuple(size)), 0, math.prod(size[:cut]), made)
     return Sharding(local_shape, (piece,), mesh.ranks(*free), grad_is_partial=False, expert=expert)
 
 
@@ -89,7 +78,3 @@ def stacked(shardings: list[Sharding]) -> Sharding:
         pieces += [replace(piece, row=piece.row + row) for piece in sharding.pieces]
         row += sharding.local_shape[0]
     return replace(shardings[0], local_shape=(row, *shardings[0].local_shape[1:]), pieces=tuple(pieces))
-
-
-def _set(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index + 1 :])

@@ -45,7 +45,7 @@ class SequenceLayout:
         """
         tokens, left = divmod(sum(map(len, self.runs)), parts)
         if left:
-            raise ValueError(f"{tokens * parts + left} tokens of a sample do not make {parts} equal parts")
+            raise ValueError(f"{tokens * parts + left} tokens of a sample cannot be divided into {parts} equal parts")
         begin, found = number * tokens, []
         for run in self.runs:
             cut = run[max(begin, 0) : max(begin + tokens, 0)]

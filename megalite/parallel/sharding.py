@@ -141,30 +141,26 @@ class Box:
         Returns:
             At most 2 * dimensions - 1 boxes, each with the position of its first element in that order.
         """
-        return [
-            (Box(tuple(o + c for o, c in zip(self.offset, corner, strict=True)), size), position)
-            for corner, size, position in _flat_range(self.size, start, stop)
-        ]
+        if stop <= start:
+            return []
+        if len(self.size) == 1:
+            return [(Box((self.offset[0] + start,), (stop - start,)), start)]
+        row = Box(self.offset[1:], self.size[1:])
+        first_whole, last_whole = -(-start // row.numel), stop // row.numel
 
+        def rows(first: int, count: int, part: Box) -> Box:
+            return Box((self.offset[0] + first, *part.offset), (count, *part.size))
 
-def _flat_range(size: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    if stop <= start:
-        return []
-    if len(size) == 1:
-        return [((start,), (stop - start,), start)]
-    inner = math.prod(size[1:])
-    first_whole, last_whole = -(-start // inner), stop // inner
+        def part_of_row(number: int, low: int, high: int) -> list[tuple[Box, int]]:
+            begin = number * row.numel
+            return [(rows(number, 1, part), begin + at) for part, at in row.flat_range(low - begin, high - begin)]
 
-    def part_of_row(row: int, low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        return [((row, *c), (1, *s), row * inner + p) for c, s, p in _flat_range(size[1:], low, high)]
-
-    if first_whole > last_whole:
-        return part_of_row(last_whole, start - last_whole * inner, stop - last_whole * inner)
-    zeros = (0,) * (len(size) - 1)
-    boxes = part_of_row(first_whole - 1, inner - (first_whole * inner - start), inner) if start % inner else []
-    if first_whole < last_whole:
-        boxes.append(((first_whole, *zeros), (last_whole - first_whole, *size[1:]), first_whole * inner))
-    return boxes + part_of_row(last_whole, 0, stop - last_whole * inner)
+        if first_whole > last_whole:
+            return part_of_row(last_whole, start, stop)
+        boxes = part_of_row(first_whole - 1, start, first_whole * row.numel)
+        if first_whole < last_whole:
+            boxes.append((rows(first_whole, last_whole - first_whole, row), first_whole * row.numel))
+        return boxes + part_of_row(last_whole, last_whole * row.numel, stop)
 
 
 @dataclass(frozen=True)
@@ -228,16 +224,9 @@ class Sharding:
         return self.replica_ranks if self.grad_is_partial and len(self.replica_ranks) > 1 else ()
 
     @property
-    def weight_decay(self) -> bool:
-        return self.pieces[0].tensor.weight_decay
-
-    @property
-    def is_embedding_or_output(self) -> bool:
-        return self.pieces[0].tensor.is_embedding_or_output
-
-    @property
-    def has_matrices(self) -> bool:
-        return self.pieces[0].tensor.matrices is not None
+    def data_parallel_axes(self) -> tuple[str, ...]:
+        """The mesh axes whose ranks process different samples (or tokens) and therefore sum the gradient."""
+        return ("edp",) if self.expert else ("dp", "cp")
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Proves, without processes, that the lists of a step compute each thing once, in order, and end."""
+"""Proof, without running processes, that a step computes everything once and in order, and does not deadlock."""
 
 from __future__ import annotations
 
@@ -17,25 +17,14 @@ from megalite.pipeline.stages import Stages
 
 @dataclass(frozen=True)
 class Collective:
-    """Collective operation of several ranks, by a name that no other of theirs has."""
+    """Collective operation of several ranks. Its name is unique among their collectives."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks of the pipeline."""
+    """Pipeline ranks."""
 
     def __str__(self) -> str:
         return self.name
-
-
-@dataclass(frozen=True)
-class Report:
-    """Peaks of each rank: the largest numbers at one time."""
-
-    activations: tuple[int, ...]
-    """Forwards of all chunks whose B or W has not run."""
-    activations_of_chunks: tuple[tuple[int, ...], ...]
-    receives: tuple[int, ...]
-    """Buffers whose receive is posted and whose computation has not run."""
 
 
 def check(
@@ -46,18 +35,19 @@ def check(
     *,
     backward: bool = True,
     after_list: Sequence[Sequence[Collective]] = (),
-) -> Report:
-    """Prove a whole step of a pipeline, from the lists of all its ranks.
+) -> None:
+    """Prove one step of a pipeline from the lists of all its ranks.
 
-    Every stage does each micro-batch once, in an order that gives the same sums whatever the schedule; each message is
-    sent once and received in the order in which it is sent; gradients are reduced when they are complete and as
-    `reductions` says; and no rank waits for ever, whether a send blocks until its receive is posted or not.
-    `after_list`: the collectives of each rank with others of the pipeline after its list, in order.
+    The proof shows four facts. Every stage processes each micro-batch once, in an order that gives the same sums under
+    every schedule. Each message is sent once, and messages are received in the order in which they are sent. Gradients
+    are reduced when they are complete, as `reductions` requires. There is no deadlock, whether or not a send blocks
+    until its receive is posted. `after_list`: each rank's collectives with other pipeline ranks after its list, in
+    order.
 
-    Collectives between data-parallel pipelines, inside actions, need no proof of their own if all these pipelines have
-    the same lists: data-parallel ranks then reach each collective after the same actions, and none waits for ever.
+    Collectives between data-parallel pipelines, inside actions, need no separate proof if all these pipelines have the
+    same lists: data-parallel ranks then reach each collective after the same actions.
 
-    Raises ScheduleError, whose message names rank, action and stage.
+    Raises ScheduleError; the message names rank, action and stage.
     """
     if len(lists) != stages.ranks:
         raise ScheduleError(f"{len(lists)} lists are not those of a pipeline of {stages.ranks} ranks")
@@ -68,11 +58,6 @@ def check(
             rank.take(action)
         rank.end(after_list[number] if after_list else ())
     run([rank.program for rank in ranks])
-    return Report(
-        tuple(rank.most_kept[-1] for rank in ranks),
-        tuple(tuple(rank.most_kept[:-1]) for rank in ranks),
-        tuple(rank.most_receives for rank in ranks),
-    )
 
 
 @dataclass(frozen=True)
@@ -85,43 +70,40 @@ class _Step:
     backward: bool
 
     def reduced(self) -> range:
-        """The micro-batches after which a chunk's gradients are reduced."""
+        """Return the micro-batches after which the gradients of a chunk are reduced."""
         if self.reductions is None:
             return range(0)
         return range(0 if self.reductions.per_micro_batch else self.micro_batches - 1, self.micro_batches)
 
 
 def _say(stages: Sequence[int], at: object) -> str:
-    """Return what a rank is at: an action with its stage."""
+    """Return the current position of a rank as text: an action with its stage."""
     return f"{at} (stage {stages[at.chunk]})" if isinstance(at, Action) else str(at)
 
 
 class _Message(NamedTuple):
-    """Messages of one kind of action of a chunk."""
+    """Messages that one kind of action of a chunk sends or receives."""
 
     peer: int
     edge: Communicator
     way: Kind
-    """Hidden states travel with F; gradients with B, or I."""
+    """F for hidden states, B for gradients (also those of I)."""
     first: int
-    """The number of the message for micro-batch 0; those of other stages, and of later micro-batches, differ."""
+    """Number of the message of micro-batch 0. Every stage and every micro-batch has its own numbers."""
 
 
 class _Rank:
-    """Actions that a rank has done so far, and its program of communication."""
+    """Actions that a rank has completed so far, and its communication program."""
 
     def __init__(self, step: _Step, rank: int) -> None:
         self._step, self._rank = step, rank
         self._stage = own = step.stages.of_rank(rank)
         self._ends = {end: [_other_end(step.stages, stage, *end) for stage in own] for end in set(_OTHER_ENDS.values())}
         self._messages = {kind: [self._message(kind, chunk) for chunk in range(len(own))] for kind in _OTHER_ENDS}
-        # By kind and chunk, then by micro-batch; I counts as B, and B as W too. The number is that of the receive.
-        self._done: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
-        self._kept, self._receives = [0] * (len(own) + 1), 0
+        # By kind and chunk, then by micro-batch. I counts as B; B counts as B and W. The value is a receive's number.
+        self._done: dict[tuple[Kind, int], dict[int, int | None]] = defaultdict(dict)
         self._say = partial(_say, own)
         self.program = Program(f"rank {rank}", self._say)
-        self.most_kept, self.most_receives = [0] * (len(own) + 1), 0
-        """Forwards by chunk and, last, of all chunks."""
 
     def take(self, action: Action) -> None:
         kind, micro_batch, chunk, _ = self._at = action
@@ -133,7 +115,7 @@ class _Rank:
         done[micro_batch] = _TAKE[kind.split()[0]](self, action)
 
     def end(self, after_list: Sequence[Collective]) -> None:
-        """Require that everything has been done, wait for what was begun, then run the collectives after the list."""
+        """Require that no action is missing, wait for all communication, then run the collectives after the list."""
         for chunk in range(len(self._stage)):
             for action in self._required(chunk):
                 if action.micro_batch not in self._done[action.kind, chunk]:
@@ -144,7 +126,7 @@ class _Rank:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
     def _required(self, chunk: int) -> Iterator[Action]:
-        """Yield the actions of a chunk in a step that may be missing; receives cannot, as computations require them."""
+        """Yield the actions of a chunk that may be missing. Receives cannot be: computations require them."""
         kinds: list[Kind] = ["F"]
         if self._messages["send F"][chunk] is not None:
             kinds += ["send F", "free F"]
@@ -157,40 +139,33 @@ class _Rank:
                 yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
 
-    def _forward(self, action: Action) -> int:
+    def _forward(self, action: Action) -> None:
         self._need("F", action, self._ends[True, "F"][action.chunk])
-        for place in (action.chunk, -1):
-            self._kept[place] += 1
-            self.most_kept[place] = max(self.most_kept[place], self._kept[place])
-        return 0
 
-    def _backward(self, action: Action) -> int:
+    def _backward(self, action: Action) -> None:
         kind, m, chunk, _ = action
         if not self._step.backward:
-            self._refuse("evaluation does not go backward")
+            self._refuse("evaluation has no backward")
         if m > 0 and m - 1 not in self._done["B", chunk]:
-            self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
+            self._refuse(f"micro-batch {m - 1} of this chunk has not had its backward")
         if m not in self._done["F", chunk]:
-            self._refuse("it has not gone forward")
+            self._refuse("it has not had its forward")
         self._need("B", action, self._ends[False, "B"][chunk])
         if kind == "B":
-            self._done["W", chunk][m] = self._weights_done(action)
-        return 0
+            self._weights_done(action)
+            self._done["W", chunk][m] = None
 
-    def _weight_gradients(self, action: Action) -> int:
+    def _weight_gradients(self, action: Action) -> None:
         if action.micro_batch not in self._done["B", action.chunk]:
             self._refuse("its I has not been done")
-        return self._weights_done(action)
+        self._weights_done(action)
 
-    def _weights_done(self, action: Action) -> int:
+    def _weights_done(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m > 0 and m - 1 not in self._done["W", chunk]:
             self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
-        self._kept[chunk] -= 1
-        self._kept[-1] -= 1
-        return 0
 
-    def _reduce(self, action: Action) -> int:
+    def _reduce(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
             self._refuse("none is due after this micro-batch")
@@ -198,10 +173,9 @@ class _Rank:
             self._refuse("its weight gradients have not been given")
         if m + 1 in self._done["W", chunk]:
             self._refuse("the next micro-batch has given weight gradients already")
-        return 0
 
     def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
-        """Require a computation's message, from another rank or from a chunk of the same rank."""
+        """Require the message that a computation uses, from another rank or another chunk of the same rank."""
         if giver is None:
             return
         rank, chunk = giver
@@ -212,33 +186,28 @@ class _Rank:
             if number is None or message is None:
                 self._refuse("the receive of its message has not been posted")
             self.program.wait(message.edge, number, action)
-            self._receives -= 1
         elif action.micro_batch not in self._done[way, chunk]:
-            self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
+            self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not produced its message")
 
     def _receive(self, action: Action) -> int:
         message = self._other_end(action)
-        self._receives += 1
-        self.most_receives = max(self.most_receives, self._receives)
         return self.program.begin(message.edge, message.first + action.micro_batch, action)
 
-    def _send(self, action: Action) -> int:
-        """Take a send to block until its receive is posted: a step that ends then also ends if sends do not block."""
+    def _send(self, action: Action) -> None:
+        """Block until the receive is posted: a step that ends under this assumption also ends if sends do not block."""
         message = self._other_end(action)
         if action.micro_batch not in self._done[message.way, action.chunk]:
-            self._refuse("the action that gives it has not been done")
+            self._refuse("the action that produces it has not been done")
         self._together(message.edge, message.first + action.micro_batch, action)
-        return 0
 
-    def _free(self, action: Action) -> int:
+    def _free(self, action: Action) -> None:
         self._other_end(action)
         send: Kind = "send F" if action.kind == "free F" else "send B"
         if action.micro_batch not in self._done[send, action.chunk]:
             self._refuse("its send has not started")
-        return 0
 
     def _message(self, kind: Kind, chunk: int) -> _Message | None:
-        """Return the message of an action; None if nothing is sent, or only within the rank."""
+        """Return the message of an action; None if nothing is sent, or it stays on the rank."""
         _, way = end = _OTHER_ENDS[kind]
         place = self._ends[end][chunk]
         if place is None or place[0] == self._rank:
@@ -251,7 +220,7 @@ class _Rank:
     def _other_end(self, action: Action) -> _Message:
         message = self._messages[action.kind][action.chunk]
         if message is None:
-            self._refuse("nothing travels here")
+            self._refuse("no message is sent here")
         if action.peer != message.peer:
             self._refuse(f"the other end is rank {message.peer}")
         return message
@@ -264,7 +233,7 @@ class _Rank:
 
 
 def _other_end(stages: Stages, stage: int, before: bool, way: Kind) -> tuple[int, int] | None:
-    """The rank and chunk of the stage before or after; None if nothing goes this way between the two."""
+    """Return rank and chunk of the previous or next stage; None if no message passes between the two this way."""
     first = stage - 1 if before else stage
     if not 0 <= first < stages.count - 1:
         return None
@@ -280,9 +249,9 @@ _OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
     "send B": (True, "B"),
     "free B": (True, "B"),
 }
-"""Other end of each kind of message: True if it is the stage before, and the direction of the message."""
+"""Other end of each kind of message (True: the previous stage), and the direction of the message."""
 
-_TAKE: dict[str, Callable[[_Rank, Action], int]] = {
+_TAKE: dict[str, Callable[[_Rank, Action], int | None]] = {
     "F": _Rank._forward,
     "B": _Rank._backward,
     "I": _Rank._backward,
@@ -292,4 +261,4 @@ _TAKE: dict[str, Callable[[_Rank, Action], int]] = {
     "send": _Rank._send,
     "free": _Rank._free,
 }
-"""Checks by the first word of an action's kind."""
+"""Check for each kind of action, by the first word of the kind."""

@@ -1,4 +1,4 @@
-"""Proof that programs which communicate come to their end."""
+"""Proof that programs which communicate do not deadlock."""
 
 from __future__ import annotations
 
@@ -11,57 +11,56 @@ from megalite.pipeline.simulator import ScheduleError
 
 
 class Communicator(NamedTuple):
-    """Ranks with one common order of operations: a group, or an edge from its first rank to its second."""
+    """Ranks with a common order of operations: a process group, or an edge from its first rank to its second."""
 
     ranks: tuple[int, ...]
     edge: bool = False
 
 
 Event = tuple[Communicator, int, object]
-"""Number of operations of a communicator that all its ranks must have begun before this one goes on, 0 to begin
-the next one; and what it is at then, for errors."""
+"""Communicator; number of its operations that all its ranks must have started before this rank continues (0: start
+the next one); and the rank's position, for error messages."""
 
 
 class Program:
-    """Actions of a rank, in order."""
+    """Communication of a rank, in order."""
 
     def __init__(self, name: str, say: Callable[[object], str] = str) -> None:
-        """`say`: in words what the rank is at."""
+        """`say`: returns a position of the rank as text."""
         self.name, self.say = name, say
         self.events: list[Event] = []
         self.begun: dict[Communicator, list[Hashable]] = defaultdict(list)
-        """The operations of each communicator."""
+        """Started operations of each communicator."""
 
     def begin(self, communicator: Communicator, operation: Hashable, at: object) -> int:
-        """Begin the next operation of a communicator, which must be the same on all its ranks; returns its number."""
+        """Start the next operation of a communicator; returns its number. It must be the same on all ranks."""
         begun = self.begun[communicator]
         begun.append(operation)
         self.events.append((communicator, 0, at))
         return len(begun)
 
     def wait(self, communicator: Communicator, number: int, at: object) -> None:
-        """Wait until so many operations of a communicator have begun on all its ranks, and so end."""
+        """Wait until all ranks of a communicator have started this many operations, so that these end."""
         self.events.append((communicator, number, at))
 
     def at(self, communicator: Communicator, number: int) -> str:
-        """Return what the rank is at when it begins this operation, from 0; or its end."""
+        """Return the rank's position, as text, when it starts this operation (counted from 0)."""
         begins = [at for other, awaited, at in self.events if other == communicator and awaited == 0]
         return self.say(begins[number]) if number < len(begins) else "its end"
 
 
 Begun = dict[Communicator, dict[int, int]]
-"""Number of operations of a communicator that each of its ranks has begun."""
+"""Number of operations that each rank of a communicator has started."""
 
 
 def run(programs: Sequence[Program]) -> None:
-    """Run the programs, one a rank, to their ends.
+    """Run the programs, one per rank, to their ends.
 
-    Whether a rank can go on depends on how far the others have come, and what lets it go on is never taken back. So
-    the order in which ranks take turns does not matter: if they end here they always do, and also where some do not
-    wait.
+    A rank waits only for progress of other ranks, and progress is never undone. So the order in which ranks are run
+    here does not matter: if all programs end here, they always end, also if some of the operations do not wait.
 
-    Raises ScheduleError if the ranks of a communicator do not begin the same operations in the same order, or if
-    ranks wait for each other for ever.
+    Raises ScheduleError if the ranks of a communicator do not start the same operations in the same order, or if there
+    is a deadlock.
     """
     begun = _matched(programs)
     running = [_waits(program, begun, rank) for rank, program in enumerate(programs)]
@@ -70,11 +69,11 @@ def run(programs: Sequence[Program]) -> None:
         before = now
     blocked = [_why(programs, program, wait, begun) for program, wait in zip(programs, now, strict=True) if wait]
     if blocked:
-        raise ScheduleError(f"the step never ends, where a send waits for its receive: {'; '.join(blocked)}")
+        raise ScheduleError(f"the step never ends if a send waits for its receive: {'; '.join(blocked)}")
 
 
 def _waits(program: Program, begun: Begun, rank: int) -> Iterator[Event]:
-    """Run the program of a rank; gives the event at which it waits, for as long as it does."""
+    """Run the program of a rank; yields the event at which it waits, as long as it has to wait."""
     for event in program.events:
         communicator, number, _ = event
         counts = begun[communicator]
@@ -92,13 +91,13 @@ def _why(programs: Sequence[Program], program: Program, event: Event, begun: Beg
 
 
 def _matched(programs: Sequence[Program]) -> Begun:
-    """No operation begun on any communicator, once all its ranks are known to begin the same ones."""
+    """Check that the ranks of each communicator start the same operations; returns counts of 0 for all of them."""
     communicators: dict[Communicator, None] = {}
     for rank, program in enumerate(programs):
         for communicator in program.begun:
             if rank not in communicator.ranks:
                 raise ScheduleError(
-                    f"{program.name} at {program.at(communicator, 0)} is no member of {communicator.ranks}"
+                    f"{program.name} at {program.at(communicator, 0)} is not a member of {communicator.ranks}"
                 )
             communicators[communicator] = None
     for communicator in communicators:

@@ -1,4 +1,4 @@
-"""A time line as a picture: a row a rank, a box an action, as SVG by itself or in an HTML page."""
+"""Picture of a time line, as SVG or as an HTML page: one row per rank, one box per action."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megalite.pipeline.trace import to_trace
 
 LEFT, RIGHT, TOP, ROW, GAP = 70.0, 24.0, 76.0, 32.0, 12.0
 DIGIT = 7.0
-"""The width of a digit of the numbers in the boxes."""
+"""Width of a digit of the numbers in the boxes."""
 WIDTHS = 760.0, 4000.0
 MOST_MESSAGES = 400
-"""Messages that are drawn: more would be a grey band."""
+"""Largest number of messages that are drawn: more would look like a grey band."""
 
 Colour = tuple[int, int, int]
 COLOURS: dict[Kind, Colour] = {"F": (47, 111, 187), "B": (24, 118, 76), "I": (232, 148, 32), "W": (138, 76, 166)}
@@ -59,13 +59,13 @@ SUFFIXES = (".svg", ".html", ".json")
 
 
 def write(time_line: TimeLine, path: Path) -> None:
-    """Write the form that the suffix names: a picture, a page with it, or a trace."""
+    """Write a picture, an HTML page or a trace, depending on the suffix of `path`."""
     forms = dict(zip(SUFFIXES, (to_svg, to_html, to_trace), strict=True))
     write_atomically(path, forms[path.suffix](time_line).encode())
 
 
 def write_timeline(directory: Path, name: str, time_line: TimeLine) -> list[Path]:
-    """Write a page and a trace; the paths of both."""
+    """Write an HTML page and a trace; returns their paths."""
     paths = [directory / f"{name}.html", directory / f"{name}.json"]
     for path in paths:
         write(time_line, path)
@@ -73,12 +73,12 @@ def write_timeline(directory: Path, name: str, time_line: TimeLine) -> list[Path
 
 
 def to_html(time_line: TimeLine) -> str:
-    """A page without references to anything else."""
+    """Return an HTML page that references no other files."""
     return PAGE.format(title=escape(time_line.title), svg=to_svg(time_line))
 
 
 def to_svg(time_line: TimeLine) -> str:
-    """The picture. Places and widths along the x axis are proportional to times."""
+    """Return the picture as SVG. Positions and widths along the x axis are proportional to time."""
     scale = _scale(time_line)
     bottom = TOP + len(time_line.spans) * (ROW + GAP)
     width, height = LEFT + RIGHT + max(time_line.end * scale, WIDTHS[0]), bottom + 96
@@ -111,7 +111,7 @@ def _summary(time_line: TimeLine) -> list[str]:
 
 
 def _scale(time_line: TimeLine) -> float:
-    """Pixels a unit of time: so many that the usual short box has room for its number, within the limits of a page."""
+    """Return pixels per unit of time, such that a typical short box has room for its number, if the page allows it."""
     lengths: dict[str, list[float]] = {}
     for span in (span for rank in time_line.computation for span in rank):
         if span.end > span.start:
@@ -160,8 +160,8 @@ def _draw_box(row: Element, time_line: TimeLine, rank: int, span: Span, scale: f
 
 
 def _draw_messages(svg: Element, time_line: TimeLine, scale: float) -> None:
-    """Arrows between neighbouring rows, from the end of the action that gives a message to the start of the one that
-    needs it."""
+    """Draw arrows between neighbouring rows, from the end of the action that sends a message to the start of the action
+    that uses it."""
     arrows = list(_messages(time_line))
     if len(arrows) > MOST_MESSAGES:
         return
@@ -176,7 +176,7 @@ def _draw_messages(svg: Element, time_line: TimeLine, scale: float) -> None:
 
 
 def _messages(time_line: TimeLine) -> Iterator[tuple[int, float, int, float]]:
-    """Yield the rank and time at which a message is ready, then those at which it is used, for neighbouring ranks."""
+    """Yield messages of neighbouring ranks: rank and time at which each is ready, rank and time at which it is used."""
     tables = [lanes(time_line.stages, rank) for rank in range(time_line.stages.ranks)]
     sent: dict[tuple[int, int], tuple[int, float]] = {}  # by lane and micro-batch: rank and time
     for rank, spans in enumerate(time_line.computation):
@@ -204,7 +204,7 @@ def _draw_axis(svg: Element, time_line: TimeLine, scale: float, bottom: float) -
 
 
 def _tick(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is no less."""
+    """Return the smallest number that is at least `least`, and 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
 
@@ -214,14 +214,14 @@ def _top(rank: int) -> float:
 
 
 def _colour(kind: Kind, chunk: int, chunks: int) -> Colour:
-    """The colour of a kind, lighter from chunk to chunk."""
+    """Return the colour of a kind; each chunk is lighter than the previous one."""
     white = 0.6 * chunk / max(chunks - 1, 1)
     red, green, blue = (round(value + (255 - value) * white) for value in COLOURS[kind])
     return red, green, blue
 
 
 def _readable_on(colour: Colour) -> str:
-    """Black or white, whichever has more contrast (WCAG's relative luminance)."""
+    """Return black or white, whichever has more contrast (WCAG's relative luminance)."""
     linear = [((value / 255 + 0.055) / 1.055) ** 2.4 for value in colour]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#ffffff" if (luminance + 0.05) ** 2 < 1.05 * 0.05 else "#000000"
@@ -240,7 +240,7 @@ def _write(parent: Element, text: str, x: float, y: float, **attributes: str | f
 
 
 def _add(parent: Element, tag: str, text: str | None = None, **attributes: str | float) -> Element:
-    """A child element; `class_` and `stroke_width` stand for class and stroke-width."""
+    """Add a child element; `class_` and `stroke_width` set the attributes class and stroke-width."""
     child = SubElement(parent, tag)
     for name, value in attributes.items():
         child.set(name.rstrip("_").replace("_", "-"), value if isinstance(value, str) else _number(value))

@@ -1,8 +1,8 @@
-"""The engine: executes a rank's list of actions on its stages.
+"""Engine that executes the list of actions of a rank on its stages.
 
-A stage is called `stage(inputs, micro_batch)`: the tensors that the stage before has passed to it, by name (the first
-stage gets none), and a micro-batch that is opaque to the engine. It gives a `StageOutput`: tensors for the next stage,
-and terms of the loss.
+A stage is called as `stage(inputs, micro_batch)`: the tensors of the previous stage by name (none for the first stage),
+and a micro-batch that the engine does not inspect. It returns a `StageOutput`: tensors for the next stage, and terms of
+the loss.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ class Gradients(Protocol):
         """Keep the gradients of a chunk's parameters instead of adding them."""
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reductions of a chunk's gradients that are due after so many micro-batches."""
+        """Start the reductions of a chunk's gradients that are due after this many micro-batches."""
 
 
 class RunningStep(Protocol):
-    """A step, as an observer sees it."""
+    """Interface of a running step for observers."""
 
     def execute(self, action: Action) -> None:
         """Run an action."""
 
     def wait_for_message(self, action: Action) -> None:
-        """Wait for what another stage gives to a computation."""
+        """Wait for the tensors from another stage that a computation needs."""
 
 
 class StepObserver(Protocol):
-    """Who sees a step's actions one by one."""
+    """Observer that is called for each action of a step."""
 
     def execute(self, action: Action, step: RunningStep) -> None:
-        """Have the step run the action."""
+        """Run the action by calling `step.execute`."""
 
 
 class Recording:
-    """Times at which each action of a step ran on this rank, in seconds since this was made."""
+    """Start and end of each action of a step on this rank, in seconds since the recording was created."""
 
     def __init__(self, device: torch.device) -> None:
         self.spans: list[Span] = []
         self._device, self._origin = device, time.perf_counter()
 
     def execute(self, action: Action, step: RunningStep) -> None:
-        """Run an action to its end on the device: a step that is recorded overlaps less than others. What it waits for
-        is not part of it.
+        """Run an action and wait until the device has completed it: a recorded step overlaps less than others. The time
+        of waiting for messages is not included.
         """
         step.wait_for_message(action)
         synchronize(self._device)
@@ -80,11 +80,11 @@ class Recording:
 
 
 class PipelineEngine(Generic[MicroBatch]):
-    """The stages that one rank of a pipeline holds, and its links to the others. Alone, it is one whole model.
+    """Stages of one pipeline rank, and its links to other ranks. Without a pipeline, the one stage is the entire model.
 
     Args:
-        stages: with the shapes and dtypes of what they pass on, where there is more than one.
-        device: of the messages that arrive.
+        stages: if there are several, with shapes and dtypes of the tensors that they pass on.
+        device: device of received messages.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class PipelineEngine(Generic[MicroBatch]):
         device: torch.device | None = None,
     ) -> None:
         stages = stages if stages is not None else Stages()
+        self.stages, self.rank = stages, rank
         self.links = links if links is not None else Links({}, {})
         self.device = device
-        self.chunks = [_Chunk(stages, rank, index, stage) for index, stage in enumerate(chunks)]
+        self.chunks = [_Chunk(stages, stages.stage(rank, index), stage) for index, stage in enumerate(chunks)]
 
     def run(
         self,
@@ -108,20 +109,19 @@ class PipelineEngine(Generic[MicroBatch]):
         gradients: Gradients | None = None,
         observer: StepObserver | None = None,
     ) -> dict[str, Tensor]:
-        """Execute `actions`, differentiating the sum of all terms of the loss, each times its factor.
+        """Execute `actions`; backward differentiates the sum of all terms of the loss, each times its multiplier.
 
         Args:
-            loss_multipliers: by the name of a term; None, for a list without backward.
-            gradients: without them nothing is reduced, and I does all that B does.
+            loss_multipliers: multipliers by name of the term; None for a list without backward.
+            gradients: receiver of the gradients; None: nothing is reduced, and I does the same as B.
 
         Returns:
-            The unscaled sum of each term that this rank's stages have returned, detached, in fp64 so that it does not
-            depend on the split into micro-batches beyond the stage's own rounding; nor on the order in which stages
-            take turns.
+            The unscaled sum of each term over this rank's stages, detached. It is in fp64, so that except for the
+            stage's own rounding it depends neither on the split into micro-batches nor on the order of the actions.
 
         Raises:
-            MegaliteError: a stage returns what its neighbour cannot take, or what cannot be trained on.
-            CommunicationError: a neighbour has gone or does not answer.
+            MegaliteError: the output of a stage does not fit the next stage, or cannot be differentiated.
+            CommunicationError: a neighbouring rank has died or does not respond.
         """
         step = _Step(self, micro_batches, loss_multipliers or {}, gradients)
         execute = step.execute if observer is None else partial(observer.execute, step=step)
@@ -137,10 +137,10 @@ class PipelineEngine(Generic[MicroBatch]):
 
 
 class _Chunk(Generic[MicroBatch]):
-    """One of the rank's stages, and where it stands in the pipeline."""
+    """One of the rank's stages, and its position in the pipeline."""
 
-    def __init__(self, stages: Stages, rank: int, index: int, stage: Stage[MicroBatch]) -> None:
-        self.run, self.stage = stage, stages.stage(rank, index)
+    def __init__(self, stages: Stages, number: int, stage: Stage[MicroBatch]) -> None:
+        self.run, self.stage = stage, number
         self.takes = stages.passes(self.stage - 1) if self.stage else ()
         self.passes = stages.passes(self.stage)
         for spec in (*self.takes, *self.passes):
@@ -148,20 +148,10 @@ class _Chunk(Generic[MicroBatch]):
                 raise ValueError(f"an engine with several stages needs the shape and dtype of {spec.name}")
         self.gives_back = [spec for spec in self.takes if spec.gradient]
         self.gets_back = [spec for spec in self.passes if spec.gradient]
-        """The tensors whose gradients go to the stage before, and come from the next one."""
-        self.next_here = self._here(stages, rank, self.stage + 1)
-        self.previous_here = self._here(stages, rank, self.stage - 1)
-        """The chunk of this same rank that is the next stage, or the one before."""
-
-    @staticmethod
-    def _here(stages: Stages, rank: int, stage: int) -> int | None:
-        if not 0 <= stage < stages.count:
-            return None
-        holder, chunk = stages.place(stage)
-        return chunk if holder == rank else None
+        """Tensors whose gradients are sent to the previous stage, and received from the next one."""
 
     def passed_on(self, tensors: Mapping[str, Tensor], micro_batch: int) -> list[Tensor]:
-        """Pick what the next stage expects, in the declared order. Raises MegaliteError if it is not there."""
+        """Return the tensors for the next stage, in the declared order. Raises MegaliteError if they do not fit."""
         for spec in self.passes:
             if spec.name not in tensors:
                 raise MegaliteError(f"stage {self.stage} did not return {_words(spec)} for micro-batch {micro_batch}")
@@ -169,31 +159,31 @@ class _Chunk(Generic[MicroBatch]):
             if output.shape != spec.shape or output.dtype != spec.dtype:
                 raise MegaliteError(
                     f"stage {self.stage} returned {_words(spec)} {tuple(output.shape)} of {output.dtype} for "
-                    f"micro-batch {micro_batch}, where the next stage expects {spec.shape} of {spec.dtype}"
+                    f"micro-batch {micro_batch}, but the next stage expects {spec.shape} of {spec.dtype}"
                 )
         return [tensors[spec.name] for spec in self.passes]
 
     def edges(self, passed_on: Iterable[Tensor], micro_batch: int) -> list[GradientEdge]:
-        """Find where in the graph gradients of the next stage come in. Raises MegaliteError if there is no graph."""
+        """Return the graph edges that receive the next stage's gradients. Raises MegaliteError if there is no graph."""
         edges = []
         for spec, tensor in zip(self.passes, passed_on, strict=True):
             if spec.gradient:
                 if not tensor.requires_grad:
                     raise MegaliteError(
                         f"stage {self.stage} returned {_words(spec)} without a graph for micro-batch {micro_batch}, "
-                        "where the next stage gives back a gradient: compute it from parameters or inputs that need "
+                        "but the next stage returns a gradient: compute it from parameters or inputs that need "
                         "one, or declare it with gradient=False"
                     )
                 edges.append(get_gradient_edge(tensor))
         return edges
 
     def check_terms(self, terms: TermSums, loss_multipliers: Mapping[str, float] | None, micro_batch: int) -> None:
-        """Raise MegaliteError for a term that is no scalar in fp32 or wider, or has no multiplier if there are some."""
+        """Raise MegaliteError for a term that is not a scalar in fp32 or wider, or has no multiplier in training."""
         for name, term in terms.items():
             if not isinstance(term, Tensor) or term.dim() or not _is_wide(term):
                 shown = f"{tuple(term.shape)} of {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
                 raise MegaliteError(
-                    f"stage {self.stage} returned a term of the loss that is no scalar of fp32 or wider for "
+                    f"stage {self.stage} returned a term of the loss that is not a scalar of fp32 or wider for "
                     f"micro-batch {micro_batch}: {name}, {shown}"
                 )
             if loss_multipliers is not None and name not in loss_multipliers:
@@ -201,7 +191,7 @@ class _Chunk(Generic[MicroBatch]):
 
 
 def _is_wide(term: Tensor) -> bool:
-    """Tell if sums can be added up in a tensor's dtype."""
+    """Tell whether the dtype of a tensor is precise enough for sums."""
     return term.is_floating_point() and term.itemsize >= torch.float32.itemsize
 
 
@@ -209,12 +199,8 @@ def _words(spec: TensorSpec) -> str:
     return spec.name.replace("_", " ")
 
 
-def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.gradient]
-
-
 class _Step(Generic[MicroBatch]):
-    """In-flight state of one step. Each tensor is released by its last consumer."""
+    """State of one step in progress. Each tensor is released by its last consumer."""
 
     def __init__(
         self,
@@ -229,8 +215,8 @@ class _Step(Generic[MicroBatch]):
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], TermSums]] = {}
-        """Inputs with a gradient, and graph edges of outputs with one. Keeping edges instead of the output tensors lets
-        the memory of an activation go once it has been sent."""
+        """Inputs that need a gradient, and the graph edges of such outputs. Edges are kept instead of the output
+        tensors, so that the memory of an activation is freed after it has been sent."""
         self._to_send: dict[tuple[str, int, int], list[Tensor]] = {}
         self._sending: dict[tuple[str, int, int], list[Pending]] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
@@ -263,7 +249,7 @@ class _Step(Generic[MicroBatch]):
             self._arriving[key] = [completed(tensor) for tensor in self._arrived(way, action)]
 
     def sums(self) -> dict[str, Tensor]:
-        """Add up each term over the rank's stages, in their order: chunks are numbered by it."""
+        """Return the sum of each term over the rank's stages, added in the order of the chunks."""
         total: TermSums = NO_SUMS
         for sums in self._sums:
             total = add_sums(total, sums)
@@ -275,9 +261,9 @@ class _Step(Generic[MicroBatch]):
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
         arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
-        if training and arrived:
-            self._inputs[key] = [tensor.requires_grad_() for tensor in _with_gradient(chunk.takes, arrived)]
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
+        if training and arrived:
+            self._inputs[key] = [inputs[spec.name].requires_grad_() for spec in chunk.gives_back]
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
         passed_on = chunk.passed_on(tensors, action.micro_batch)
         chunk.check_terms(terms, self.loss_multipliers if training else None, action.micro_batch)
@@ -289,7 +275,7 @@ class _Step(Generic[MicroBatch]):
             value = term.detach().double()
             sums[name] = sums[name] + value if name in sums else value
         if passed_on:
-            self._pass_on("F", action, passed_on, chunk.next_here)
+            self._pass_on("F", action, passed_on, chunk.stage + 1)
 
     def _backward(self, action: Action) -> None:
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
@@ -309,7 +295,7 @@ class _Step(Generic[MicroBatch]):
                         f"{_words(spec)}"
                     )
                 back.append(tensor.grad)
-            self._pass_on("B", action, back, chunk.previous_here)
+            self._pass_on("B", action, back, chunk.stage - 1)
 
     def _backward_input(self, action: Action) -> None:
         if self.gradients is None:
@@ -322,7 +308,7 @@ class _Step(Generic[MicroBatch]):
     # ------------------------------------------------------------------------------------------------ messages
 
     def _arrived(self, kind: str, action: Action) -> list[Tensor]:
-        """The tensors (F) or the gradients (B) that a computation needs."""
+        """Return the tensors (F) or gradients (B) that a computation needs."""
         arriving = self._arriving.pop((kind, action.chunk, action.micro_batch))
         stage = self.engine.chunks[action.chunk].stage
         what, neighbour = ("tensors", stage - 1) if kind == "F" else ("gradients", stage + 1)
@@ -331,12 +317,13 @@ class _Step(Generic[MicroBatch]):
             for pending in arriving
         ]
 
-    def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], here: int | None) -> None:
-        """To a stage of this rank at once; to another rank when the list says so."""
-        if here is None:
-            self._to_send[kind, action.chunk, action.micro_batch] = tensors
+    def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], stage: int) -> None:
+        """Pass tensors to a stage of this rank now, or keep them for the send action to another rank."""
+        rank, chunk = self.engine.stages.place(stage)
+        if rank == self.engine.rank:
+            self._arriving[kind, chunk, action.micro_batch] = [completed(tensor.detach()) for tensor in tensors]
         else:
-            self._arriving[kind, here, action.micro_batch] = [completed(tensor.detach()) for tensor in tensors]
+            self._to_send[kind, action.chunk, action.micro_batch] = tensors
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None
@@ -353,7 +340,7 @@ class _Step(Generic[MicroBatch]):
         self._sending[key] = [links.send(tensor.detach().contiguous(), action.peer) for tensor in tensors]
 
     def _free(self, action: Action) -> None:
-        """Wait until a message has left, and let go of what it was."""
+        """Wait until a message has been sent, and free its memory."""
         stage = self.engine.chunks[action.chunk].stage
         for pending in self._sending.pop((action.kind[-1], action.chunk, action.micro_batch)):
             pending.wait("stage %d, %s: waited until it had arrived", stage, action)

@@ -1,4 +1,4 @@
-"""Lowering of orders of computation to full lists: adds sends and receives, and the reductions of gradients."""
+"""Lowering: adds sends, receives and gradient reductions to the orders of computation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Reductions:
     per_micro_batch: bool = False
     """Reduce after every micro-batch (ZeRO 2 and 3) instead of once per step."""
     overlap: bool = False
-    """Once per step: reduce a chunk as soon as it has all its gradients, instead of after the whole list."""
+    """If once per step: reduce a chunk when its gradients are complete, instead of at the end of the list."""
     align_ranks: bool = False
-    """Delay reductions on later ranks, so that all ranks reduce a chunk at about the same time. Not on a V, where
-    chunks do not end in that order."""
+    """Delay reductions on later ranks, so that all ranks reduce a chunk at about the same time. Not for V-shaped
+    stages, whose chunks do not end in that order."""
 
 
 def lower(
@@ -37,16 +37,16 @@ def lower(
     overlap: bool = True,
     ranks: Sequence[int] | None = None,
 ) -> list[list[Action]]:
-    """The full lists of `ranks`, None: of all, from the orders of all ranks; without `reductions` gradients are not
-    reduced.
+    """Return the full lists of `ranks` (None: all), from the orders of all ranks; without `reductions`, gradients are
+    not reduced.
 
-    A send directly follows the action that gives the message. Its receive is posted, in the order in which the
-    sender sends, before the send starts: so no send waits for the receiver's program, however little a backend
-    buffers. That holds on the time line of equal stages, hence in every order that the lists allow. It is posted one
-    computation before its message is needed, or earlier. With `overlap` a send is waited for after the next
-    computation, so that it travels during one; else at once.
+    A send directly follows the computation of its message. The receives from a rank are posted in the order in which it
+    sends, each before its send starts, so that no send waits for the receiver's program, even if the backend does not
+    buffer. (This holds on the time line of equal stages, and therefore in every order that the lists allow.) A receive
+    is posted at least one computation before its message is needed. With `overlap`, a send is waited for after the next
+    computation, so that the two overlap; otherwise immediately.
 
-    Raises ScheduleError if the orders wait for each other for ever.
+    Raises ScheduleError if the orders deadlock.
     """
     spans = simulate(stages, orders, durations())
     tables = [lanes(stages, rank) for rank in range(stages.ranks)]
@@ -60,9 +60,9 @@ def lower(
 
 
 Table = Mapping[tuple[Kind, int], Lanes]
-"""A rank's lanes, by kind and chunk."""
+"""Lanes of a rank, by kind and chunk."""
 Sent = Mapping[int, Mapping[int, Sequence[tuple[int, int, float]]]]
-"""Messages to a rank from another: lane, micro-batch and when, in order."""
+"""Messages by receiver and sender: lane, micro-batch and time, in order."""
 
 
 def _sent(tables: Sequence[Table], spans: Sequence[Sequence[Span]]) -> Sent:
@@ -76,7 +76,7 @@ def _sent(tables: Sequence[Table], spans: Sequence[Sequence[Span]]) -> Sent:
 
 
 def _receives(rank: int, table: Table, spans: Sequence[Span], sent: Sent) -> dict[int, list[Action]]:
-    """The receives of a rank by the index of the computation before which they are posted."""
+    """Return the receives of a rank, by the index of the computation before which they are posted."""
     users: dict[tuple[int, int], int] = {}
     for index, (action, _, _) in enumerate(spans):
         needs = table[action.kind, action.chunk].needs
@@ -89,9 +89,9 @@ def _receives(rank: int, table: Table, spans: Sequence[Span], sent: Sent) -> dic
         for lane, micro_batch, sent_at in reversed(messages):
             index = users[lane, micro_batch]
             action = spans[index].action
-            # Post before the first computation of this rank that ends no earlier than the message is sent (a send
-            # must find its receive posted), at least one computation before its use, and no later than the receive of
-            # the sender's next message: receives of one peer stand in the order in which it sends.
+            # Post before the first computation of this rank that ends at or after the send (the receive must be posted
+            # before the send), at least one computation before the message is used, and no later than the receive of
+            # the sender's next message: receives from one peer are in the order of its sends.
             latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
             receives[latest].insert(0, Action(_RECEIVE[action.kind], micro_batch, action.chunk, peer))
     return receives
@@ -123,17 +123,18 @@ def _with_messages(
 def _with_reductions(
     order: Sequence[Action], stages: Stages, rank: int, reductions: Reductions | None
 ) -> Iterator[Action]:
+    """Insert each R after the action that completes its gradients: a full backward (B), or its weight half (W)."""
     if reductions is None:
         yield from order
         return
     last = {action.chunk: index for index, action in enumerate(order) if action.kind in ("B", "W")}
-    delay = 0  # in backwards
+    delay = 0  # counted in actions B and W
     if not reductions.per_micro_batch:
         if not reductions.overlap:
             delay = len(order)
         elif reductions.align_ranks and stages.chunks > 1 and not stages.v_shaped:
             delay = rank
-    waiting: list[tuple[int, Action]] = []  # (after which backward, reduction)
+    waiting: list[tuple[int, Action]] = []  # (number of backwards before it, reduction)
     backwards = 0
     for index, action in enumerate(order):
         yield action

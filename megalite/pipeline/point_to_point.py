@@ -1,7 +1,7 @@
-"""Messages between neighbours in the pipeline: a process group of two ranks for each direction.
+"""Messages between neighbouring pipeline ranks: one process group of two ranks per direction.
 
-All chunks share it, and hidden states and gradients too: the order in which the sender sends is the order in which the
-receiver posts its receives, so no tags are needed. (Both directions in one group would block one another on NCCL.)
+All chunks share the group, for hidden states and gradients. Receives are posted in the order of the sends, so no tags
+are needed. (On NCCL, two directions in the same group would block each other.)
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megalite.pipeline.stages import Stages
 
 
 class Links:
-    """The groups of this rank: `outgoing` and `incoming` by the pipeline rank at the other end."""
+    """Process groups of this rank, `outgoing` and `incoming`, by the pipeline rank at the other end."""
 
     def __init__(self, outgoing: Mapping[int, Group], incoming: Mapping[int, Group]) -> None:
         self.outgoing, self.incoming = outgoing, incoming
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
-        """Start to send; the tensor must not change before the result is waited for."""
+        """Start to send `tensor`, which must not change until the result has been waited for."""
         group = self.outgoing[peer]
         return Pending(launch(dist.ProcessGroup.send, group.process_group, [tensor], 1, 0), lambda: tensor, group.waits)
 
@@ -36,7 +36,7 @@ class Links:
 
 
 def make_links(mesh: ParallelMesh, stages: Stages) -> Links:
-    """Make and warm this rank's links, in one order on all ranks: NCCL connects two ranks at their first message."""
+    """Create this rank's links, in the same order on all ranks, and send a first message, at which NCCL connects."""
     ranks, own = mesh.ranks("pp"), mesh.coordinate("pp")
     outgoing: dict[int, Group] = {}
     incoming: dict[int, Group] = {}
@@ -56,7 +56,7 @@ def make_links(mesh: ParallelMesh, stages: Stages) -> Links:
 
 
 def directions(stages: Stages) -> list[tuple[int, int]]:
-    """The pairs of pipeline ranks (source, destination) between which messages go."""
+    """Return the pairs of pipeline ranks (source, destination) that exchange messages."""
     places = [stages.place(stage)[0] for stage in range(stages.count)]
     neighbours = [(a, b) for a, b in itertools.pairwise(places) if a != b]
     return sorted({*neighbours, *((b, a) for a, b in neighbours)})

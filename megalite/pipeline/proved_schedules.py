@@ -1,4 +1,4 @@
-"""The action lists of a run: those of all steps are proved first, and each rank runs only lists that were proved."""
+"""Action lists of a run. All are proved before the first step, and a rank runs only lists that were proved."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action, Kind
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind, forward_only, orders_of
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
+from megalite.process.place import ranks_text
 
-_MOST_NAMED = 8
-"""Ranks in an error."""
+"""Largest number of ranks in an error message."""
 _LONGEST = 2000
-"""Characters of an error that travel to other ranks."""
+"""Largest number of characters of an error message that are sent to other ranks."""
 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Lists and proofs are a million objects without reference cycles: looking for them takes as long as the proof."""
+    """Turn garbage collection off: lists and proofs are a million objects without reference cycles, and searching them
+    for cycles takes as long as the proof."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -48,7 +49,7 @@ class _Step(NamedTuple):
 
 
 class ProvedSchedules:
-    """The lists of a pipeline's rank for steps of training and of evaluation, compared with those that were proved."""
+    """Lists of a pipeline rank for training and evaluation steps, compared with those that were proved."""
 
     def __init__(
         self,
@@ -64,14 +65,14 @@ class ProvedSchedules:
         terms: Sequence[LossTerm] = (),
         copied: Sequence[str] = (),
     ) -> None:
-        """Take what a step consists of.
+        """Create the schedules of a run; `prove` must be called before the first step.
 
         Args:
-            schedule: a name in SCHEDULES; for `group_size` see `Schedule.orders`.
-            overlap: messages travel during computations.
+            schedule: a name in SCHEDULES; for `group_size` see `orders_of`.
+            overlap: overlap messages with computation.
             inside_actions: collectives inside actions, by kind, in order; data-parallel pipelines run them together.
             after_list: collectives after each rank's list (see `check`).
-            terms: of the loss, the same on all ranks.
+            terms: terms of the loss, the same on all ranks.
             copied: text, in order, that must be the same on all ranks with the same stages and the same
                 tensor-parallel rank.
         """
@@ -81,15 +82,15 @@ class ProvedSchedules:
         self._inside_actions, self._after_list = inside_actions if inside_actions is not None else {}, after_list
         self._declared, self._copied = _declared(self.stages, terms), list(copied)
         self._proved: dict[_Step, str] = {}
-        """The digest of this rank's list."""
+        """Digest of this rank's list."""
         self._lists: dict[_Step, list[Action]] = {}
 
     def training(self, micro_batches: int) -> list[Action]:
-        """This rank's list. Raises ScheduleError if it has not been proved, which is a defect."""
+        """Return this rank's list of a training step. Raises ScheduleError if it was not proved, which is a bug."""
         return self._list(_Step(micro_batches, backward=True))
 
     def evaluation(self, micro_batches: int) -> list[Action]:
-        """This rank's list for forward alone. Raises ScheduleError if it has not been proved."""
+        """Return this rank's list of an evaluation step (forward only). Raises ScheduleError if it was not proved."""
         return self._list(_Step(micro_batches, backward=False))
 
     def prove(
@@ -97,22 +98,21 @@ class ProvedSchedules:
     ) -> ProvedSchedules:
         """Prove steps of these numbers of micro-batches; returns itself.
 
-        All ranks of `mesh` call it together: those of a pipeline share the steps out, and tell each other the digests
-        of the lists that they have proved. Without, this rank proves all of them.
+        All ranks of `mesh` call it together: the ranks of a pipeline divide the steps among themselves and exchange the
+        digests of the proved lists. Without `mesh`, this rank proves all steps.
 
-        Raises ScheduleError, on all ranks, for a step that is not right or cannot be proved, where ranks declare other
-        messages or terms of the loss, and where those that hold the same stages do not find or have the same: all are
-        defects.
+        Raises ScheduleError on all ranks if the proof of a step fails, if ranks declare different messages or terms of
+        the loss, or if ranks with the same stages differ in their lists or in `copied`. All of these are bugs.
         """
         steps = sorted({_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation})
         steps.sort(key=lambda step: step.micro_batches * (3 if step.backward else 1), reverse=True)
-        # The last rank begins: the first has a screen to write to, too.
+        # The last rank gets the longest step, since the first rank also writes to the screen.
         mine = steps if mesh is None else steps[self.stages.ranks - 1 - self.rank :: self.stages.ranks]
         own: list[tuple[int, bool, list[str]]] = []
         failure: Exception | None = None
         try:
             own = [(*step, self._digests(step)) for step in mine]
-        except Exception as error:  # whatever it is, the other ranks wait for this one below
+        except Exception as error:  # whatever the error, the other ranks wait below
             if mesh is None:
                 raise
             failure = error
@@ -126,7 +126,7 @@ class ProvedSchedules:
 
     @_without_garbage_collection()
     def _digests(self, step: _Step) -> list[str]:
-        """Prove the lists of a step, and give their digests."""
+        """Prove the lists of a step; returns their digests."""
         lists = self._lowered(step, range(self.stages.ranks))
         reductions = self._reductions if step.backward else None
         after_list = self._after_list if step.backward else ()
@@ -148,13 +148,13 @@ class ProvedSchedules:
         return self._lists[step]
 
     def _lowered(self, step: _Step, ranks: Sequence[int]) -> list[list[Action]]:
-        schedule = self._schedule if step.backward else FORWARD_ONLY
-        orders = schedule.orders(self.stages, step.micro_batches, self._group_size)
+        schedule = self._schedule if step.backward else forward_only
+        orders = orders_of(schedule, self.stages, step.micro_batches, self._group_size)
         reductions = self._reductions if step.backward else None
         return lower(self.stages, orders, reductions, overlap=self._overlap, ranks=ranks)
 
     def _agree(self, digests: Sequence[str | None], failure: Exception | None, mesh: ParallelMesh) -> None:
-        """Tell all ranks of all pipelines whose proof has failed, and which ranks differ from the others."""
+        """Raise ScheduleError on all ranks of all pipelines if a proof has failed, or ranks differ from the others."""
         why = ""
         if failure is not None:
             why = str(failure)
@@ -171,12 +171,11 @@ class ProvedSchedules:
         copies = [(tuple(place), copied) for place, _, copied, *_ in told]
         for found, words in ((everyone, self._declared), (copies, self._copied)):
             if others := _unlike_most(found):
-                raise ScheduleError(
-                    f"{_named(others)}: {_difference(found, others, words, mesh)}. Do all ranks run the same megalite?"
-                )
+                differences = _difference(found, others, words, mesh)
+                raise ScheduleError(f"{ranks_text(others)}: {differences}. Do all ranks run the same megalite?")
         if others := _unlike_most([(rank, lists) for (rank, _), *_, lists, _ in told]):
             raise ScheduleError(
-                f"{_named(others)}: the steps, or what is done together inside them, are not those of the other ranks "
+                f"{ranks_text(others)}: the steps, or the collectives inside them, are not those of the other ranks "
                 "with the same stages. Do all ranks run the same megalite?"
             )
 
@@ -184,36 +183,31 @@ class ProvedSchedules:
 def _difference(
     found: Sequence[tuple[Hashable, str]], others: Sequence[int], words: Sequence[str], mesh: ParallelMesh
 ) -> str:
-    """Say what the first of the others declares otherwise than its kind, given this rank's words; all ranks call it
-    together."""
+    """Return, as text, the first difference between `others[0]` and the majority of its kind. `words`: declarations of
+    this rank. All ranks call it together."""
     declared = [json.loads(text) for text in all_gather_text(json.dumps(words), mesh.world(), mesh.device)]
     other = others[0]
     usual = next(rank for rank, (kind, _) in enumerate(found) if kind == found[other][0] and rank not in others)
     pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
     theirs, expected = next((one, two) for one, two in pairs if one != two)
-    return f"declares {theirs[:_LONGEST]}, where rank {usual} declares {expected[:_LONGEST]}"
+    return f"declares {theirs[:_LONGEST]}, but rank {usual} declares {expected[:_LONGEST]}"
 
 
 def _declared(stages: Stages, terms: Sequence[LossTerm]) -> list[str]:
-    """Describe what must be the same on all ranks: the tensors that stages pass on, the terms of the loss."""
+    """Return, as text, declarations that must be the same on all ranks: messages of stages, and terms of the loss."""
     borders = range(stages.count - 1)
     return [
-        *(f"that stage {stage} passes on {spec}" for stage in borders for spec in stages.passes(stage)),
+        *(f"that stage {stage} sends {spec}" for stage in borders for spec in stages.passes(stage)),
         *(f"the term of the loss {term}" for term in terms),
     ]
 
 
 def _unlike_most(found: Sequence[tuple[Hashable, str]]) -> list[int]:
-    """The ranks that have found something else than most of their kind; (kind, what was found) of each."""
+    """Return the ranks that differ from the majority of their kind. `found`: kind and value of each rank."""
     most: dict[Hashable, str] = {}
     for (kind, what), _ in Counter(found).most_common():
         most.setdefault(kind, what)
     return [rank for rank, (kind, what) in enumerate(found) if what != most[kind]]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _digest(actions: Sequence[Action]) -> str:

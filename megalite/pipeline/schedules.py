@@ -1,13 +1,12 @@
-"""Pure functions from the size of a pipeline and a number of micro-batches to each rank's order of computation.
+"""Schedules: pure functions from the size of a pipeline and the number of micro-batches to the order of each rank.
 
-A schedule has no communication: `lowering` derives it from the orders of all ranks.
+A schedule contains no communication: `lowering` derives it from the orders of all ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from megalite.pipeline.stages import Stages
@@ -16,16 +15,16 @@ Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receiv
 
 
 class Action(NamedTuple):
-    """One thing that a rank does with one micro-batch in one of its chunks.
+    """Action of a rank on one micro-batch in one of its chunks.
 
-    F runs the stage forward. B runs it backward; or I does so for its input alone, and W gives the gradients of its
-    weights later. R reduces, over the data-parallel ranks, the gradients that are complete once this micro-batch has
-    gone backward: after it the reduction of every bucket concerned has begun. Those that overlap backward, and under
-    ZeRO 2 and 3 all, begin inside its B or W, bucket by bucket in a fixed order.
+    F runs the stage forward. B runs it backward; alternatively, I computes only the gradient of its input, and W
+    computes the gradients of its weights later. R reduces the gradients that are complete after the backward of this
+    micro-batch, over the data-parallel ranks: after R, the reductions of all these buckets have started. Those that
+    overlap backward (all of them under ZeRO 2 and 3) start inside B or W, bucket by bucket in a fixed order.
 
-    "receive F" posts the receive of the stage's input, "send F" starts to send its output, "free F" waits until that
-    has arrived and gives its memory back; "receive B", "send B" and "free B" do the same with the gradient of its
-    output, which comes, and of its input, which goes. `peer` is the pipeline rank at the other end.
+    "receive F" posts the receive of the stage's input, "send F" starts to send its output, and "free F" waits until the
+    output has been sent and frees its memory. "receive B", "send B" and "free B" do the same with gradients, which are
+    received for the output and sent for the input. `peer` is the pipeline rank at the other end.
     """
 
     kind: Kind
@@ -39,7 +38,7 @@ class Action(NamedTuple):
 
 
 def gpipe(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """All forward, then all backward (arXiv:1811.06965)."""
+    """GPipe (arXiv:1811.06965): all forwards, then all backwards."""
     numbers = range(micro_batches)
     return [Action("F", m) for m in numbers] + [Action("B", m) for m in numbers]
 
@@ -61,8 +60,8 @@ def interleaved(stages: Stages, rank: int, micro_batches: int, group: int) -> li
 
 
 def zb_h1(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """ZB-H1 (arXiv:2401.10241): 1F1B with weight gradients delayed, on later ranks longer, so that all ranks keep as
-    many micro-batches as the first.
+    """ZB-H1 (arXiv:2401.10241): 1F1B with delayed weight gradients. The delay is longer on later ranks, so that all
+    ranks keep as many micro-batches as the first.
     """
     forward = [Action("F", m) for m in range(micro_batches)]
     backward: list[list[Action]] = []
@@ -75,8 +74,8 @@ def zb_h1(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Act
 def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
     """ZB-V (arXiv:2401.10241, arXiv:2405.15362): two chunks per rank, V-shaped; weight gradients fill the bubbles.
 
-    The phases need at least 2 * ranks - 1 micro-batches. With fewer, the order of that many is made, and the actions of
-    those that do not exist are left out.
+    The phases need at least 2 * ranks - 1 micro-batches. With fewer, the order is made for that number, and the actions
+    of micro-batches that do not exist are removed.
     """
     total = max(micro_batches, 2 * stages.ranks - 1)
     ranks_below = stages.ranks - rank  # on the way down the V, this rank included
@@ -91,7 +90,7 @@ def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Acti
         take("I", chunk)
         take("W", chunk)
 
-    # Micro-batch 0 goes from this rank down to the last one and back up: meanwhile new ones are run forward.
+    # Micro-batch 0 goes from this rank down to the last one and back up; meanwhile, new micro-batches run forward.
     for _ in range(2 * ranks_below - 1):
         take("F", 0)
     # It then goes up to rank 0, where the V ends and its backward begins, and comes back to this rank.
@@ -101,13 +100,13 @@ def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Acti
     for _ in range(ranks_below):
         take("F", 1)
         backward(1)
-    while done["F", 1] < total:  # steady: each chunk forward and backward in turn
+    while done["F", 1] < total:  # steady state: forward and backward of each chunk in turn
         if done["F", 0] < total:
             take("F", 0)
         backward(0)
         take("F", 1)
         backward(1)
-    # No forward is left. Input gradients come first, as other ranks wait for them; weight gradients fill the rest.
+    # No forward is left. Input gradients have priority, because other ranks wait for them; weight gradients follow.
     for _ in range(rank):
         take("I", 0)
         take("I", 1)
@@ -120,7 +119,7 @@ def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Acti
 
 
 def forward_only(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """Evaluation. On a V, micro-batches enter before the first has come back, no more than keep all ranks busy."""
+    """Evaluation. If V-shaped, just enough micro-batches enter before the first comes back to keep all ranks busy."""
     if not stages.v_shaped:
         return [Action("F", m, chunk) for m, chunk in _by_groups(stages, micro_batches, group)]
     down = [Action("F", m, 0) for m in range(micro_batches)]
@@ -129,7 +128,8 @@ def forward_only(stages: Stages, rank: int, micro_batches: int, group: int) -> l
 
 
 def _alternate(forward: Sequence[Action], backward: Sequence[Action | Sequence[Action]], warm_up: int) -> list[Action]:
-    """`warm_up` of the first list, then one of each in turn, then the rest of the second, which is as long."""
+    """Return `warm_up` items of `forward`, then one of each list in turn, then the rest of `backward`. Both lists have
+    the same length."""
     warm_up = min(warm_up, len(forward))
     actions = list(forward[:warm_up])
     for index, item in enumerate(backward):
@@ -139,8 +139,9 @@ def _alternate(forward: Sequence[Action], backward: Sequence[Action | Sequence[A
 
 
 def _groups(stages: Stages, micro_batches: int, group: int) -> list[int]:
-    """Sizes of the groups that go through a chunk before the next chunk: `group`, and a last one that is smaller, or
-    larger if it would be smaller than the number of ranks (then rank 0 would wait for its own last stage).
+    """Return the sizes of the groups of micro-batches that go through a chunk before the next chunk. All have size
+    `group` except for the last: it is smaller, or larger if it would be smaller than the number of ranks (rank 0 would
+    then wait for its own last stage).
     """
     sizes = [group] * (micro_batches // group)
     rest = micro_batches % group
@@ -150,7 +151,7 @@ def _groups(stages: Stages, micro_batches: int, group: int) -> list[int]:
 
 
 def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of forward."""
+    """Return (micro-batch, chunk) of all forwards, in order."""
     order: list[tuple[int, int]] = []
     first = 0
     for size in _groups(stages, micro_batches, group):
@@ -159,22 +160,20 @@ def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int
     return order
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A schedule: the order of each rank. On which pipelines it runs, config/parallel.py says by its name."""
-
-    order: Callable[[Stages, int, int, int], list[Action]]
-
-    def orders(self, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
-        """Each rank's list. `group`: micro-batches that go through a chunk before the next; None: as many as ranks."""
-        return [self.order(stages, rank, micro_batches, group or stages.ranks) for rank in range(stages.ranks)]
+Schedule = Callable[[Stages, int, int, int], list[Action]]
+"""Function that returns the order of a rank, from the stages, the rank, the number of micro-batches and the size of a
+group. config/parallel.py lists the pipelines that support each schedule, by name."""
 
 
-SCHEDULES = {
-    "gpipe": Schedule(gpipe),
-    "1f1b": Schedule(one_forward_one_backward),
-    "interleaved-1f1b": Schedule(interleaved),
-    "zb-h1": Schedule(zb_h1),
-    "zb-v": Schedule(zb_v),
+def orders_of(schedule: Schedule, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
+    """Each rank's list. `group`: micro-batches that go through a chunk before the next; None: as many as ranks."""
+    return [schedule(stages, rank, micro_batches, group or stages.ranks) for rank in range(stages.ranks)]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved-1f1b": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
 }
-FORWARD_ONLY = Schedule(forward_only)

@@ -1,4 +1,4 @@
-"""The time line of a schedule, from how long each action takes."""
+"""Simulation of a schedule: computes its time line from the duration of each action."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.stages import Stages
 
 Duration = Callable[[int, Kind], float]
-"""Time that an action of a kind takes on a stage."""
+"""Duration of an action, by stage and kind."""
 
 
 class ScheduleError(ValueError):
-    """A step that would not end, or not compute what it should; the message names ranks and actions."""
+    """Step that would deadlock or compute a wrong result; the message names ranks and actions."""
 
 
 class Span(NamedTuple):
-    """An action and when it ran, in any unit."""
+    """Action with its start and end, in any unit of time."""
 
     action: Action
     start: float
@@ -25,22 +25,22 @@ class Span(NamedTuple):
 
 
 def durations(forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> Duration:
-    """The same for all stages; a whole backward takes as long as its parts."""
+    """Return durations that are the same for all stages; B takes as long as I and W together."""
     table = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
     return lambda stage, kind: table.get(kind, 0.0)
 
 
 class Lanes(NamedTuple):
-    """Source and target of an action's message: the same for all micro-batches of a chunk.
+    """Source and target of an action's messages; they are the same for all micro-batches of a chunk.
 
-    A lane is all that one stage passes to the next (activations), or to the one before (their gradients); it has a
-    number.
+    A lane carries the messages of one stage to the next stage (activations) or to the previous stage (gradients). Lanes
+    are numbered.
     """
 
     needs: int | None = None
     gives: int | None = None
     taker: int | None = None
-    """The rank to which the message goes; it may be the same."""
+    """Rank that receives the message; may be the sender itself."""
 
 
 def lanes(stages: Stages, rank: int) -> dict[tuple[Kind, int], Lanes]:
@@ -60,7 +60,7 @@ def _lanes(stages: Stages, source: int, stage: int, target: int) -> Lanes:
 
 
 def _lane(stages: Stages, source: int, target: int) -> int | None:
-    """Return the number of the lane between neighbours; None if nothing is passed."""
+    """Return the number of the lane between neighbouring stages; None if nothing is passed."""
     if min(source, target) < 0 or max(source, target) >= stages.count:
         return None
     backward = target < source
@@ -71,10 +71,10 @@ def _lane(stages: Stages, source: int, target: int) -> int | None:
 def simulate(
     stages: Stages, orders: Sequence[Sequence[Action]], duration: Duration, transfer: float = 0.0
 ) -> list[list[Span]]:
-    """Each rank's computation, every action as early as its rank and its message allow; a message to another rank
-    takes `transfer`.
+    """Return the time line of each rank. Every action starts as soon as its rank is free and its message has arrived. A
+    message to another rank takes `transfer`.
 
-    Raises ScheduleError if the orders wait for each other for ever.
+    Raises ScheduleError if the orders deadlock.
     """
     spans: list[list[Span]] = [[] for _ in orders]
     arrivals: list[dict[int, float]] = [{} for _ in range(2 * stages.count)]
@@ -107,7 +107,7 @@ def simulate(
 
 
 class _Turn(NamedTuple):
-    """Timing of the actions of one kind and chunk: lanes hold the times at which micro-batches arrive."""
+    """Timing of the actions of one kind and chunk. Lanes are dicts of arrival times, by micro-batch."""
 
     needs: Mapping[int, float] | None
     gives: dict[int, float] | None
@@ -116,7 +116,7 @@ class _Turn(NamedTuple):
 
 
 def _simulated(order: Sequence[Action], table: Mapping[tuple[Kind, int], _Turn], spans: list[Span]) -> Iterator[None]:
-    """Run a rank's actions; yields as long as the next one's message has not been sent."""
+    """Run the actions of a rank; yields as long as the message for the next action has not been sent."""
     now = 0.0
     for action in order:
         kind, micro_batch, chunk, _ = action
@@ -133,15 +133,15 @@ def _simulated(order: Sequence[Action], table: Mapping[tuple[Kind, int], _Turn],
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """The time that the busiest rank of a step is idle, from the step's first action to its last."""
+    """Return the idle time of the busiest rank, between the first and the last action of the step."""
     begin = min(rank[0].start for rank in spans if rank)
     end = max(rank[-1].end for rank in spans if rank)
     return end - begin - max(sum(span.end - span.start for span in rank) for rank in spans)
 
 
 def peak_in_flight(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
-    """The most that the forwards of a rank keep at one time, each until its B or W. `sizes`: what a forward keeps, by
-    chunk (None: 1, so that forwards are counted).
+    """Return the peak of what the forwards of a rank keep until their B or W. `sizes`: size that one forward keeps, by
+    chunk; None: 1, so that forwards are counted.
     """
     kept = peak = 0
     for action in order:

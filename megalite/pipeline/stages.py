@@ -27,7 +27,7 @@ class Stages:
     def __post_init__(self) -> None:
         if self.messages and len(self.messages) != self.count - 1:
             raise ValueError(
-                f"{len(self.messages)} borders have messages, and {self.count} stages {self.count - 1} borders"
+                f"{len(self.messages)} borders have messages, but {self.count} stages have {self.count - 1} borders"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""The time line of a step, as simulated or as measured, and what is read off it."""
+"""Time line of a step, simulated or measured, and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TimeLine:
     spans: Sequence[Sequence[Span]]
     """Spans of each rank, from the step's start."""
     in_seconds: bool = False
-    """Or in units of an assumed time."""
+    """True: times are in seconds. False: in units of an assumed time."""
 
     @cached_property
     def computation(self) -> list[list[Span]]:
-        """The spans without communication."""
+        """Spans without communication."""
         return [[span for span in rank if span.action.kind in COMPUTATIONS] for rank in self.spans]
 
     @property
@@ -41,23 +41,23 @@ class TimeLine:
 
     @property
     def bubble(self) -> float:
-        """The time that the busiest rank is idle; 0 where it is only the rounding of a sum."""
+        """Idle time of the busiest rank; exactly 0 if it is only a rounding error."""
         idle = bubble(self.computation)
         return idle if idle > 1e-9 * self.end else 0.0
 
     @property
     def ideal(self) -> float:
-        """The time of the step without a bubble: the busiest rank's computation."""
+        """Time of the step without a bubble: the computation time of the busiest rank."""
         return max(sum(span.end - span.start for span in rank) for rank in self.computation)
 
     @property
     def peaks(self) -> list[int]:
-        """The most activations of each rank in flight: a micro-batch in a chunk counts as one."""
+        """Peak number of activations in flight on each rank; a micro-batch in a chunk counts as one."""
         return [peak_in_flight([span.action for span in rank]) for rank in self.computation]
 
     @property
     def unit(self) -> tuple[float, str]:
-        """Factor by which to multiply a time to show it, and the unit of the product."""
+        """Factor that converts times for display, and the unit of the result."""
         if not self.in_seconds:
             return 1.0, ""
         if self.end >= 1:
@@ -65,15 +65,15 @@ class TimeLine:
         return (1e3, "ms") if self.end >= 1e-3 else (1e6, "µs")
 
     def show(self, time: float) -> str:
-        """A time in words."""
+        """Return a time as text."""
         factor, name = self.unit
         return f"{time * factor:.4g} {name}".rstrip()
 
 
 def measured_durations(measured: TimeLine, stages: Stages) -> Duration:
-    """Medians of a measured step by stage and kind, for the same model cut into `stages`, which may be others: a stage
-    takes its share of the measured ones that it covers, as if each of these were even. A backward takes as long as its
-    parts; where only the whole was measured, each takes half of it.
+    """Return median durations of a measured step, by stage and kind, for the same model cut into `stages`. If these
+    differ from the measured stages, a stage gets its share of each measured stage that it covers, as if the time were
+    spread evenly inside. B takes as long as I and W together; if only B was measured, I and W each take half of it.
 
     Raises DataError if a stage was not measured forward and backward.
     """

@@ -1,4 +1,4 @@
-"""A time line as a trace that chrome://tracing and ui.perfetto.dev show, and back."""
+"""Conversion of a time line to a trace for chrome://tracing and ui.perfetto.dev, and back."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megalite.small_files import read_json
 
 MICROSECONDS = 1e6
 _MOST_MARKS = 6_000_000
-"""Braces, brackets, commas and colons: of 200,000 computations."""
+"""Largest number of braces, brackets, commas and colons in a file: enough for 200,000 computations."""
 LONGEST = 1e9
-"""Seconds."""
+"""Largest time in a trace, in seconds."""
 TRACKS = ("computation", "communication")
 
 _STAGES = ("ranks", "chunks", "v_shaped")
-"""Fields of the stages that a trace has: where they lie."""
+"""Fields of `Stages` that a trace contains."""
 
 
 def to_trace(time_line: TimeLine) -> str:
@@ -64,9 +64,9 @@ def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
 
 
 def read_trace(path: Path) -> TimeLine:
-    """The time line that `to_trace` gave.
+    """Return the time line of a file that was written by `to_trace`.
 
-    Raises DataError if the file cannot be read or is something else.
+    Raises DataError if the file cannot be read or is not such a trace.
     """
     try:
         return _time_line(read_json(path, most_marks=_MOST_MARKS))
@@ -74,13 +74,13 @@ def read_trace(path: Path) -> TimeLine:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path} is no trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
+        raise DataError(f"{path} is not a trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
 
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
     header = trace["otherData"]
     stages = Stages(**{name: header["stages"][name] for name in _STAGES})
-    if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each computes something
+    if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each stage has at least one event
         raise ValueError("it has more stages than events")
     spans: list[list[Span]] = [[] for _ in range(stages.ranks)]
     for event in trace["traceEvents"]:
@@ -99,5 +99,5 @@ def _span(event: Mapping[str, Any], stages: Stages) -> tuple[int, Span]:
     start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
     known = action.kind in get_args(Kind) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
     if not (known and action.micro_batch >= 0 and 0 <= start <= end < LONGEST):
-        raise ValueError(f"{event['name']} of rank {rank} cannot be")
+        raise ValueError(f"{event['name']} of rank {rank} is impossible")
     return rank, Span(action, start, end)

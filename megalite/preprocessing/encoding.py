@@ -3,43 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Chunk, Position
 from megalite.data.documents import BadRecord, Document, read_documents
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.tokenizers.interface import Ids
 from megalite.errors import DataError
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """Rules for converting records to tokens, sent to every worker process.
-
-    Attributes:
-        json_keys: the fields of a record to tokenize, each into separate files.
-        append_eod: end every document that has tokens with the tokenizer's `eod`.
-        tokenizer_type, tokenizer_model, vocab_size, options: see `build_tokenizer`.
-        skip_bad_lines: leave out records that are not documents instead of raising an error.
-    """
-
-    json_keys: tuple[str, ...]
-    append_eod: bool
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-    options: TokenizerOptions = field(default_factory=TokenizerOptions)
-    skip_bad_lines: bool = False
-
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer."""
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.options)
+def open_tokenizer(flags: EncodingFlags) -> Tokenizer:
+    """Return the tokenizer that the flags name."""
+    return build_tokenizer(
+        flags,
+        flags.vocab_size,
+        include_special_tokens=flags.tokenizer_hf_include_special_tokens,
+        fast_encoding=flags.fast_encoding,
+    )
 
 
 class Tokens(NamedTuple):
@@ -68,21 +54,17 @@ class EncodedChunk(NamedTuple):
     bytes_read: int
 
 
-def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
+def encode_chunk(flags: EncodingFlags, chunk: Chunk) -> EncodedChunk:
     """Return the tokens of a chunk's documents.
 
     Raises:
         DataError: a record is not a document, or its text cannot be tokenized, and `skip_bad_lines` is off.
     """
-    tokenizer = cached_tokenizer(encoding)
-    documents: list[Document] = []
-    bad: list[BadRecord] = []
-    for record in read_documents(chunk, encoding.json_keys):
-        if isinstance(record, Document):
-            documents.append(record)
-        else:
-            bad.append(record)
-    keys = range(len(encoding.json_keys))
+    tokenizer = cached_tokenizer(flags)
+    records = list(read_documents(chunk, flags.json_keys))
+    documents = [record for record in records if isinstance(record, Document)]
+    bad = [record for record in records if isinstance(record, BadRecord)]
+    keys = range(len(flags.json_keys))
     try:
         encoded = [_encode(tokenizer, documents, key) for key in keys]
     except ValueError:
@@ -90,10 +72,10 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
         bad = sorted([*bad, *(BadRecord(number, chunk.place(number), reason) for number, reason in refused.items())])
         documents = [document for document in documents if document.number not in refused]
         encoded = [_encode(tokenizer, documents, key) for key in keys]
-    if bad and not encoding.skip_bad_lines:
+    if bad and not flags.skip_bad_lines:
         raise bad[0].error()
     tokens = [
-        _assemble(*each, [len(document.texts[key]) for document in documents], tokenizer, encoding.append_eod)
+        _assemble(*each, [len(document.texts[key]) for document in documents], tokenizer, flags.append_eod)
         for key, each in enumerate(encoded)
     ]
     text_bytes = sum(len(text.encode()) for document in documents for texts in document.texts for text in texts)
@@ -101,10 +83,10 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
 
 
 @lru_cache(maxsize=1)
-def cached_tokenizer(encoding: Encoding) -> Tokenizer:
+def cached_tokenizer(flags: EncodingFlags) -> Tokenizer:
     """Return the tokenizer of this process, ready to encode."""
     # Some tokenizers build their fast encoder at the first call.
-    tokenizer = encoding.tokenizer()
+    tokenizer = open_tokenizer(flags)
     tokenizer.encode_documents([])
     return tokenizer
 

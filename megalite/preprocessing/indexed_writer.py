@@ -102,16 +102,6 @@ class IndexedDatasetWriter:
         self._documents = TemporaryFile(final, ends, documents * 8)
         self._files = (self._bin, self._lengths, self._documents)
 
-    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
-        """Add a document of one sequence, or of sequences whose `lengths` sum to its number of tokens.
-
-        Raises:
-            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
-        """
-        tokens = np.asarray(tokens)
-        sequences = np.array([len(tokens)] if lengths is None and len(tokens) else lengths or [], dtype=np.int64)
-        self.add_documents(tokens, sequences, np.array([len(sequences)]))
-
     def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> int:
         """Add many documents.
 
@@ -124,10 +114,10 @@ class IndexedDatasetWriter:
             The CRC-32 of the written data.
 
         Raises:
-            DataError: as for `add_document`.
+            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
         """
         if lengths.sum() != len(tokens):
-            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
+            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, but there are {len(tokens)} tokens")
         if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= LONGEST:
             raise DataError(
                 f"sequences have from {lengths.min()} to {lengths.max()} tokens: 0 to {LONGEST} can be stored"
@@ -148,8 +138,8 @@ class IndexedDatasetWriter:
         stored = tokens.astype(self.dtype)
         if not np.array_equal(stored, tokens):
             raise DataError(
-                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type {self.prefix} is "
-                "written in: the tokenizer gives tokens beyond its own vocabulary size"
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type of "
+                f"{self.prefix}: the tokenizer gives tokens beyond its own vocabulary size"
             )
         return stored
 
@@ -233,7 +223,7 @@ def publish(prefix: str | Path, folder: Path) -> None:
                 os.replace(folder / path.name, path)
         sync_directory(index.parent)
     except OSError as error:
-        raise FileError(f"{prefix} cannot be given its name ({error.strerror}): is the folder writable?") from error
+        raise FileError(f"{prefix} cannot get its final name ({error.strerror}): is the folder writable?") from error
 
 
 def read_blocks(path: Path, dtype: str) -> Iterator[np.ndarray]:

@@ -78,8 +78,7 @@ def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
     documents = len(data.document_indices) - 1
     if not 0 <= document < documents:
         raise DataError(f"--document {document}: {data.prefix} has documents 0 to {documents - 1}")
-    first, last = data.document_indices[document : document + 2].tolist()
-    return [data.get(sequence) for sequence in range(first, last)]
+    return data.document(document)
 
 
 def verify(data: IndexedDataset) -> None:
@@ -98,7 +97,7 @@ def verify(data: IndexedDataset) -> None:
         if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
             at = int(np.flatnonzero((block < 0) | (block >= (vocab_size or largest + 1)))[0])
             raise DataError(
-                f"{bin_path(data.prefix)}: token number {first + at} is {block[at]}, which is none of the "
+                f"{bin_path(data.prefix)}: token number {first + at} is {block[at]}, which is not one of the "
                 f"{vocab_size or ''} tokens of the vocabulary: the file is damaged, copy or preprocess it again"
             )
 

@@ -31,11 +31,11 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
 def _in_directory(folder: Path) -> list[str]:
     names = {path.with_suffix("") for path in folder.iterdir() if path.suffix in (".bin", ".idx") and path.is_file()}
     if not names:
-        raise DataError(f"--input {folder} holds no .bin and .idx files")
+        raise DataError(f"--input {folder} has no .bin and .idx files")
     for name in names:
         for path in (bin_path(name), idx_path(name)):
             if not path.exists():
-                raise DataError(f"{path} is missing beside the other file of the pair: complete it, or move it away")
+                raise DataError(f"{path} is missing, but the other file of the pair exists: add it, or move that away")
     return sorted(map(str, names))
 
 
@@ -56,7 +56,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
     for data in datasets:
         if data.dtype != datasets[0].dtype:
             raise DataError(
-                f"{data.prefix} holds tokens as {data.dtype.name} and {prefixes[0]} as {datasets[0].dtype.name}: "
+                f"{data.prefix} has tokens as {data.dtype.name} and {prefixes[0]} as {datasets[0].dtype.name}: "
                 "preprocess both with one tokenizer"
             )
         verify(data)

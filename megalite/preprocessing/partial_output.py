@@ -66,12 +66,6 @@ class Entry(NamedTuple):
         """Number of tokens of all datasets."""
         return sum(extent.tokens for extent in self.extents)
 
-    @classmethod
-    def parse(cls, line: list[Any]) -> Entry:
-        """Return the entry of a journal line."""
-        position, text_bytes, skipped, extents, checksums = line
-        return cls(Position(*position), text_bytes, skipped, tuple(Extent(*e) for e in extents), tuple(checksums))
-
 
 JOURNAL = "journal"
 # First bytes of every journal (a kill may leave fewer). A file of this name with other contents is not megalite's.
@@ -159,7 +153,7 @@ class PartialOutput:
             return False
         if differing := [key for key in header if found.get(key) != header[key]]:
             raise DataError(
-                f"{self.folder} is of a run with other {', '.join(differing)}: give the flags and the input files of "
+                f"{self.folder} is from a run with other {', '.join(differing)}: give the flags and the input files of "
                 "that run, unchanged, or leave --resume out to start again"
             )
         self._statistics = statistics
@@ -170,7 +164,9 @@ class PartialOutput:
                 if "entry" not in line:
                     break
                 try:
-                    entry = Entry.parse(line["entry"])
+                    position, text_bytes, skipped, extents, checksums = line["entry"]
+                    sizes = tuple(Extent(*extent) for extent in extents)
+                    entry = Entry(Position(*position), text_bytes, skipped, sizes, tuple(checksums))
                 except (TypeError, ValueError):  # an incomplete entry ends the valid part, as a wrong checksum does
                     break
                 if not self.finished and self._checksums(files, entry) != entry.checksums:
@@ -194,11 +190,6 @@ class PartialOutput:
     def finished(self) -> bool:
         """True if the earlier run completed its files and only renames are left: there is nothing to `add`."""
         return self._statistics is not None
-
-    @property
-    def kept(self) -> bool:
-        """True if there is finished work to keep if the context exits without `finish`."""
-        return self.done.documents > 0
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write the tokens of the next chunk."""
@@ -255,10 +246,10 @@ class PartialOutput:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if not self.kept:
+        if not self.done.documents:
             self._remove()
         elif error is not None:
-            note = f"what is done is in {self.folder}: the same command with --resume goes on from there"
+            note = f"the finished part is in {self.folder}: the same command with --resume continues it"
             print(note, file=sys.stderr, flush=True)
         self._open.close()
 
@@ -268,7 +259,7 @@ def _locked_journal(folder: Path) -> IO[bytes]:
     path = folder / JOURNAL
     busy = DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
     not_ours = DataError(
-        f"{folder} is where unfinished output goes, but it holds something else: move that away, or choose another "
+        f"{folder} is for unfinished output, but it has something else in it: move that away, or choose another "
         "--output-prefix"
     )
     # Try again if another run removes its journal or the folder between two of these steps.

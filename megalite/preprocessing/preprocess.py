@@ -16,32 +16,19 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Chunk, find_inputs, read_chunks
 from megalite.data.indexed_dataset import token_dtype
 from megalite.errors import ConfigurationError, DataError
-from megalite.preprocessing.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
+from megalite.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_chunk, open_tokenizer
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
 from megalite.process.progress import Show, show_documents
 
 # Largest number of skipped records that are reported one by one.
 NAMED = 20
-
-
-class Summary(NamedTuple):
-    """Summary of a run.
-
-    Attributes:
-        output: state of the output, with its size.
-        lengths: statistics of the sequences' lengths.
-        tokens_per_second: rate of this run, without the tokens of an earlier run that it continued.
-    """
-
-    output: Entry
-    lengths: LengthStatistics
-    tokens_per_second: float
 
 
 def output_prefix_of(prefix: str, key: str) -> str:
@@ -52,11 +39,11 @@ def output_prefix_of(prefix: str, key: str) -> str:
 def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
-    encoding: Encoding,
+    flags: EncodingFlags,
     workers: int,
     log_interval: int,
     resume: bool = False,
-) -> Summary:
+) -> tuple[Entry, LengthStatistics, float]:
     """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,megalite.json}`; show progress on standard error.
 
     The files depend neither on the number of workers nor on stopping and continuing the run. They appear only when
@@ -66,39 +53,44 @@ def preprocess(
     Args:
         inputs: files, patterns and directories; see `find_inputs` and `read_chunks`.
         output_prefix: prefix of the output files.
-        encoding: rules for converting records to tokens.
+        flags: rules for converting records to tokens.
         workers: number of processes that tokenize, in addition to this one, which reads and writes.
         log_interval: documents between two lines of progress if standard error is not a terminal.
         resume: continue the finished work of a stopped run, if there is any.
+
+    Returns:
+        output: state of the output, with its size.
+        lengths: statistics of the sequences' lengths.
+        rate: tokens per second of this run, without the tokens of an earlier run that it continued.
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
         ConfigurationError: the keys or the tokenizer's flags are wrong, or a library is not installed.
     """
-    _check_keys(encoding.json_keys)
-    prefixes = [output_prefix_of(output_prefix, key) for key in encoding.json_keys]
+    _check_keys(flags.json_keys)
+    prefixes = [output_prefix_of(output_prefix, key) for key in flags.json_keys]
     with show_documents(log_interval) as show:
         files = find_inputs(inputs, [partial_folder(output_prefix)], _print)
         start = time.monotonic()
-        with _workers(workers, encoding) as pool:
-            tokenizer = encoding.tokenizer()
+        with _workers(workers, flags) as pool:
+            tokenizer = open_tokenizer(flags)
             dtype = token_dtype(tokenizer.vocab_size)
-            run = _run(files, encoding)
+            run = _run(files, flags)
             with PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output:
                 before = output.done
                 if output.resumed:
-                    _print(f"going on after {before.documents:,} documents")
+                    _print(f"continuing after {before.documents:,} documents")
                 if not output.finished:
-                    chunks = read_chunks(files, encoding.json_keys, before.position)
+                    chunks = read_chunks(files, flags.json_keys, before.position)
                     # Closed immediately after an error, not when its traceback is deleted: no worker should still run
                     # when the error message is shown.
-                    with closing(_encode_all(pool, chunks, encoding, workers)) as encoded:
+                    with closing(_encode_all(pool, chunks, flags, workers)) as encoded:
                         _write(output, encoded, files, show, start)
                 if not output.done.documents:
-                    raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
+                    raise DataError(f"{', '.join(inputs)}: there is no document: expected one JSON object per line")
                 lengths = output.finish()
     rate = (output.done.tokens - before.tokens) / (time.monotonic() - start)
-    return Summary(output.done, lengths, rate)
+    return output.done, lengths, rate
 
 
 def _check_keys(keys: Sequence[str]) -> None:
@@ -107,7 +99,7 @@ def _check_keys(keys: Sequence[str]) -> None:
             raise ConfigurationError(f"--json-keys has {key} twice: name every field once")
         if os.sep in key:
             raise ConfigurationError(
-                f"--json-keys {key}: a key is part of the names of its files, which cannot hold {os.sep}: give the "
+                f"--json-keys {key}: a key is part of the names of its files, which cannot have {os.sep}: give the "
                 "field another name"
             )
 
@@ -127,7 +119,7 @@ def _write(
             if skipped <= NAMED:
                 _print(f"left out {record.place}: {record.reason}")
             if skipped == NAMED:
-                _print("more that are left out are only counted")
+                _print("from now on, those left out are only counted")
         done, now = output.done, time.monotonic()
         documents_per_second = (done.documents - before.documents) / (now - start)
         tokens_per_second = (done.tokens - before.tokens) / (now - start)
@@ -147,7 +139,7 @@ def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
+def _run(files: Sequence[str], flags: EncodingFlags) -> dict[str, Any]:
     """Return the values that must be equal to continue a stopped run, in addition to the tokenizer."""
     inputs = []
     for path in files:
@@ -155,9 +147,9 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
         inputs.append([os.path.abspath(path), status and [status.st_size, status.st_mtime_ns]])
     return {
         "inputs": inputs,
-        "json_keys": encoding.json_keys,
-        "append_eod": encoding.append_eod,
-        "tokenizer_hf_include_special_tokens": encoding.options.tokenizer_hf_include_special_tokens,
+        "json_keys": flags.json_keys,
+        "append_eod": flags.append_eod,
+        "tokenizer_hf_include_special_tokens": flags.tokenizer_hf_include_special_tokens,
     }
 
 
@@ -167,14 +159,14 @@ def _size(path: str) -> int | None:
 
 
 def _encode_all(
-    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], encoding: Encoding, workers: int
+    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], flags: EncodingFlags, workers: int
 ) -> Generator[EncodedChunk, None, None]:
     pending: deque[tuple[str, Future[EncodedChunk]]] = deque()
-    place = "the begin of the input"
+    place = "the start of the input"
     try:
         for chunk in chunks:
             with _interrupts_held():
-                pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, encoding, chunk)))
+                pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, flags, chunk)))
             # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
             if len(pending) > 3 * workers:
                 place, future = pending.popleft()
@@ -184,20 +176,20 @@ def _encode_all(
             yield future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            f"a worker process was killed at {place} or not far behind, perhaps for want of memory: use fewer "
+            f"a worker process was killed at {place} or soon after it, perhaps for lack of memory: use fewer "
             "--workers, or shorten the documents there"
         ) from error
 
 
 @contextmanager
-def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
+def _workers(count: int, flags: EncodingFlags) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which immediately begin to load the tokenizer."""
     # Spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
     try:
         with _interrupts_held():
             for _ in range(count):
-                pool.submit(_load, encoding)
+                pool.submit(_load, flags)
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
@@ -216,8 +208,8 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _load(encoding: Encoding) -> None:
-    cached_tokenizer(encoding)
+def _load(flags: EncodingFlags) -> None:
+    cached_tokenizer(flags)
 
 
 def _prepare_worker() -> None:

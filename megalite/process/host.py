@@ -53,9 +53,7 @@ def require_open_files(count: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        raise too_many_open_files(
-            f"a start takes {count} more than are open, and there is room for {len(opened)}"
-        ) from error
+        raise too_many_open_files(f"the start needs {count} more, but only {len(opened)} can be opened") from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -65,7 +63,7 @@ def too_many_open_files(why: str) -> ConfigurationError:
     """Return the error for a process that has reached its limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigurationError(
-        f"there are too many open files ({limit} are allowed to a process): raise the limit (ulimit -n 65536) and "
+        f"there are too many open files (the limit is {limit} per process): raise the limit (ulimit -n 65536) and "
         f"start again; {why}"
     )
 
@@ -99,8 +97,8 @@ def listen(what: str, port: int = 0) -> socket.socket:
             if error.errno not in _NOT_OURS:
                 raise
     sys.stderr.write(
-        f"warning: {what} listens on all interfaces, as MASTER_ADDR={host} leads to no address of this machine that "
-        "others can reach: give one, and only its network comes in\n"
+        f"warning: {what} listens on all interfaces, as MASTER_ADDR={host} is not an address of this machine that "
+        "others can reach: give one to listen on its network only\n"
     )
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
@@ -158,16 +156,16 @@ def kill_sibling(process: int, start: int) -> str | None:
     not killed; None if it was killed or has ended.
     """
     if not Path("/proc/self/stat").exists():
-        return "this system does not tell who has started it"
+        return "this system does not show which process started it"
     handle = None
     with suppress(OSError, AttributeError):  # not available before Linux 5.3, and forbidden in some containers
         handle = os.pidfd_open(process)  # opened before the checks: the signal reaches the process that was checked
     try:
         seen = _look(process)
         if process == os.getpid():
-            return "it is the process that was to do it"
+            return "it is the process that was to kill it"
         if seen != _Process(os.getuid(), os.getppid(), start):
-            return "it is not a process that the same launcher has started for this run"
+            return "it was not started for this run by the same launcher"
         if handle is None:
             os.kill(process, signal.SIGKILL)
         else:

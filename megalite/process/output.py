@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 
@@ -34,3 +36,15 @@ def write_out() -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table. Columns have the least width; columns of numbers are aligned right."""
+    columns = [_aligned(column) for column in zip(header, *rows, strict=True)]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def _aligned(cells: Sequence[str]) -> list[str]:
+    width = max(map(len, cells))
+    numbers = all(re.fullmatch(r"-?|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells[1:])
+    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in cells]

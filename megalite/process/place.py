@@ -73,7 +73,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()):
-        unset = ", as of a shell variable that is not set" if not text.strip() else ""
+        unset = " (is a shell variable not set?)" if not text.strip() else ""
         raise ConfigurationError(f"{name}={text!r}{unset}: the launcher must give a whole number of at least 0")
     return int(text)
 
@@ -85,12 +85,12 @@ def _check_several(environment: Mapping[str, str], world_size: int) -> None:
     if missing:
         raise ConfigurationError(
             f"WORLD_SIZE={world_size} without {', '.join(missing)}: torchrun sets them all. Under another launcher "
-            "give each rank its RANK, its LOCAL_RANK among those of its node (0 where it has one to itself), and all "
-            "the same MASTER_ADDR and MASTER_PORT, a host that they reach (rank 0's) and a free port of it"
+            "give each rank its RANK, its LOCAL_RANK within its node (0 if it is alone on the node), and all "
+            "the same MASTER_ADDR and MASTER_PORT, a host that they all reach (rank 0's) and a free port on it"
         )
     port = environment["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-        raise ConfigurationError(f"MASTER_PORT={port!r} is no port: give a number from 1 to 65535")
+        raise ConfigurationError(f"MASTER_PORT={port!r} is not a port: give a number from 1 to 65535")
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
@@ -102,7 +102,7 @@ def _check_alone(environment: Mapping[str, str]) -> None:
             raise _not_told(f"{launcher} started {size} processes ({name}={environment[name]})", rank, f"${name}")
     for name, launcher in _NUMBERS.items():
         if environment.get(name) and (not sizes or name == "JOB_COMPLETION_INDEX"):
-            raise _not_told(f"{launcher} started this as number {environment[name]} of several ({name})", name, "...")
+            raise _not_told(f"{launcher} started this as process {environment[name]} of several ({name})", name, "...")
 
 
 def _stated_size(environment: Mapping[str, str], name: str) -> int:
@@ -116,9 +116,9 @@ def _stated_size(environment: Mapping[str, str], name: str) -> int:
 
 def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{launched}, and none of them is told its place: each would run by itself, alone. Start one torchrun a node, "
+        f"{launched}, but gave them no ranks: each would run alone. Start one torchrun per node, "
         f"or set in each process RANK=${rank} WORLD_SIZE={size}, LOCAL_RANK (its number on its node), MASTER_ADDR and "
-        "MASTER_PORT (a host that all reach, rank 0's, and a free port of it). Where each is to run alone, set RANK=0 "
+        "MASTER_PORT (a host that all reach, rank 0's, and a free port on it). If each is to run alone, set RANK=0 "
         "WORLD_SIZE=1"
     )
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -29,15 +29,14 @@ class StopRequest:
     the previous handlers are restored after the block.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
-        self._signals = signals
+    def __init__(self) -> None:
         self._received = 0
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
         self._wakeup = -1
 
     def __enter__(self) -> StopRequest:
         self._wakeup = signal.set_wakeup_fd(-1)  # first: the thread of `exit_on_stop_signals` must not end the process
-        self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
+        self._previous = {number: signal.signal(number, self._receive) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages, why_nothing_is_aligned
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
@@ -104,7 +104,7 @@ def make_proved_schedules(
     forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
     backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
-    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
+    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.zero_stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
     reduction, at_the_end = (reductions, ()) if each else ((), reductions)
     return ProvedSchedules(
@@ -121,7 +121,7 @@ def make_proved_schedules(
             "W": reduction,
             "R": at_the_end,
         },
-        after_list=_behind_the_lists(mesh, optimizer),
+        after_list=_after_the_lists(mesh, optimizer),
         terms=terms,
         copied=_copied(mesh, optimizer),
     )
@@ -138,7 +138,7 @@ def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
     # Each replica orthogonalizes different matrices. Collectives within a matrix's tensor-parallel ranks may differ.
     split = [set(mesh.ranks("tp")), set(mesh.ranks("etp"))]
     does = [
-        f"{name} among {len(ranks)} ranks behind its list"
+        f"{name} among {len(ranks)} ranks after its list"
         for name, ranks in optimizer.collectives()
         if not any(set(ranks) <= ones for ones in split)
     ]
@@ -152,11 +152,10 @@ def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
 
 
 def _data_axes(bucket: Bucket) -> str:
-    """Return the axes over which a bucket's gradients are summed."""
-    return "edp" if bucket.slots[0].parameter.sharding.expert else "dp x cp"
+    return " x ".join(bucket.slots[0].parameter.sharding.data_parallel_axes)
 
 
-def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
+def _after_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
     """Return, for each rank of this pipeline, the collectives that it runs after its action list."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
@@ -173,10 +172,10 @@ def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages:
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
         blocks = [chunk.blocks() for chunk in chunks]
-        return Contents.of(chunks, mesh, data_parallel(config, mesh, len(chunks)), blocks=blocks)
+        return Contents.of(chunks, mesh, data_parallel(config, mesh), blocks=blocks)
 
-    options = data_parallel(config, mesh, stages.chunks)
-    return Plan(mesh, contents_at, config.optimizer, stage=options.stage, instances=options.instances)
+    options = data_parallel(config, mesh)
+    return Plan(mesh, contents_at, config.optimizer, zero_stage=options.zero_stage, instances=options.instances)
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
@@ -185,19 +184,17 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
         chunks,
         mesh,
         config.optimizer,
-        data_parallel(config, mesh, len(chunks)),
+        data_parallel(config, mesh),
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=functools.partial(set_initial_values, seed=config.training.seed),
     )
 
 
-def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """Return the data-parallel settings from the flags. `chunks` is the number of chunks per rank."""
+def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
+    """Return the data-parallel settings from the flags."""
     parallel, dtype = config.parallel, model_dtype(config)
-    # If aligned, the action list decides when a chunk's reductions begin. Reductions after each micro-batch (ZeRO 2 and
-    # 3), and those of V-shaped schedules, are not aligned.
-    looped = chunks > 1 and not shape(parallel).v_shaped
-    aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
+    # If aligned, the action list decides when a chunk's reductions begin.
+    aligned = parallel.align_grad_reduce and why_nothing_is_aligned(config.model, parallel) is None
     bucket_size = parallel.ddp_bucket_size
     if bucket_size is None and parallel.overlap_grad_reduce:
         # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
@@ -205,7 +202,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataPar
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
-        stage=parallel.zero_stage,
+        zero_stage=parallel.zero_stage,
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,

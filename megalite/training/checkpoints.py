@@ -106,7 +106,7 @@ class Checkpoints:
                 self._failures, self._newest = 0, path
                 seconds = time.perf_counter() - self._began - self._unnoticed
                 self._longest = max(self._longest, seconds)
-                still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
+                still = f", training was paused for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
                 self.log_progress(f"saved {path.name}")
                 self._remove_old()
@@ -128,7 +128,7 @@ class Checkpoints:
                 newest = "none" if self._newest is None else self._newest.name
                 raise CheckpointError(f"{error}\nThe last checkpoint that this run has saved: {newest}") from error
             display.message(
-                f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failures} of {tolerated} that "
+                f"WARNING: {error}\nTraining continues, unsaved: failure {self._failures} of {tolerated} that "
                 "--tolerated-save-failures allows in a row"
             )
 
@@ -139,7 +139,7 @@ class Checkpoints:
             self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
 
     def log_progress(self, text: str) -> None:
-        """With `--log-progress`, append a line with time, job and number of ranks to DIR/progress.txt.
+        """Append a line with time, job and number of ranks to DIR/progress.txt, if `--log-progress` is given.
 
         If the disk is full, the line is lost and the run continues.
         """

@@ -11,14 +11,12 @@ import numpy as np
 from megalite.config import DataConfig, ModelConfig, RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
-from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
-from megalite.data.index_cache import IndexCache
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
 
 PROBES = 16
@@ -71,9 +69,9 @@ def order_notes(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -
     for number, checksum in seen:
         if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
             return (
-                f"note: sample {number}, consumed before this checkpoint, is another here: the data or their order have"
-                " changed, so some samples may come again and others never. --data-path, --split, --seed, --seq-length "
-                "and, where the data are repeated, --train-samples keep the order",
+                f"note: sample {number}, consumed before this checkpoint, is another now: the data or their order have "
+                "changed, so some samples may be repeated and others never read. To keep the order, keep --data-path, "
+                "--split, --seed, --seq-length and, if the data are repeated, --train-samples",
             )
     return ()
 
@@ -102,9 +100,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the tokenizer from the flags. Raises DataError or ConfigurationError."""
-    data, vocab_size = config.data, config.model.vocab_size
-    kind = data.tokenizer_type or "NullTokenizer"
-    return build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
+    return build_tokenizer(config.data, config.model.vocab_size)
 
 
 def _open_datasets(
@@ -112,31 +108,10 @@ def _open_datasets(
 ) -> Datasets[SampleFields]:
     data, seed = config.data, config.training.seed
     if data.mock_data:
-        mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
-        return _with_fields(data, seed, tokenizer, mock)
-    cache, parts, surplus = IndexCache(data.data_cache_path), read_dataset_specs(data), data.mid_level_dataset_surplus
+        return _with_fields(data, seed, tokenizer, build_mock_datasets(data, samples, seed, tokenizer))
     if data.sft:
-        return build_sft_datasets(
-            parts,
-            samples,
-            sequence_length=data.seq_length,
-            seed=seed,
-            tokenizer=tokenizer,
-            template=_chat_template(data),
-            cache=cache,
-            surplus=surplus,
-        )
-    tokens = build_token_datasets(
-        parts,
-        samples,
-        sequence_length=data.seq_length,
-        seed=seed,
-        tokenizer=tokenizer,
-        cache=cache,
-        surplus=surplus,
-        mmap_bin_files=data.mmap_bin_files,
-        verification=verification,
-    )
+        return build_sft_datasets(data, samples, seed, tokenizer, _chat_template(data))
+    tokens = build_token_datasets(data, samples, seed, tokenizer, verification)
     return _with_fields(data, seed, tokenizer, tokens)
 
 

@@ -68,7 +68,7 @@ def require_compiler() -> None:
         if importlib.util.find_spec("triton") is None:
             raise ConfigurationError("--compile needs Triton on a GPU, which is not installed: pip install triton")
     elif shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
-        raise ConfigurationError(f"--compile needs a C++ compiler on a CPU: there is no {compiler} (CXX names another)")
+        raise ConfigurationError(f"--compile needs a C++ compiler on a CPU: no {compiler} found (set CXX to another)")
 
 
 def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "inductor") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,13 +16,12 @@ from megalite.conversion.opened import OpenedModel
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
-    "model": None,  # compared by `check_compatible`, but for these
     "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
     "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
         recompute_granularity recompute_method recompute_num_layers manual_gc manual_gc_interval manual_gc_eval""",
     "optimizer": "optimizer_backend store_param_remainders",
 }
-_OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
+_OF_THE_MODEL = ["hidden_dropout", "attention_dropout"]  # `check_compatible` compares the other fields
 
 
 def load_notes(
@@ -43,7 +42,7 @@ def load_notes(
         "weights": None,
         f"optimizer state ({state.optimizer_steps} updates)": without,
         f"position (step {state.iteration}, {state.consumed_samples} samples)": anew,
-        "metrics (cut off beyond that step)": anew,
+        "metrics (cut off after that step)": anew,
     }
     if state.loss_scale is not None:
         parts[f"loss scale ({state.loss_scale['value']:g})"] = without if dynamic else "none is dynamic here"
@@ -70,18 +69,16 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
     A field that exists only in one of the two versions of the program is left out.
     """
     ours = json.loads(json.dumps(asdict(config)))
+    compared = {"model": _OF_THE_MODEL}
+    for section, others in _OTHERWISE.items():
+        compared[section] = [name for name in ours[section] if name not in others.split()]
     return tuple(
         f"note: --{name.replace('_', '-')} is {_shown(ours[section][name])} here, and was {_shown(before)} in the run "
         "that saved the checkpoint"
-        for section, name in _compared(ours)
+        for section, names in compared.items()
+        for name in names
         if (before := saved.get(section, {}).get(name, ours[section][name])) != ours[section][name]
     )
-
-
-def _compared(config: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for section, others in _OTHERWISE.items():
-        names = _OF_THE_MODEL if others is None else [name for name in config[section] if name not in others.split()]
-        yield from ((section, name) for name in names)
 
 
 def _shown(value: Any) -> str:

@@ -71,7 +71,7 @@ class TrainingLoop:
                 self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
             self._startup.over()
-            self._progress("goes on" if trainer.iteration else "begins")
+            self._progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.over)
             if self.config.training.manual_gc:
@@ -79,7 +79,7 @@ class TrainingLoop:
             while trainer.iteration < trainer.iterations or trainer.evaluation_left:
                 if not trainer.evaluation_left:
                     self._step()
-                if trainer.evaluates_now():
+                if trainer.evaluation_due(trainer.iteration):
                     self._validate()
                 with self.sections(AGREEMENT):
                     agreed = self._agree()
@@ -185,7 +185,7 @@ class TrainingLoop:
         delaying the others at a different time.
         """
         training = self.config.training
-        after_evaluation = training.manual_gc_eval and self.trainer.evaluates_now()
+        after_evaluation = training.manual_gc_eval and self.trainer.evaluation_due(self.trainer.iteration)
         return training.manual_gc and (self._every(training.manual_gc_interval) or after_evaluation)
 
     def _agree(self) -> _Agreed:
@@ -207,8 +207,8 @@ class TrainingLoop:
         if self._startup.job_end is None or self.mesh.rank != 0:
             return False
         left = self._startup.job_end - time.time()
-        due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
-        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # also 0 without validation data
+        due = trainer.evaluation_due(trainer.iteration + 1)
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
         self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)
@@ -255,7 +255,7 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         events,
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
-        recorded=trainer.recorded,
+        recorded=trainer.expected_records,
         event_interval=logging.tensorboard_log_interval,
         without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
     )

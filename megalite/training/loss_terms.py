@@ -35,7 +35,7 @@ def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
     for number, other in enumerate(others, 1):
         if [str(term) for term in other] != [str(term) for term in terms]:
             raise MegaliteError(
-                f"stages of one rank declare other terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
+                f"stages of one rank declare different terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
                 f"{_listed(other)}. GPT.loss_terms must give those of the whole network, on every stage"
             )
     names = [term.name for term in terms]
@@ -44,7 +44,7 @@ def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
     if taken := [name for name in names if name != LM_LOSS.name and is_figure(name)]:
         raise MegaliteError(
             f"a term of the loss is called {taken[0]}, which is the name of another figure in the metrics: choose one "
-            "that is free"
+            "another name"
         )
     return terms
 

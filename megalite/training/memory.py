@@ -57,9 +57,9 @@ def measured(
 ) -> Memory:
     """Measure the tensors of this rank.
 
-    `forwards` run each chunk of the network over one micro-batch, and the state of modules that they change is as
-    before in the end; all ranks take part. `peak` gives from what each chunk keeps of one the most that is kept at a
-    time.
+    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
+    that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
+    micro-batch.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
     flat = (tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
@@ -102,13 +102,13 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
-    """Calculate what parameters, gradients and optimizer state of this rank take (ZeRO, arXiv:1910.02054), unpadded.
+    """Calculate the bytes of parameters, gradients and optimizer state on this rank (ZeRO, arXiv:1910.02054), unpadded.
 
-    With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
-    0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
-    matrix is 4, so that its shards are not alike. A tied weight's gradient has a sum for each use until they are
-    reduced. (The precision-aware optimizer has less of each, as asked; a master kept as a remainder is 2.) State of a
-    shape of its own, a module's or an update rule's, is whole on each rank.
+    With p, g and o bytes per element and d shards, stages 0 to 3 take p + g + o, p + g + o/d, p + g/d + o/d and
+    (p + g + o)/d. o is 8 for Adam's moments in fp32, plus 4 for the masters of narrower parameters. Muon's momentum of
+    a matrix takes 4, so its shards differ in size. The gradient of a tied weight has one sum per use until they are
+    reduced. (The precision-aware optimizer takes less, as its flags say; a master as a remainder takes 2.) State with a
+    shape of its own, of a module or an update rule, is replicated on each rank.
     """
     own = [state for _, state in optimizer.own_states]
     totals = [float(sum(state.values.nbytes for state in states)) for states in (optimizer.module_states, (), own)]
@@ -117,9 +117,9 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
         for slot in bucket.slots:
             elements = slot.stop - slot.start
             shards = bucket.shard_group.size
-            totals[0] += elements * bucket.parameters.itemsize / (shards if bucket.stage == 3 else 1)
+            totals[0] += elements * bucket.parameters.itemsize / (shards if bucket.zero_stage == 3 else 1)
             for accumulator in bucket.accumulators:
-                sums = 1 / shards if bucket.stage >= 2 else len(accumulator.flats)
+                sums = 1 / shards if bucket.zero_stage >= 2 else len(accumulator.flats)
                 totals[1] += elements * bucket.gradients.itemsize * sums
             updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
             kept = bytes_per_element(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
@@ -139,14 +139,14 @@ def activation_bytes(
     fused_loss: bool = False,
     stage_layers: StageLayers | None = None,
 ) -> int:
-    """Bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
-    documents and windows.
+    """Return the bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout,
+    document masks and window masks.
 
-    Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
-    needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A
-    recomputed run of layers keeps its input, a recomputed core no log-sums; what they make again, one at a time, is
-    not counted. Then the final norm, the logits unless the loss is fused with the output layer, and a few numbers a
-    token.
+    Each layer keeps inputs, outputs and statistics of both norms; the fused projection (because of the values), the
+    rotated queries and keys, the attention core's output and its log-sums; and the two inner tensors of the
+    feed-forward. Recomputed layers keep the input of each span, and a recomputed core keeps no log-sums; recomputed
+    tensors are not counted. Added to this are the final norm, the logits (unless the loss is fused with the output
+    layer) and a few numbers per token.
     """
     item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     tp = tensor_parallel_size
@@ -167,7 +167,7 @@ def activation_bytes(
         attention += heads / tp * wide
     mixer: Mapping[Mixer, float] = {"attention": attention}
     feed_forward: Mapping[FeedForward, float] = {"dense": model.activation.matrices * model.ffn_size / tp * item}
-    more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # whose outputs nothing reads again
+    more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # backward does not need their outputs
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
     norms = 2 * norm - shared + more_norms
     stage_layers = stage_layers or StageLayers(0, model.num_layers, embedding=True, loss=True)

@@ -149,7 +149,7 @@ class MetricsWriter:
                 if wrong:
                     self.note = (
                         f"WARNING: {path} {' and '.join(wrong)}: it was changed, or could not be written. "
-                        "The run goes on, and what can be read of it stays"
+                        "The run continues, and keeps what can be read of it"
                     )
                 self._lines = _Lines(file)
             if tensorboard_directory is not None:
@@ -183,7 +183,7 @@ class MetricsWriter:
             except OSError as error:
                 self._fails = True
                 told = (
-                    f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They wait until they can be"
+                    f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They will be written later"
                 )
         return None if failed else told
 
@@ -201,7 +201,7 @@ class MetricsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to tell
+        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to report
             self.close()
 
     def close(self) -> None:
@@ -241,8 +241,8 @@ class _Lines(_Growing):
         self.append(json.dumps({name: _encode(value) for name, value in record.items()}).encode() + b"\n")
 
 
-class _Events:
-    """Event file of TensorBoard. Its own writer stops for good, in a thread, at the first write that fails."""
+class _Events(_Growing):
+    """Event file of TensorBoard. (TensorBoard's own writer stops permanently at the first write that fails.)"""
 
     def __init__(self, directory: Path, resume_iteration: int, step_interval: int, left_out: Collection[str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none
@@ -250,9 +250,9 @@ class _Events:
         self._step_interval = step_interval
         self._left_out = {"iteration", *left_out}
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = _Growing(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
+        super().__init__(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._append(Event(file_version="brain.Event:2"))
-        if resume_iteration:  # events beyond it come from an attempt that is being run again
+        if resume_iteration:  # later events come from an earlier attempt, and these steps are run again
             self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: Mapping[str, Value]) -> None:
@@ -272,15 +272,11 @@ class _Events:
         event.wall_time = time.time()
         framed = BytesIO()
         RecordWriter(framed).write(event.SerializeToString())
-        self._file.append(framed.getvalue())
-
-    def close(self) -> None:
-        """Write the rest and close. Raises OSError if there is still no space."""
-        self._file.close()
+        self.append(framed.getvalue())
 
 
 class Published:
-    """A file that stands for an object: it begins as the object is, and grows here until it is published."""
+    """Local copy of an object in an object store: it is fetched, appended to, and published again."""
 
     def __init__(self, path: ObjectPath) -> None:
         self.path = path
@@ -296,12 +292,6 @@ class Published:
     def publish(self) -> None:
         """Replace the object by the file. Raises OSError."""
         self.path.put(self.file.read_bytes())
-
-
-def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """Return all records of a metrics file, with non-finite floats decoded, without damaged lines."""
-    with _opened(path) as lines:
-        return [record for _, record in _records(lines) if record is not None]
 
 
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
@@ -360,14 +350,10 @@ def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | Non
             whole = type(record["iteration"]) is int
         except (ValueError, TypeError, KeyError, RecursionError):
             whole = False
-        yield line, {name: _decode(value) for name, value in record.items()} if whole else None
+        yield line, record if whole else None
 
 
 def _encode(value: Value) -> Value:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-def _decode(value: Value) -> Value:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

@@ -111,7 +111,7 @@ def locate(
         engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
     result = optimizer.complete(step.loss_scale)
     second = [_SecondRun(**report) for report in _gather(_second_run(search, step, optimizer), mesh)]
-    return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"
+    return f"{told}. It was run once more to find the cause: {_of_runs(first, second, result, hosts, mesh, step)}"
 
 
 def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
 
 def _parameters(bucket: Bucket) -> Iterator[str]:
     """Yield the logical names of the bucket's parameters that are not finite, of those stored on this rank."""
-    if bucket.stage == 3:
+    if bucket.zero_stage == 3:
         yield from _names(bucket, bucket.parameter_shard, *bucket.owned_range)
     else:
         yield from _names(bucket, bucket.parameters, 0, bucket.length)
@@ -156,7 +156,7 @@ def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
         start, stop = bucket.owned_range
         is_sum = any(len(part.ranks) > 1 for part in bucket.completion())
         (summed if is_sum else own).append(_names(bucket, bucket.gradient_shard, start, stop))
-        if is_sum and bucket.stage < 2:
+        if is_sum and bucket.zero_stage < 2:
             own.append(_names(bucket, bucket.gradients[:start], 0, start))
             own.append(_names(bucket, bucket.gradients[stop:], stop, bucket.length))
     return _some(chain(*own)), _some(chain(*summed))
@@ -181,8 +181,8 @@ def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
     ranks = [rank for rank, report in enumerate(first) if report.parameters]
     names = _listed(dict.fromkeys(name for report in first for name in report.parameters))
     return (
-        f"before it began, parameters were not finite already, on {_ranks(ranks, hosts)}: {names}. No step can be "
-        "finite from here on: resume from an earlier checkpoint"
+        f"before it began, parameters were already not finite, on {_ranks(ranks, hosts)}: {names}. No later step "
+        "can be finite: resume from an earlier checkpoint"
     )
 
 
@@ -195,9 +195,7 @@ def _of_runs(
     step: SkippedStep,
 ) -> str:
     if not result.skipped:
-        return (
-            f"it was finite. So a device or its memory is suspect, not the model. In the first run {_suspects(first)}"
-        )
+        return f"it was finite. So suspect a device or its memory, not the model. In the first run {_suspects(first)}"
     if any(report.finding for report in second):
         replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
         affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
@@ -205,12 +203,10 @@ def _of_runs(
         return f"{_of_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)
-        return (
-            f"every gradient was finite as it came, and what {_ranks(kept, hosts)} made of it is not: {_listed(names)}"
-        )
+        return f"every gradient was finite, but what {_ranks(kept, hosts)} accumulated from it is not: {_listed(names)}"
     if names := dict.fromkeys(name for report in second for name in report.summed):
-        return f"each rank's gradients are finite, and their sum over the ranks is not: {_listed(names)}"
-    return "all gradients are finite, and their norm overflows"
+        return f"each rank's gradients are finite, but their sum over the ranks is not: {_listed(names)}"
+    return "all gradients are finite, but their norm overflows"
 
 
 def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -89,8 +89,8 @@ class Search:
         parameters = list({id(p): p for chunk in chunks for p in unique_parameters(chunk)}.values())
         buffers = [parameter.gradient_buffer for parameter in parameters]
         places = [place for number, chunk in enumerate(chunks) for place in self._places(number, chunk)]
-        handles = [module.register_forward_pre_hook(self._before_forward(name)) for module, name, _ in places]
-        handles += [module.register_forward_hook(self._after_forward(name)) for module, _, name in places]
+        handles = [module.register_forward_pre_hook(partial(self._look, name)) for module, name, _ in places]
+        handles += [module.register_forward_hook(partial(self._look, name)) for module, _, name in places]
         for parameter, buffer in zip(parameters, buffers, strict=True):
             parameter.gradient_buffer = None if buffer is None else _SearchedBuffer(buffer, self)
         try:
@@ -104,7 +104,7 @@ class Search:
     def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield each module of a chunk that is checked, with the names of its inputs and of its outputs."""
         stage = self._stages.stage(self._rank, number)
-        passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
+        passed_on = f"what stage {stage} sends" if chunk.head is None else "the loss times the loss mask"
         yield chunk, f"what stage {stage} receives", passed_on
         parts: list[tuple[nn.Module | None, str]] = [(chunk.embedding, "the embedding")]
         parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer)]
@@ -117,19 +117,14 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------ checks
 
-    def _before_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda _, arguments: self._look(arguments, place)
-
-    def _after_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        return lambda _, arguments, output: self._look(output, place)
-
-    def _look(self, values: Any, place: str) -> None:
+    def _look(self, place: str, module: nn.Module, *values: Any) -> None:
         """Check the tensors that enter or leave a module, and register a check of their gradients.
 
+        A hook before forward gets the arguments. A hook after it gets the output, too, as the last of `values`.
         A tensor that is both the output of one module and the input of another is checked once.
         """
         again = "" if self._action.kind == "F" else ", computed again,"
-        for tensor in _tensors(values):
+        for tensor in _tensors(values[-1]):
             if tensor.is_floating_point() and tensor not in self._seen:
                 self._seen[tensor] = None
                 self._pass(f"{place}{again}", tensor)

@@ -113,7 +113,7 @@ def _begin(
         return _Begun(trainer, last, how, path, notes)
     trainer = build()
     if resume_point.model is None:
-        how = f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
+        how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
         return _Begun(trainer, trainer.iterations, how, None)
     with checkpoint.raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
         opened = open_huggingface(resume_point.model)
@@ -148,7 +148,7 @@ def _run(
         else:
             assert begun.checkpoint is not None
             at = checkpoint.iteration_of(begun.checkpoint)
-            display.message(f"finished already: {begun.checkpoint} is after step {at}. A longer --train-iters goes on")
+            display.message(f"already finished: {begun.checkpoint} is at step {at}. Raise --train-iters to continue")
         if code == EXIT_FINISHED and directory is not None and mesh.rank == 0:
             write_atomically(directory / "DONE", f"{begun.last}\n".encode())
             display.message(f"everything is in {directory}")

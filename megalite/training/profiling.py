@@ -36,7 +36,7 @@ from megalite.watchdog.sections import PROFILE, Sections
 
 _MEMORY_EVENTS = 100_000  # number of latest allocations that are kept, in host memory
 STEPS_OF_FILE = 3
-"""Number of steps that a PROFILE file profiles, after one step in which the profiler warms up."""
+"""Number of steps that a PROFILE file profiles, after one step to warm the profiler up."""
 
 
 def require_device(config: ProfilingConfig, place: torch.device) -> None:
@@ -45,21 +45,21 @@ def require_device(config: ProfilingConfig, place: torch.device) -> None:
         return
     if config.profile and not config.use_pytorch_profiler:
         raise ConfigurationError(
-            f"--profile marks steps for nsys, which looks at GPUs, and this run is on the {device.device_name(place)}: "
+            f"--profile marks steps for nsys, which profiles GPUs, but this run is on the {device.device_name(place)}: "
             "add --use-pytorch-profiler"
         )
     if config.record_memory_history:
         raise ConfigurationError(
-            f"--record-memory-history is a history of GPU memory, and this run is on the {device.device_name(place)}: "
+            f"--record-memory-history records GPU memory, but this run is on the {device.device_name(place)}: "
             "leave it out"
         )
 
 
 class Profiler:
-    """Profiles of a run, one at a time. All ranks call it in the same way; only some record.
+    """Profiles of a run, one at a time. All ranks call it in the same way; only some of them record.
 
     Args:
-        iteration: the run goes on after this step.
+        iteration: last step before the run starts or resumes.
     """
 
     def __init__(
@@ -69,28 +69,28 @@ class Profiler:
         self._mesh, self._display, self._sections = mesh, display, sections
         self._log_interval = run.logging.log_interval
         place = run.checkpoint.save or run.logging.tensorboard_dir
-        self._directory = checkpoint.open_directory(place or ".") / "profile"  # unless for nsys, one is given
+        self._directory = checkpoint.open_directory(place or ".") / "profile"  # nsys alone needs none
         self._steps, self._by_torch = range(0), True
         self._recorder: _Trace | _RangeForNsys | None = None
         if config.profile and config.profile_step_start >= iteration:
             self._plan(config.profile_step_start + 1, config.profile_step_end, by_torch=config.use_pytorch_profiler)
         elif config.profile:
             display.message(
-                f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run goes on after "
+                f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run continues after "
                 f"step {iteration}"
             )
 
     def ask(self, iteration: int) -> None:
         """Request a trace of the next steps. `iteration` is the last completed step."""
         if self._steps:
-            self._display.message(f"PROFILE: steps {self._between()} are about to be profiled, and no others meanwhile")
+            self._display.message(f"PROFILE: steps {self._between()} are about to be profiled: this request is ignored")
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
     def over(self) -> None:
         """End profiling, because the run ends."""
         if self._steps:
-            self._display.message(f"the profile of steps {self._between()} is lost: the run ends before they do")
+            self._display.message(f"the profile of steps {self._between()} is lost: the run ends before them")
 
     def _plan(self, first: int, last: int, *, by_torch: bool) -> None:
         self._steps, self._by_torch = range(first, last + 1), by_torch
@@ -140,9 +140,9 @@ class _Trace:
     """Trace by torch's profiler, in Chrome's format."""
 
     def __init__(self, config: ProfilingConfig) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
-        # torch keeps pointers to the names in call stacks, and a module's code is freed after its import: one in the
-        # trace makes the file garbage (pytorch issue 121219). So torch imports now what a named block needs.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs every start and end of a profile
+        # torch keeps pointers to the names in call stacks, but frees a module's code after its import: an import inside
+        # the trace corrupts the file (pytorch issue 121219). So torch imports what `record_function` needs now.
         with torch.profiler.record_function("import"):
             pass
         self._profiler = torch.profiler.profile(
@@ -167,7 +167,7 @@ class _Trace:
         """Write the trace. Raises OSError."""
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = temporary_path(path).with_suffix(".gz")  # by which torch knows to compress
+            temporary = temporary_path(path).with_suffix(".gz")  # because of this suffix torch compresses
             try:
                 self._profiler.export_chrome_trace(str(temporary))
                 temporary.rename(path)
@@ -181,8 +181,8 @@ class _Trace:
 
 
 class _RangeForNsys:
-    """`nsys profile --capture-range=cudaProfilerApi` records from the first step to the last, with operations, and what
-    `profile_range` names, as NVTX ranges."""
+    """Range of steps for `nsys profile --capture-range=cudaProfilerApi`; operations and `profile_range`s become NVTX
+    ranges."""
 
     def __init__(self, config: ProfilingConfig, place: torch.device) -> None:
         self._shapes, self._device, self._ranges = config.record_shapes, place, ExitStack()
@@ -238,15 +238,15 @@ def _dump_memory(config: ProfilingConfig, what: str) -> None:
 # ---------------------------------------------------------------------------------------------------- time line
 
 
-def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
-    """Return a note if a run resumes after the step whose time line is asked for."""
+def missed_step_note(step: int | None, iteration: int) -> tuple[str, ...]:
+    """Return a note if a run resumes after the step whose time line is requested."""
     if step is None or step > iteration:
         return ()
-    return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
+    return (f"--profile-pipeline {step}: changes nothing, since the run continues after step {iteration}",)
 
 
 def begin_recording(mesh: ParallelMesh) -> Recording:
-    """Return a recording whose time starts together on all ranks, as precisely as an all-reduce ends on all of them."""
+    """Return a recording whose time starts on all ranks at the end of an all-reduce, that is, almost together."""
     collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
     return Recording(mesh.device)
 

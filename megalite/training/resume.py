@@ -54,15 +54,15 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     if settings.load is not None and model is None and not loaded.paths:
         _refuse_other_folders(settings.load)
         if settings.finetune:
-            raise ConfigurationError(f"--finetune: --load {settings.load} holds no checkpoint to take weights from")
+            raise ConfigurationError(f"--finetune: --load {settings.load} has no checkpoint to take weights from")
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):
         raise ConfigurationError(
-            f"--save {settings.save} holds {present.paths[0].name} of an earlier run, which this one would not "
+            f"--save {settings.save} has {present.paths[0].name} of an earlier run, which this one would not "
             "continue: give --resume auto to continue it, or another --save"
         )
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
-        raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
+        raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} has no checkpoint")
     return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
 
 
@@ -103,7 +103,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
     if not paths:
-        raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
+        raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
     _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:

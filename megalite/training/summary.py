@@ -31,8 +31,10 @@ def summary(trainer: Trainer) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
-    stage = max((bucket.stage for bucket in trainer.optimizer.buckets), default=0)  # a stage may hold nothing
-    zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
+    zero_stage = max(
+        (bucket.zero_stage for bucket in trainer.optimizer.buckets), default=0
+    )  # a pipeline stage may have no parameters
+    zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
         zero += f" in {parallel.num_distributed_optimizer_instances} instances"
     growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
@@ -47,7 +49,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} a rank",
+        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} per rank",
         **_pipeline(trainer),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, trainer.dtype),
@@ -64,7 +66,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
 
 def _pipeline(trainer: Trainer) -> dict[str, object]:
     """Return the parts of the model on each rank of the pipeline, if there is more than one stage."""
-    if trainer.steps.stages.count == 1:
+    if trainer.schedules.stages.count == 1:
         return {}
     layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
     held = (line.partition(": ") for line in ranks)
@@ -86,8 +88,8 @@ def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.
     if model.attention_dropout == 0.0 or not draws_its_own(device, dtype, model.attn_logit_softcapping):
         return {}
     return {
-        "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: another layout, "
-        "micro-batch size or GPU drops others of its probabilities; --attention-dropout 0 keeps them all"
+        "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: with another layout, "
+        "micro-batch size or GPU it drops other probabilities; --attention-dropout 0 drops none"
     }
 
 
@@ -99,15 +101,21 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:
-    """Measure this rank's memory in a forward of all ranks over meaningless tokens; the forward leaves no trace."""
+    """Add up this rank's parameters, gradients, optimizer state and peak of saved activations.
+
+    A forward of each chunk over meaningless tokens measures the activations. All ranks run it, and the modules' state
+    is restored afterwards.
+    """
     training, device = trainer.config.training, trainer.mesh.device
     shape = training.micro_batch_size, trainer.config.data.seq_length
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
-    first = zeros if trainer.config.data.reset_attention_mask else None
-    micro_batch = MicroBatch(zeros, positions, first, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
-    stages = trainer.steps.stages
+    first_keys = zeros if trainer.config.data.reset_attention_mask else None
+    micro_batch = MicroBatch(
+        zeros, positions, first_keys, zeros, ones, RandomKey(training.seed, tuple(range(shape[0])))
+    )
+    stages = trainer.schedules.stages
     own = stages.of_rank(trainer.mesh.coordinate("pp"))
     forwards = [
         functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
@@ -126,7 +134,7 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    actions = trainer.steps.training(trainer.num_micro_batches(trainer.batch_size.final))
+    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.batch_size.final))
     return peak_in_flight(actions, sizes)
 
 

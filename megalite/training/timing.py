@@ -28,21 +28,21 @@ class Timing:
         slowest = self._slowest()
         return medians | {
             "iteration_time_s/slowest_rank": float(slowest),
-            "iteration_time_s/slowest_rank_works": self._work(slowest),
+            "iteration_time_s/slowest_rank_work": self._work(slowest),
         }
 
     def line(self) -> str:
         """Return a line for the screen."""
         parts = [f"{name} {1000 * seconds:,.1f}" for name, seconds in self._medians().items()]
         if len(self.seconds) == 1:
-            return f"ms a step: {', '.join(parts[:-1])}"
+            return f"ms per step: {', '.join(parts[:-1])}"
         slowest = self._slowest()
-        works = self._work(slowest), statistics.median(map(self._work, range(len(self.seconds))))
+        slowest_work, median_work = self._work(slowest), statistics.median(map(self._work, range(len(self.seconds))))
         excess = [own - median for own, median in zip(self.seconds[slowest], self._medians().values(), strict=True)]
         section = max(range(len(OF_A_STEP) - 1), key=excess.__getitem__)  # the last section is the wait for others
         return (
-            f"ms a step, median of {len(self.seconds)} ranks: {', '.join(parts)}; slowest: rank {slowest} on "
-            f"{self.hosts[slowest]}, {1000 * works[0]:,.1f} of work against {1000 * works[1]:,.1f}, "
+            f"ms per step, median of {len(self.seconds)} ranks: {', '.join(parts)}; slowest: rank {slowest} on "
+            f"{self.hosts[slowest]}, {1000 * slowest_work:,.1f} of work against {1000 * median_work:,.1f}, "
             f"most of the difference in {OF_A_STEP[section]}"
         )
 

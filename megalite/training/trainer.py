@@ -36,7 +36,7 @@ from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
-from megalite.training.profiling import begin_recording, gone_by, write_recording
+from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SECOND_RUN, Sections
 
@@ -70,9 +70,9 @@ class Trainer:
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
-        self.steps = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
-        sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
-        self.steps.prove(sizes, sizes[-1:], mesh)
+        self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes]
+        self.schedules.prove(training=micro_batches, evaluation=micro_batches[-1:], mesh=mesh)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
@@ -83,12 +83,12 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self.evaluation_left = False
-        self.recorded: Recorded | None = None
+        self.expected_records: Recorded | None = None
         """Records that `metrics.jsonl` must contain when this run resumes; None if there is nothing to check."""
         self.loss_scale = builder.make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
-        self._recording: Recording | None = None
+        self._time_line: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = builder.make_loader(config, mesh, data, data.train)
         self.plan = builder.make_plan(config, self.model_config, mesh, stages)
@@ -110,24 +110,24 @@ class Trainer:
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
-        actions = self.steps.training(len(micro_batches))
+        actions = self.schedules.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        scaled = loss_terms.loss_multipliers(self.terms, counts, loss_scale)
+        multipliers = loss_terms.loss_multipliers(self.terms, counts, loss_scale)
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
-        self._recording = recording = begin_recording(self.mesh) if records else None
+        self._time_line = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
-            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
+            sums = self.engine.run(actions, micro_batches, multipliers, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
         losses = loss_terms.means(loss_terms.total_sums(self.terms, sums, self.mesh), counts)
-        searches = (
+        scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
-        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not searches else 0
+        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not scale_is_adapting else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        skipped = SkippedStep(self.iteration, actions, micro_batches, scaled, loss_scale, sums)
+        skipped = SkippedStep(self.iteration, actions, micro_batches, multipliers, loss_scale, sums)
         self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
@@ -142,26 +142,26 @@ class Trainer:
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
         with self.sections(SECOND_RUN):
-            return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
+            return locate(skipped, self.chunks, self.engine, self.schedules.stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
         """Draw the time line of the last step if it was requested. Called by all ranks together.
 
         Returns a message on rank 0; None on other ranks, or if there is nothing to draw.
         """
-        recording, self._recording = self._recording, None
+        recording, self._time_line = self._time_line, None
         if recording is None or not isinstance(self.directory, Path):
             return None
         with self.sections(PROFILE):
-            return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
+            return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches per rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
-    def evaluates_now(self) -> bool:
-        """Tell whether a validation is due after the last step."""
-        due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
+    def evaluation_due(self, iteration: int) -> bool:
+        """Tell if a validation is due after this step."""
+        due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
         return due and self.data.valid is not None
 
     def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
@@ -174,7 +174,7 @@ class Trainer:
         sums, counts = NO_SUMS, NO_SUMS
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
-        actions = self.steps.evaluation(num_micro_batches)
+        actions = self.schedules.evaluation(num_micro_batches)
         with builder.make_loader(self.config, self.mesh, self.data, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
                 if batch and should_stop is not None and should_stop():
@@ -233,12 +233,12 @@ class Trainer:
         if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
-            self.evaluation_left = state.evaluation_left and self.evaluates_now()
-            self.recorded = self._recorded(described) if path.parent == self.directory else None
+            self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
+            self.expected_records = self._expected_records(described) if path.parent == self.directory else None
             if self.mesh.rank == 0:
                 self._load_notes += order_notes(self.data.train, state.seen_samples or ())
 
-    def _recorded(self, described: Manifest) -> Recorded:
+    def _expected_records(self, described: Manifest) -> Recorded:
         """Return which metrics records the run had written by the time of this checkpoint."""
         settings, saved = self.config.checkpoint, described.config.get("training", {})
         interval = self.config.training.eval_interval
@@ -316,7 +316,7 @@ class Trainer:
 
     def notes(self) -> tuple[str, ...]:
         """Return messages about the effective settings and the loaded checkpoint."""
-        profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
+        profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         return (*rates, *self._load_notes, *saves, *profile)

@@ -100,7 +100,7 @@ class _Group:
         what = f"collective #{number} of {ranks_text(self.ranks)}"
         parts = [f"{ranks_text(ranks)} {_are(ranks)} in {kind}" for kind, ranks in [(usual, most), *others]]
         pending = {rank for rank in most if self.operations[rank][number].state != COMPLETED}
-        yield _Wait(what, f"{what} is not the same on all: {', '.join(parts)}", pending & self.waiting - odd, odd)
+        yield _Wait(what, f"{what} is not the same on all ranks: {', '.join(parts)}", pending & self.waiting - odd, odd)
 
     def pending_collectives(self) -> Iterator[_Wait]:
         """Yield the first collective that some ranks wait in, for each set of ranks that have not entered it.
@@ -111,7 +111,7 @@ class _Group:
             (number, first), *later = pending
             what = self._what(number, first)
             if not absent:
-                text = f"{what}: all are in it, and it does not end on {ranks_text(first)}"
+                text = f"{what}: all ranks are in it, but it does not end on {ranks_text(first)}"
                 yield _Wait(what, text, set(first), absent)
                 continue
             inside = [rank for rank, record in self.records.items() if record.collectives >= number]
@@ -132,7 +132,7 @@ class _Group:
             silent = other in self.silent
             what = f"message #{begun if silent else over + 1} from rank {source} to rank {destination}"
             verb = "sends it" if rank == source else "waits for it"
-            absent = _last("has not come to it", self._messages(other))
+            absent = _last("has not reached it", self._messages(other))
             if silent:
                 verb, absent = "has begun it", "left no record"
             yield _Wait(what, f"{what}: rank {rank} {verb}, rank {other} {absent}", {rank}, {other}, guess=silent)
@@ -213,7 +213,7 @@ def _are(ranks: Collection[int]) -> str:
 
 
 def _last(what: str, number: int) -> str:
-    return f"{what}: the last there was #{number}" if number else f"{what}, nor has been in any there"
+    return f"{what}: the last one was #{number}" if number else f"{what}, and has started none so far"
 
 
 # ----------------------------------------------------------------------------------------------------- all together
@@ -229,7 +229,7 @@ def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Diagnosis]:
     cause."""
     for ranks, cause in ((causes.intersection(silent), True), (set(silent) - causes, not causes)):
         if ranks:
-            text = f"{ranks_text(ranks)} left no record: stopped, ended or out of reach"
+            text = f"{ranks_text(ranks)} left no record: suspended, ended or unreachable"
             yield Diagnosis(text, tuple(sorted(ranks)), cause)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.atomic_files import write_at_once
 from megalite.errors import ConfigurationError
 from megalite.small_files import read_json, read_small_file, shown
+
+Restored = TypeVar("Restored")
 
 VERSION = 1
 COMPLETED = "completed"
@@ -82,25 +84,24 @@ class Snapshot:
 
 
 def _group_record(values: Mapping[str, Any]) -> GroupRecord:
-    return GroupRecord(
-        name=str(values["name"]),
-        ranks=tuple(map(int, values["ranks"])),
-        collectives=int(values["collectives"]),
-        operations=tuple(map(_operation, values["operations"])),
-        messages=int(values["messages"]),
-        finished_messages=int(values["finished_messages"]),
-    )
+    ranks, operations = tuple(map(int, values["ranks"])), tuple(map(_operation, values["operations"]))
+    return _restored(GroupRecord, values, ranks=ranks, operations=operations)
 
 
 def _operation(values: Mapping[str, Any]) -> Operation:
-    return Operation(
-        number=int(values["number"]),
-        name=str(values["name"]),
-        shapes=tuple(tuple(map(int, shape)) for shape in values["shapes"]),
-        dtype=str(values["dtype"]),
-        state=str(values["state"]),
-        time=float(values["time"]),
-    )
+    return _restored(Operation, values, shapes=tuple(tuple(map(int, shape)) for shape in values["shapes"]))
+
+
+def _restored(kind: Callable[..., Restored], values: Mapping[str, Any], **parts: object) -> Restored:
+    """Restore a dataclass from `dataclasses.asdict` and JSON; `parts`: the fields that are no plain values.
+
+    Raises ValueError or TypeError if the values do not fit.
+    """
+    found = kind(**{**values, **parts})
+    for one in fields(found):  # type: ignore[arg-type]
+        if one.type in ("int", "float", "str") and type(getattr(found, one.name)).__name__ != one.type:
+            raise ValueError(f"{one.name} is of another kind than {one.type}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,8 @@ class RankDump:
     def of(cls, values: Mapping[str, Any]) -> RankDump:
         """Restore from `dataclasses.asdict` and JSON. Raises ValueError, TypeError or KeyError if the values do not
         fit."""
-        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         recorded = values["flight_recorder"]
-        dump = cls(**known | {"flight_recorder": None if recorded is None else Snapshot.of(recorded)})
-        for one in fields(cls):
-            if one.type in ("int", "float", "str") and type(getattr(dump, one.name)).__name__ != one.type:
-                raise ValueError(f"{one.name} is of another kind than {one.type}")
-        return dump
+        return _restored(cls, values, flight_recorder=None if recorded is None else Snapshot.of(recorded))
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:
@@ -173,7 +169,7 @@ def read_dumps(folder: Path) -> Dumps:
                 dump = replace(own, flight_recorder=own.flight_recorder or dump.flight_recorder)
             ranks[dump.rank] = dump
     if not ranks:
-        raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left{_hint(folder)}", *problems]))
+        raise ConfigurationError("; ".join([f"{folder} has no file of a rank{_hint(folder)}", *problems]))
     world_size = max(dump.world_size for dump in ranks.values())
     world = set(range(world_size)) if world_size > 1 else set()  # one process alone has nothing to record
     known = {rank for rank, dump in ranks.items() if dump.flight_recorder is not None}
@@ -183,7 +179,7 @@ def read_dumps(folder: Path) -> Dumps:
 def _hint(folder: Path) -> str:
     """Return a hint for a user who gives a run directory, or the folder in it that has a folder for each hang."""
     hangs = {file.parent for pattern in ("*", "hangs/*") for file in folder.glob(f"{pattern}/rank_*.json")}
-    return f": give a folder in it, the newest being {max(hangs)}" if hangs else ""
+    return f": give a folder in it; the newest is {max(hangs)}" if hangs else ""
 
 
 def _files(folder: Path) -> list[Path]:

@@ -52,11 +52,14 @@ class HangReport:
         if self.without_file:
             lines.append(f"without one: {ranks_text(self.without_file)}")
         lines += [f"note: {problem}; the rest is used" for problem in self.problems]
-        lines += ["", f"HELD UP BY {ranks_text(self.culprits)}" if self.culprits else "No rank is known to hold it up."]
-        for title, cause in (("because:", True), ("and so:", False)):
+        lines += [
+            "",
+            f"BLOCKED BY {ranks_text(self.culprits)}" if self.culprits else "No rank is known to block the run.",
+        ]
+        for title, cause in (("because:", True), ("as a result:", False)):
             texts = [finding.text for finding in self.findings if finding.cause is cause]
             lines += [title, *(f"  - {text}" for text in texts[:SHOWN])] if texts else []
-            lines += [f"  ... and {len(texts) - SHOWN} more, which --json tells"] if len(texts) > SHOWN else []
+            lines += [f"  ... and {len(texts) - SHOWN} more, which --json shows"] if len(texts) > SHOWN else []
         for place in self.places:
             stacks = _telling(place[0].stacks) or "(no stacks)"
             lines += ["", f"{_where(place)}:", *(f"    {line}" for line in stacks.splitlines())]
@@ -124,8 +127,8 @@ def death(lost: Sequence[tuple[Peer, float]]) -> str:
         ranks = f" ({ranks_text(rank for rank, _ in there)})" if len(places) > 1 else ""
         last.append(f"in {where}{ranks}, {max(seconds for _, seconds in there):.1f} s before")
     return (
-        f"{who} {have} ended without a word, last heard of {', '.join(_few(last))}: killed, as by a person or for "
-        f"want of memory (the system's log has that: dmesg), crashed, or without power or network. {_GO_ON}"
+        f"{who} {have} ended without a message, last seen {', '.join(_few(last))}: killed, by a person or for lack "
+        f"of memory (see the system's log: dmesg), crashed, or without power or network. {_GO_ON}"
     )
 
 
@@ -146,17 +149,17 @@ def hang(
     report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
     lines += _few(
-        f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, last heard of in "
+        f"{peers[other]} has not answered for {seconds:.0f} s: it is suspended or cannot be reached, last seen in "
         f"{peers[other].place}"
         for other, seconds in sorted(silence.items())
     )
     lines += _few(
-        f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
+        f"rank {other} never connected to rank 0's watchdog: it ended or hangs before that, or cannot reach it"
         for other in never_came
     )
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
     lines += _few(
-        f"{peers[dump.rank]} holds it up, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
+        f"{peers[dump.rank]} blocks it, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
     )
     if not report.culprits and report.places:  # no rank waits for another: name the one in a different place
         first = report.places[0][0]
@@ -165,7 +168,7 @@ def hang(
     lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
     lines = list(map(printable_line, lines))
     if folder is not None:
-        lines.append(f"more of each rank: megalite-hang-report {folder}")
+        lines.append(f"more about each rank: megalite-hang-report {folder}")
     return "\n  ".join([*lines, _GO_ON])
 
 
@@ -179,10 +182,10 @@ def _alarm(peer: Peer, why: Message) -> str:
     if "lost" in why:
         return f"{peer}, in {peer.place}: {why['lost']}"
     section, seconds, limit = why["overdue"]
-    return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, and may be for {limit:.0f}'
+    return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, the limit is {limit:.0f}'
 
 
 def _innermost(dump: RankDump) -> str:
     """Return the innermost Python frame of a rank's main thread."""
     frames = _FRAME.findall(dump.stacks.partition("\nthread ")[0])
-    return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"
+    return "{} line {}, in {}".format(*frames[-1]) if frames else "no Python code"

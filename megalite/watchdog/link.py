@@ -240,7 +240,7 @@ def folder_name() -> str:
 def folder_named(value: Any) -> str:
     """Return a `folder_name` of a message. Raises ValueError if it is not valid: it could be a path to any folder."""
     if not isinstance(value, str) or not _FOLDER.fullmatch(value):
-        raise ValueError("no name of a folder")
+        raise ValueError("not the name of a folder")
     return value
 
 

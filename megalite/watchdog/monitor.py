@@ -234,8 +234,8 @@ class Monitor(threading.Thread):
             if self._missing:
                 sys.stderr.write(
                     f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
-                    f"{ranks_text(self._missing)}: where one of them dies the others may not hear of it. Let the ports "
-                    f"between nodes be open, and give all ranks the same random {VARIABLE}, or a --save folder that "
+                    f"{ranks_text(self._missing)}: if one of them dies the others may not notice. Open the ports "
+                    f"between nodes, and give all ranks the same random {VARIABLE}, or a --save folder that "
                     "all nodes share\n"
                 )
         for link in [link for link, came in self._strangers.items() if now - came > _GREETING_SECONDS]:

@@ -77,7 +77,7 @@ def find_secret(name: str, folder: Path | None) -> bytes:
     if given is not None:
         return given
     if not _NAME.fullmatch(name):
-        raise ValueError("no name of a file with a secret")
+        raise ValueError("not the name of a secret file")
     *first, last = (parent / name for parent in _folders(folder))
     path = next((path for path in first if path.exists()), last)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,7 +86,7 @@ def find_secret(name: str, folder: Path | None) -> bytes:
         content = file.read(100)
     private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077 and status.st_uid == os.geteuid()
     if not private or not _CONTENT.fullmatch(content):
-        raise ValueError(f"{path} is no file with a secret of this user alone")
+        raise ValueError(f"{path} is not a file with a secret of only this user")
     return content
 
 
@@ -97,7 +97,7 @@ def _given() -> bytes | None:
     if len(given) < _LEAST:
         raise ConfigurationError(
             f"{VARIABLE} has {len(given)} characters, and could be guessed: give all ranks the same {_LEAST} or more "
-            "that nobody knows, as of `openssl rand -hex 32`; or unset it"
+            "random characters, as from `openssl rand -hex 32`; or unset it"
         )
     return given.encode(errors="surrogateescape")
 

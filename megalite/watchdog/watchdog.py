@@ -132,7 +132,7 @@ class Watchdog:
             text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()  # empty: not an address
         except (TimeoutError, RuntimeError) as error:
             raise CommunicationError(
-                f"rank 0 has not begun to watch the run within {_FIRST_SECONDS:.0f} s: it has ended, or stands still"
+                f"rank 0's watchdog did not start within {_FIRST_SECONDS:.0f} s: rank 0 has ended, or hangs"
             ) from error
         port, _, name = text.partition(" ")
         return os.environ.get("MASTER_ADDR", "localhost"), whole(int(port), 2**16 - 1), find_secret(name, self._shared)
@@ -320,7 +320,7 @@ class Watchdog:
         for peer in kill:
             refused = kill_sibling(peer.process, peer.start)
             if refused is not None:
-                sys.stderr.write(f"warning: {peer} stands still and is left to its launcher: {refused}\n")
+                sys.stderr.write(f"warning: {peer} hangs and is left to its launcher: {refused}\n")
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
         if self._monitor is not None:

@@ -121,7 +121,7 @@ def trained(cases: Sequence[Case], steps: int = 2) -> list[tuple[list[float], li
     found = []
     for case in cases:
         rank = Rank.build(case.cell, case.chunks, bucket_size=700 if case.cell.overlap != "none" else None)
-        sharded = [bucket for bucket in rank.optimizer.buckets if bucket.stage == 3]
+        sharded = [bucket for bucket in rank.optimizer.buckets if bucket.zero_stage == 3]
 
         def weights_are_free(action: Action, sharded: list = sharded) -> None:
             for bucket in sharded:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.inference import generation
 from megalite.inference.generation import generate, next_token_logits
-from megalite.inference.loading import load_network
+from megalite.inference.loading import load_network, open_model
 from megalite.inference.network import Network, logits, make_network, score_tokens
 from megalite.inference.sampling import Sampling
 from megalite.model.cache import KeyValueCache
@@ -119,4 +119,4 @@ def generated_by_huggingface_folders(
     """Return the events of the generation by each folder's model."""
     cell = Cell(tp=tp, pp=pp)
     mesh = make_meshes([cell])[cell.split]
-    return [list(generate(load_network(folder, mesh), prompts, **rest)) for folder in folders]
+    return [list(generate(load_network(open_model(folder), mesh), prompts, **rest)) for folder in folders]

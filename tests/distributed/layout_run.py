@@ -146,7 +146,7 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
-        self.steps = ProvedSchedules(
+        self.schedules = ProvedSchedules(
             stages,
             rank,
             schedule=cell.schedule_name,
@@ -163,16 +163,18 @@ class Training:
         optimizer.begin_step(len(micro_batches))
         factors = {LOSS: 1.0 / count if count else 0.0}
         with several_chunks_of_logits():
-            sums = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factors, optimizer)
+            sums = self.engine.run(self.schedules.training(len(micro_batches)), micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
         loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp", "cp"))
         return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]
-        return checkpoint.save(
-            directory, self._state(iteration), self.optimizer, {"model": {}}, plan=self.plan, file_format=file_format
+        path = Saver(directory, self.optimizer, self.plan, file_format=file_format).save(
+            self._state(iteration), {"model": {}}
         )
+        assert isinstance(path, Path)
+        return path
 
     def save_while_training(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         """Save asynchronously, and take a step during the save; return the checkpoint."""
@@ -205,7 +207,7 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
         chunks = make_chunks(mesh, cell)
         return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    return Plan(mesh, contents_at, optimizer_config(cell), stage=options.stage, instances=options.instances)
+    return Plan(mesh, contents_at, optimizer_config(cell), zero_stage=options.zero_stage, instances=options.instances)
 
 
 def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:
@@ -276,7 +278,7 @@ def data_parallel(cell: Cell) -> DataParallel:
     overlap, chunks = cell.overlap != "none", cell.stages.chunks
     return DataParallel(
         gradient_dtype=cell.torch_gradient_dtype,
-        stage=cell.zero,
+        zero_stage=cell.zero,
         instances=cell.instances,
         bucket_size=BUCKET_SIZE if overlap else None,
         overlap_reduce=overlap and (chunks == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # otherwise the list does

@@ -23,8 +23,8 @@ from megalite.checkpoint.inspection import describe
 from megalite.checkpoint.manifest import covers
 from megalite.checkpoint.plan import held_states
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, reshard
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.resharding import Cut, cut_by_weights, write_checkpoint
+from megalite.checkpoint.tensors import Kind
 from megalite.config.optimizer import OptimizerConfig
 from megalite.conversion.native import open_megalite
 from megalite.errors import CheckpointError
@@ -87,9 +87,9 @@ def factor(dimension: int) -> update_rule.OwnState:
     """Return averages over all but one dimension of a matrix, split as that dimension is."""
 
     def make(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> State | None:
-        if not parameter.sharding.has_matrices:
-            return None
         (piece,) = parameter.sharding.pieces
+        if piece.tensor.matrices is None:
+            return None
         tensor = LogicalTensor(piece.tensor.name, (piece.tensor.shape[dimension],), Constant(0.0), weight_decay=False)
         axes = tuple(axis for cut, axis in piece.splits if cut == dimension)
         padded = parameter.shape[dimension] * mesh.size(*axes)
@@ -113,7 +113,7 @@ class Factored(UpdateRule):
             bucket = shard.bucket
             squares = torch.zeros(bucket.length, dtype=torch.float64)
             squares[shard.start : shard.stop] = (shard.gradients * factor).square()
-            if bucket.stage > 0:
+            if bucket.zero_stage > 0:
                 collectives.all_reduce_(squares, bucket.shard_group)
             scale = torch.ones_like(squares)
             for slot, own in zip(bucket.slots, shard.own_states, strict=True):
@@ -159,7 +159,7 @@ class Run:
     def __init__(self, layout: Layout, *, routed: bool = True) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh = ParallelMesh(rank=rank, world_size=layout.tp * layout.dp, tensor_parallel_size=layout.tp)
-        options = DataParallel(gradient_dtype=torch.float64, stage=layout.zero)
+        options = DataParallel(gradient_dtype=torch.float64, zero_stage=layout.zero)
         self.network = Toy(self.mesh, routed=routed)
         initialize(self.network, 1)
         self.optimizer = optimizer.make_optimizer([self.network], self.mesh, CONFIG, options, blocks=[[self.network]])
@@ -168,7 +168,7 @@ class Run:
             network = Toy(mesh, routed=routed)
             return Contents.of([network], mesh, options, blocks=[[network]])
 
-        self.plan = Plan(self.mesh, contents_at, CONFIG, stage=layout.zero, instances=1)
+        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1)
 
     def step(self, number: int) -> None:
         """Update with gradients of which each data-parallel rank has a half, or all."""
@@ -329,7 +329,7 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
         )
         return Contents([], [State(sharding, torch.int64, mesh.device) for sharding in shardings])
 
-    plan = Plan(world, contents_at, CONFIG, stage=1, instances=1)
+    plan = Plan(world, contents_at, CONFIG, zero_stage=1, instances=1)
     saved: dict[str, list[Box]] = {}
     for rank in range(world.world_size):
         assert len(plan.held(rank)) == 3
@@ -355,7 +355,7 @@ def test_the_tools_show_it(alone: Path, saved: Path) -> None:
     assert run_tool("inspect_checkpoint", "--load", alone, "--verify").code == 0
     differences = run_tool("inspect_checkpoint", "--diff", alone, alone, "--tensors", "state/*")
     assert differences.code == 0
-    assert "2 of 2 tensors that both have in one shape are equal" in differences.stdout
+    assert "2 of 2 tensors that both have in the same shape are equal" in differences.stdout
 
 
 def test_a_difference_of_one_in_a_large_count_is_seen(alone: Path, tmp_path: Path) -> None:
@@ -380,8 +380,15 @@ def test_files_for_a_layout_have_what_its_ranks_hold(saved: Path, tmp_path: Path
         ["optimizer/column/toy.weight", "optimizer/row/toy.weight", "state/toy.router.bias"],
         ["state/toy.router.bias", "state/toy.router.counts"],
     ]
-    written = reshard(reader, tmp_path, cut, 1, lambda size: None)
-    assert compare(reader, CheckpointReader(written), reader.tensors, 1, lambda size: None).same
+    written = rewrite(reader, tmp_path, cut)
+    assert compare(reader, written, reader.tensors, 1, lambda size: None).same
+
+
+def rewrite(reader: CheckpointReader, directory: Path, cut: Cut) -> CheckpointReader:
+    saved = reader.manifest
+    return CheckpointReader(
+        write_checkpoint(reader, saved.training, saved.config, directory, cut, 1, lambda size: None)
+    )
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -404,7 +411,7 @@ def test_state_and_a_weight_of_one_name_are_two(tmp_path: Path, alike: bool) -> 
         ["model/a", "optimizer/exp_avg/a", "optimizer/row/a"],
         ["model/a", "optimizer/exp_avg/a", "state/a"],
     ]
-    written = CheckpointReader(reshard(reader, tmp_path / "again", cut, 1, lambda size: None))
+    written = rewrite(reader, tmp_path / "again", cut)
     found = compare(reader, written, tensors, 1, lambda size: None)
     assert found.same
     assert found.compared == 4
@@ -439,7 +446,7 @@ def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"holds state/toy.router.bias, .*: no other format has a place"):
+    with pytest.raises(CheckpointError, match=r"has state/toy.router.bias, .*: no other format can store"):
         open_megalite(alone)
 
 
@@ -463,7 +470,7 @@ def test_a_checkpoint_without_state_that_the_network_has_is_refused(tmp_path: Pa
     with factored():
         path = trained(Layout(), routed=False).save(tmp_path)
         load = loads(trained(Layout()), path)[way]
-        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is of another"):
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is from another"):
             load()
 
 
@@ -485,9 +492,7 @@ def test_inference_has_the_state_that_was_saved(alone: Path) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
-    ):
+    with pytest.raises(CheckpointError, match="is column, momentum_buffer, row for the weights, but this run needs"):
         Run(Layout()).load(alone)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import SCHEDULES, Action
+from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
 from megalite.pipeline.stages import Stages
 from tests.distributed.chunks_run import Case, Rank, actions, trained
 from tests.distributed.layout_cell import Cell, make_cell
@@ -32,7 +32,7 @@ def scheduled(name: str, cell: Cell) -> tuple[Action, ...]:
     schedule, v_shaped = SCHEDULES[name], name == "zb-v"
     stages = Stages(1, 2 if v_shaped or name.startswith("interleaved") else 1, v_shaped)
     reductions = Reductions(per_micro_batch=cell.zero >= 2, overlap=cell.overlap != "none")
-    (found,) = lower(stages, schedule.orders(stages, 4), reductions)
+    (found,) = lower(stages, orders_of(schedule, stages, 4), reductions)
     return tuple(found)
 
 
@@ -72,8 +72,8 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
     ],
 )
 def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, lists: str, rank_pools: RankPools) -> None:
-    """With two chunks, ZeRO 0 and 1 have the same bits, and so do 2 and 3; all are close to one chunk. An R in the
-    middle of a list needs no overlap.
+    """Compare runs with two chunks: ZeRO 0 and 1 have the same bits, and so do 2 and 3; all are close to one chunk. An
+    R in the middle of a list needs no overlap.
 
     (Four tensor-parallel ranks test sums over more than two replicas, whose order could depend on the buckets.)
     """

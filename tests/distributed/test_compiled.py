@@ -83,7 +83,7 @@ def test_dropout_is_that_of_layers_which_are_not_compiled(rank_pools: RankPools)
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigurationError, match=r"--compile needs a C\+\+ compiler on a CPU: there is no no-such-c"):
+    with pytest.raises(ConfigurationError, match=r"--compile needs a C\+\+ compiler on a CPU: no no-such-c"):
         require_compiler()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

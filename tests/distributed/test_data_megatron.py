@@ -13,7 +13,6 @@ from megalite.config import DataConfig
 from megalite.data.blend import build_blend_index, normalize
 from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
-from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.tokenizers.null import NullTokenizer
@@ -71,22 +70,21 @@ def cases(draw: st.DrawFn, prefixes: list[str], weighted: bool) -> Case:
 
 def ours(case: Case) -> Any:
     each = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), case.each, strict=False))
-    parts = read_dataset_specs(DataConfig(seq_length=1, data_path=case.path, split=case.split, **each))
-    for part in filter(None, parts):  # Megatron-LM never ends if a part has no tokens
+    data = DataConfig(
+        seq_length=case.sequence_length,
+        data_path=case.path,
+        split=case.split,
+        mid_level_dataset_surplus=case.surplus,
+        **each,
+    )
+    for part in filter(None, read_dataset_specs(data)):  # Megatron-LM never ends if a part has no tokens
         for prefix in part.prefixes:
             lengths = IndexedDataset(prefix).sequence_lengths
             within = part.sequences(len(lengths))
             if lengths[within.start : within.stop].sum() < 2:
                 reject()
-    return build_token_datasets(
-        parts,
-        Samples(*(size or 0 for size in case.sizes), evaluation=1),
-        sequence_length=case.sequence_length,
-        seed=case.seed,
-        tokenizer=NullTokenizer(999),
-        cache=IndexCache(),
-        surplus=case.surplus,
-    )
+    samples = Samples(*(size or 0 for size in case.sizes), evaluation=1)
+    return build_token_datasets(data, samples, case.seed, NullTokenizer(999))
 
 
 def assert_same(found: Any, expected: np.ndarray | None, size: int | None) -> None:
@@ -116,7 +114,7 @@ def test_samples_with_weights(
 
 
 def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """With these weights, a blend that normalizes its weights only once takes the other dataset in a tie."""
+    """Use weights with which a blend that normalizes them only once takes the other dataset in a tie."""
     a, b = write([[1, 1, 7, 20, 2, 20], [50, 1, 20, 3, 2]], tmp_path_factory)
     case = Case(["1.0", a, "0.3", b], "1", [], [60, 0, 0], 40, 372, 0.005)
     (expected,) = rank_pools(1).run(megatron_data.samples, case)
@@ -134,7 +132,7 @@ def test_samples_of_prefixes_alone(
     try:
         sets = ours(case)
     except DataError as error:
-        assert "take each" in str(error) or "takes each" in str(error)  # noqa: PT017
+        assert "samples of its prefixes once" in str(error)  # noqa: PT017
         return
     (expected,) = rank_pools(1).run(megatron_data.samples, case)
     if isinstance(expected, str):
@@ -149,7 +147,7 @@ def test_samples_of_prefixes_alone(
 def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPools) -> None:
     shares = normalize(weights)
     (expected,) = rank_pools(1).run(megatron_data.blend_index, shares, size)
-    for found, theirs in zip(build_blend_index(shares, size), expected, strict=False):
+    for found, theirs in zip(build_blend_index(shares, size).values(), expected, strict=False):
         assert found.dtype == theirs.dtype
         assert np.array_equal(found, theirs)
 
@@ -158,7 +156,7 @@ def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPo
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_blends_that_take_all(sizes: list[int], rank_pools: RankPools) -> None:
     (expected,) = rank_pools(1).run(megatron_data.exhaustive_blend_index, sizes)
-    for found, theirs in zip(build_blend_index(normalize(sizes), sum(sizes), sizes), expected, strict=False):
+    for found, theirs in zip(build_blend_index(normalize(sizes), sum(sizes), sizes).values(), expected, strict=False):
         assert found.dtype == theirs.dtype
         assert np.array_equal(found, theirs)
 
@@ -168,14 +166,14 @@ def test_long_blends_are_the_same(rank_pools: RankPools) -> None:
     size = 212_345  # many blocks, the last of them shorter
     (expected,) = rank_pools(1).run(megatron_data.blend_index, weights, size)
     found = build_blend_index(weights, size)
-    assert np.array_equal(found.datasets, expected[0])
-    assert np.array_equal(found.samples, expected[1])
+    assert np.array_equal(found["datasets"], expected[0])
+    assert np.array_equal(found["samples"], expected[1])
     sizes = [int(weight * size) for weight in weights]
     (expected,) = rank_pools(1).run(megatron_data.exhaustive_blend_index, sizes)
     found = build_blend_index(normalize(sizes), sum(sizes), sizes)
-    assert np.array_equal(found.datasets, expected[0])
-    assert np.array_equal(found.samples, expected[1])
-    assert found.counts.tolist() == sizes
+    assert np.array_equal(found["datasets"], expected[0])
+    assert np.array_equal(found["samples"], expected[1])
+    assert found["counts"].tolist() == sizes
 
 
 @many

@@ -9,13 +9,13 @@ from torch import Tensor
 from megalite.parallel.dispatch import exchange_counts, exchange_rows
 from megalite.parallel.mesh import Group
 from tests.distributed.layout_expected import on_ranks
-from tests.distributed.test_parallel_regions import group_of_all, random
+from tests.distributed.test_collectives import group_of_all, random
 from tests.harness.close import assert_bits_equal
 from tests.harness.rank_pool import RankPools
 
 WIDTH = 5
 COUNTS = {1: [[3]], 2: [[1, 4], [0, 2]], 3: [[2, 0, 5], [7, 1, 3], [4, 6, 0]]}
-"""By number of ranks: rows from each rank to each rank."""
+"""Numbers of rows from each rank to each rank, by number of ranks."""
 NONE = {size: [[0] * size] * size for size in COUNTS}
 
 
@@ -71,7 +71,7 @@ def test_counts_that_do_not_deal_the_rows_are_an_error(
 
 
 def test_counts_that_are_not_equally_many_for_each_rank_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 counts cannot be dealt evenly to 2 ranks"):
+    with pytest.raises(ValueError, match="3 counts cannot be divided evenly among 2 ranks"):
         exchange_counts([1, 2, 3], Group(ranks=(0, 1), rank=0), torch.device("cpu"))
 
 

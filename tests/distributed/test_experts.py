@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite import checkpoint
-from megalite.checkpoint import Contents, Plan, TrainingState
+from megalite.checkpoint import Contents, Plan, Saver, TrainingState
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import muon
 from megalite.optim.buckets import DataParallel
@@ -30,9 +30,8 @@ from megalite.optim.muon import Muon
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives, placement
 from megalite.parallel.initialization import initial_values, set_initial_values
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad, named_pieces
-from megalite.parallel.regions import all_gather_sequence, reduce_scatter_sequence
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Sharding
 from tests import muon as oracle
 from tests.harness.close import assert_number_close, assert_parameter_close
@@ -45,6 +44,7 @@ CLIP = 0.05
 
 View = tuple[int, int, int, int]
 Held = tuple[str, tuple[int, ...], Box, Tensor]
+Exchanged = Callable[[Tensor, Group], Tensor]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Cell:
     def data_parallel(self) -> DataParallel:
         return DataParallel(
             torch.float64,
-            stage=self.zero,
+            zero_stage=self.zero,
             instances=self.instances,
             bucket_size=100 if self.overlap else None,
             overlap_reduce=self.overlap,
@@ -103,6 +103,19 @@ class ExpertProduct(torch.autograd.Function):
         return to_rows, accumulate_grad(weight, DenseGradient(to_weight.view(weight.shape))), None
 
 
+class Exchange(torch.autograd.Function):
+    """All-gather or reduce-scatter of rows; the other of the two is its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, forward: Exchanged, backward: Exchanged) -> Tensor:
+        ctx.group, ctx.transpose = group, backward
+        return forward(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transpose(gradients[0], ctx.group), None, None, None
+
+
 class ExpertLayer(nn.Module):
     """Experts, split over ep and, along their inner width, over etp; their router and a scale are replicated."""
 
@@ -128,10 +141,13 @@ class ExpertLayer(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor) -> Tensor:
         """Map this rank's [tokens, hidden] to the same shape; `chosen`: the expert of each token."""
         shares = (hidden @ self.router.t()).softmax(-1).gather(-1, chosen.unsqueeze(-1))
-        rows = all_gather_sequence(hidden * self.scale, self.group)
+        both = collectives.all_gather, collectives.reduce_scatter
+        rows = Exchange.apply(hidden * self.scale, self.group, *both)
         everyones = collectives.all_gather(chosen, self.group)
         inner = ExpertProduct.apply(rows, self.up, everyones).tanh()
-        return hidden + shares * reduce_scatter_sequence(ExpertProduct.apply(inner, self.down, everyones), self.group)
+        return hidden + shares * Exchange.apply(
+            ExpertProduct.apply(inner, self.down, everyones), self.group, *both[::-1]
+        )
 
 
 class Network(nn.Module):
@@ -174,7 +190,7 @@ class Training:
             network = Network(mesh)
             return Contents.of([network], mesh, options, blocks=[list(network.layers)])
 
-        self.plan = Plan(mesh, contents_at, config, stage=options.stage, instances=options.instances)
+        self.plan = Plan(mesh, contents_at, config, zero_stage=options.zero_stage, instances=options.instances)
         self.norms: list[float] = []
 
     def step(self, number: int) -> None:
@@ -235,7 +251,7 @@ def resumed(pairs: Sequence[tuple[Cell, Cell]], directory: Path) -> list[Result]
             training.step(step)
             state = TrainingState(step + 1, 0, training.optimizer.steps)
             folder = directory / str(number)
-            path = checkpoint.save(folder, state, training.optimizer, {"model": {}}, plan=training.plan)
+            path = Saver(folder, training.optimizer, training.plan).save(state, {"model": {}})
             norms += training.norms
         training = Training(cells[0], meshes[cells[0].view])
         checkpoint.load(path, training.network, training.optimizer, training.mesh, plan=training.plan)

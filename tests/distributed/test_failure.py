@@ -87,7 +87,7 @@ def test_one_process_ends_with_the_code_and_the_message(body: str, code: int, me
         ),
         (
             "OutOfMemoryError('CUDA out of memory. Tried to')",
-            "CUDA out of memory. Tried to\nA training takes less with",
+            "CUDA out of memory. Tried to\nTraining takes less with",
         ),
     ],
 )
@@ -102,6 +102,11 @@ def test_memory_that_is_used_up_is_no_defect(error: str, told: str, start: Start
     ("body", "code", "message"),
     [
         ("return 0", 93, "error: the output cannot be written (No space left on device): a part of it is lost\n"),
+        (
+            "print(*range(10**5))",
+            93,
+            "error: the output cannot be written (No space left on device): a part of it is lost\n",
+        ),
         ("raise CheckpointError('disk full')", 93, "error: disk full\n"),
         ("raise KeyboardInterrupt", 85, "error: interrupted\n"),
     ],
@@ -204,4 +209,4 @@ def test_what_a_stranger_has_put_into_the_store_is_no_report(report: bytes) -> N
 
 def test_a_limit_of_open_files_is_blamed_before_what_met_it() -> None:
     described = failure._describe(OSError(errno.EMFILE, "Too many open files", "anything"))
-    assert re.match(r"there are too many open files \(-?\d+ are allowed to a process\): raise the limit", described)
+    assert re.match(r"there are too many open files \(the limit is -?\d+ per process\): raise the limit", described)

@@ -45,7 +45,7 @@ def recorded(snapshot: Snapshot) -> dict[str, list[tuple[int, str]]]:
 def test_a_skipped_collective_is_named_with_the_rank_that_skipped_it(spawn: Spawn, tmp_path: Path) -> None:
     (finding,) = findings_of(hang(spawn, tmp_path, "skipped"))
     assert finding == Diagnosis(
-        "all_reduce #4 of ranks 0-3 (float32 [64]): ranks 0, 1, 3 are in it, rank 2 is not: the last there was #3",
+        "all_reduce #4 of ranks 0-3 (float32 [64]): ranks 0, 1, 3 are in it, rank 2 is not: the last one was #3",
         culprits=(2,),
         cause=True,
     )
@@ -55,7 +55,7 @@ def test_a_rank_in_another_operation_is_named_with_both(spawn: Spawn, tmp_path: 
     (finding,) = findings_of(hang(spawn, tmp_path, "other"))
     assert finding.culprits == (2,)
     assert finding.text == (
-        "collective #2 of ranks 0-3 is not the same on all: "
+        "collective #2 of ranks 0-3 is not the same on all ranks: "
         "ranks 0, 1, 3 are in all_reduce (float32 [64]), rank 2 is in all_gather (float32 [64])"
     )
 
@@ -71,10 +71,10 @@ def test_a_stopped_rank_without_a_dump_is_the_cause_of_a_chain(spawn: Spawn, tmp
     assert dumps.silent == (1,)
     findings = findings_of(dumps)
     assert [finding.text for finding in findings] == [
-        "rank 1 left no record: stopped, ended or out of reach",
+        "rank 1 left no record: suspended, ended or unreachable",
         "all_gather #1 of ranks 0, 1 (float32 [1, 64]): rank 0 is in it, rank 1 left no record",
         "all_gather #1 of ranks 1, 3 (float32 [1, 64]): rank 3 is in it, rank 1 left no record",
-        "all_gather #1 of ranks 2, 3 (float32 [1, 64]): rank 2 is in it, rank 3 is not, nor has been in any there",
+        "all_gather #1 of ranks 2, 3 (float32 [1, 64]): rank 2 is in it, rank 3 is not, and has started none so far",
     ]
     assert [finding.cause for finding in findings] == [True, True, True, False]
     assert {rank for finding in findings for rank in finding.culprits} == {1}
@@ -83,8 +83,8 @@ def test_a_stopped_rank_without_a_dump_is_the_cause_of_a_chain(spawn: Spawn, tmp
 def test_a_missing_stage_is_found_by_the_messages_that_wait_for_it(spawn: Spawn, tmp_path: Path) -> None:
     findings = findings_of(hang(spawn, tmp_path, "pipeline"))
     assert causes(findings) == [
-        "message #4 from rank 0 to rank 1: rank 0 sends it, rank 1 has not come to it: the last there was #3",
-        "message #4 from rank 1 to rank 2: rank 2 waits for it, rank 1 has not come to it: the last there was #3",
+        "message #4 from rank 0 to rank 1: rank 0 sends it, rank 1 has not reached it: the last one was #3",
+        "message #4 from rank 1 to rank 2: rank 2 waits for it, rank 1 has not reached it: the last one was #3",
     ]
     assert {rank for finding in findings for rank in finding.culprits} == {1}
 
@@ -94,8 +94,8 @@ def test_collectives_under_way_are_counted_from_the_first_that_lacks_a_rank(spaw
     assert {rank for finding in findings for rank in finding.culprits} == {1}
     assert causes(findings) == [
         "all_reduce #3 of ranks 0-3 (float32 [64]) (and 2 after it): ranks 0, 2, 3 are in it, "
-        "rank 1 is not: the last there was #2",
-        "all_gather #1 of ranks 0, 1 (float32 [1, 1]): rank 0 is in it, rank 1 is not, nor has been in any there",
+        "rank 1 is not: the last one was #2",
+        "all_gather #1 of ranks 0, 1 (float32 [1, 1]): rank 0 is in it, rank 1 is not, and has started none so far",
     ]
 
 

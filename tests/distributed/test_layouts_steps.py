@@ -164,7 +164,7 @@ NARROW = {
     ("gpt2", "adam"): [(True, "bfloat16")],
     ("llama", "muon"): [(False, None), (True, "bfloat16")],
 }
-"""Whether the optimizer's state is narrow, and the gradients' dtype; the optimizer does not depend on the family."""
+"""Cases of family and optimizer, which are independent: True if optimizer state is narrow; dtype of gradients."""
 IN_EVERY_RUN = (("llama", "muon"),)
 """Muon uses AdamW for other parameters; SGD keeps one state tensor, AdamW two."""
 

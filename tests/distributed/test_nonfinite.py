@@ -112,7 +112,7 @@ def _receive_spoiled(receive: Callable[[Tensor, int], Pending], value: float) ->
 
 def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
     bucket = layer.mlp.down.weight.gradient_buffer
-    place = bucket.parameter_shard if bucket.stage == 3 else layer.mlp.down.weight.data.view(-1)
+    place = bucket.parameter_shard if bucket.zero_stage == 3 else layer.mlp.down.weight.data.view(-1)
     before = place[0].clone()
     place[0] = fault.value
     return lambda: place[:1].copy_(before)
@@ -183,7 +183,7 @@ WIDE = (
     *("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3", "pp 2, zb-h1"),
     *("dp 2", "dp 2, ZeRO 1", "dp 2, ZeRO 2", "pp 2, interleaved, recomputed"),
 )
-"""What the others have apart from each other."""
+"""Layouts whose features the other layouts have separately."""
 
 
 def cell_of(layout: str, **rest: Any) -> Cell:
@@ -238,7 +238,7 @@ def told(rank_pools: RankPools, cell: Cell, *faults: Fault) -> list[str]:
     return [text.replace(f" ({host_name()})", "").partition(" since its gradient is not finite")[2] for text in texts]
 
 
-WATCHED = ". It was run once more and watched: "
+WATCHED = ". It was run once more to find the cause: "
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -269,8 +269,8 @@ def test_a_parameter_that_is_not_finite_is_named(zero: int, rank_pools: RankPool
     cell = make_cell({"tp": 1, "dp": 2, "zero": zero})
     (text,) = told(rank_pools, cell, Fault("parameter", rank=1, value=math.inf))
     name = "layers.1.mlp.down" if zero == 0 else "layers.1."
-    assert text.startswith(f": before it began, parameters were not finite already, on rank 1: {name}")
-    assert "(infinity). No step can be finite from here on" in text
+    assert text.startswith(f": before it began, parameters were already not finite, on rank 1: {name}")
+    assert "(infinity). No later step can be finite" in text
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -292,17 +292,15 @@ def test_sums_that_overflow_are_told_from_what_they_are_made_of(zero: int, rank_
     assert "micro-batch 1 (samples 2 to 3), backward, in the sum over micro-batches" in over_micro_batches
     over_ranks, norm = told(rank_pools, ranks, large, replace(large, value=1e200))
     assert over_ranks == (
-        f"{WATCHED}each rank's gradients are finite, and their sum over the ranks is not: {name} (infinity)"
+        f"{WATCHED}each rank's gradients are finite, but their sum over the ranks is not: {name} (infinity)"
     )
-    assert norm == f"{WATCHED}all gradients are finite, and their norm overflows"
+    assert norm == f"{WATCHED}all gradients are finite, but their norm overflows"
 
 
 def test_what_a_buffer_makes_of_finite_gradients_is_told(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 2, "dp": 1}, micro_batch_size=4)
     (text,) = told(rank_pools, cell, Fault("buffer", rank=1))
-    made = (
-        "every gradient was finite as it came, and what rank 1 made of it is not: layers.0.attention.output (infinity)"
-    )
+    made = "every gradient was finite, but what rank 1 accumulated from it is not: layers.0.attention.output (infinity)"
     assert text == WATCHED + made
 
 
@@ -310,7 +308,7 @@ def test_what_a_buffer_makes_of_finite_gradients_is_told(rank_pools: RankPools) 
 def test_a_fault_that_does_not_come_again_makes_a_device_suspect(zero: int, rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 2, "zero": zero})
     (text,) = told(rank_pools, cell, Fault("forward", rank=1, transient=True))
-    assert text.startswith(f"{WATCHED}it was finite. So a device or its memory is suspect, not the model. In the first")
+    assert text.startswith(f"{WATCHED}it was finite. So suspect a device or its memory, not the model. In the first")
     gradients = "gradients of rank 1, such as " if zero == 0 else "sums of the ranks' gradients, kept by ranks 0, 1"
     assert f"first run these were not finite: the loss of rank 1; {gradients}" in text
 

@@ -76,7 +76,7 @@ def test_a_rank_that_does_something_else_inside_is_named_everywhere(rank_pools: 
     """Ranks 1 and 3 of two replicas differ. Nobody can tell which is right: the later one is named."""
     told = rank_pools(4).run(refusal, "inside", 3)
     assert len(set(told)) == 1
-    assert told[0].startswith("rank 3: the steps, or what is done together inside them, are not those of the other")
+    assert told[0].startswith("rank 3: the steps, or the collectives inside them, are not those of the other")
 
 
 def test_copies_that_prove_other_lists_are_named(rank_pools: RankPools) -> None:
@@ -160,10 +160,10 @@ def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: Rank
         assert told[0].startswith("rank 0: declares "), (case, told[0])
     first = dict(zip(UNLIKE, by_rank[0], strict=True))
     assert first["dtype"].startswith(
-        "rank 0: declares that stage 1 passes on hidden (3, 4) of torch.bfloat16, where rank 1 declares that stage 1 "
-        "passes on hidden (3, 4) of torch.float32. "
+        "rank 0: declares that stage 1 sends hidden (3, 4) of torch.bfloat16, but rank 1 declares that stage 1 "
+        "sends hidden (3, 4) of torch.float32. "
     )
-    assert "declares nothing more, where rank 1 declares the term of the loss balance" in first["terms' number"]
+    assert "declares nothing more, but rank 1 declares the term of the loss balance" in first["terms' number"]
 
 
 def other_list() -> str:

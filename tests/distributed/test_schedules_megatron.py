@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.pipeline.schedules import SCHEDULES
+from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
 from tests.distributed import megatron_schedules
 from tests.harness.rank_pool import RankPools
@@ -20,6 +20,6 @@ def test_orders_are_megatrons(rank_pools: RankPools) -> None:
     ]
     (expected,) = rank_pools(1).run(megatron_schedules.orders, sizes)
     for (ranks, chunks, micro_batches, group), theirs in zip(sizes, expected, strict=True):
-        ours = SCHEDULES["interleaved-1f1b"].orders(Stages(ranks, chunks), micro_batches, group)
+        ours = orders_of(SCHEDULES["interleaved-1f1b"], Stages(ranks, chunks), micro_batches, group)
         found = [[(action.kind, action.micro_batch, action.chunk) for action in order] for order in ours]
         assert found == theirs, (ranks, chunks, micro_batches, group)

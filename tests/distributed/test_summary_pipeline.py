@@ -64,7 +64,7 @@ def test_activations_are_those_of_the_micro_batches_in_flight(flags: str, rank_p
 
 def test_the_screen_tells_who_holds_what(rank_pools: RankPools) -> None:
     for _, _, lines in rank_pools(2).run(start, "--num-virtual-stages-per-pipeline-rank 2"):
-        assert lines["layout"] == "TP 1 x PP 2 x DP 1, ZeRO 0, 8 micro-batches a rank"
+        assert lines["layout"] == "TP 1 x PP 2 x DP 1, ZeRO 0, 8 micro-batches per rank"
         assert list(lines)[3:6] == ["pipeline", "  rank 0", "  rank 1"]
         assert "8" in str(lines["pipeline"])
         assert str(lines["model"]).startswith("1,")

@@ -136,8 +136,8 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     config = resolve(parse_arguments(flags.replace("-iters 2 --lr-decay", "-samples 2 --lr-decay").split()).config, 1)
     trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
     for micro_batches in range(1, BATCH + 1):
-        assert len(trainer.steps.training(micro_batches)) == 2 * micro_batches + 1
-    assert len(trainer.steps.evaluation(BATCH)) == BATCH
+        assert len(trainer.schedules.training(micro_batches)) == 2 * micro_batches + 1
+    assert len(trainer.schedules.evaluation(BATCH)) == BATCH
 
 
 def unlike(fault: str, layout: str = "--pp 2") -> str:
@@ -163,7 +163,7 @@ def unlike(fault: str, layout: str = "--pp 2") -> str:
 
 def test_copies_that_do_something_else_behind_their_lists_are_named(rank_pools: RankPools) -> None:
     (told,) = set(rank_pools(4).run(unlike, "behind"))
-    assert told.startswith("rank 1, 3: declares nothing more, where rank 0 declares gather of parameters among 2 ranks")
+    assert told.startswith("rank 1, 3: declares nothing more, but rank 0 declares gather of parameters among 2 ranks")
 
 
 def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:

@@ -202,5 +202,5 @@ def test_uses_in_other_chunks_than_hold_the_weight_are_an_error() -> None:
     chunks = make_chunks(ParallelMesh(), Case(NETWORKS["three and one"], 0, "whole"))
     shared = chunks[0].blocks[0].shared[0].weights[0]
     shared.sharding = replace(shared.sharding, uses=(Use(3),))
-    with pytest.raises(ValueError, match="shared is held by 2 chunks; its uses are"):
+    with pytest.raises(ValueError, match="shared is in 2 chunks, but its uses are"):
         make_buckets(chunks, ParallelMesh(), DataParallel(torch.float64))

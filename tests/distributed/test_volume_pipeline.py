@@ -48,13 +48,15 @@ class Run:
         rank = self.mesh.coordinate("pp")
         self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)
-        self.steps = ProvedSchedules(stages, rank, schedule=cell.schedule_name, reductions=reductions)
-        self.steps.prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=self.mesh)
+        self.schedules = ProvedSchedules(stages, rank, schedule=cell.schedule_name, reductions=reductions)
+        self.schedules.prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=self.mesh)
 
     def step(self, recording: Recording | None = None) -> None:
         micro_batches = list(local_micro_batches(self.cell, 0, self.mesh.coordinate("dp")))
         self.optimizer.begin_step(len(micro_batches))
-        self.engine.run(self.steps.training(len(micro_batches)), micro_batches, {LOSS: 1.0}, self.optimizer, recording)
+        self.engine.run(
+            self.schedules.training(len(micro_batches)), micro_batches, {LOSS: 1.0}, self.optimizer, recording
+        )
         self.optimizer.step(Rates(0.01, 0.01, 0.01))
 
 
@@ -155,7 +157,7 @@ class Watch(Recording):
 def whole_blocks(cell: Cell) -> tuple[list[str], int]:
     """Return the actions after which a block is unsharded, and the largest number of unsharded blocks."""
     run = Run(cell)
-    sharded = [bucket for bucket in run.optimizer.buckets if bucket.stage == 3]
+    sharded = [bucket for bucket in run.optimizer.buckets if bucket.zero_stage == 3]
     block_of = {
         id(parameter.gradient_buffer): (chunk, block)
         for chunk, network in enumerate(run.chunks)

@@ -16,6 +16,7 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, ROOT, assert_same_checkpoint, metrics, words
 from tests.harness.fault import Fault
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 FAULTY = ROOT / "tests" / "harness" / "faulty_training.py"
 RANKS = 4
@@ -68,7 +69,7 @@ class Campaign:
         folder.mkdir()
         with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
             for document in range(60):
-                writer.add_document([*(np.arange(document, document + 20) % 50), 60])
+                add_document(writer, [*(np.arange(document, document + 20) % 50), 60])
             writer.finish()
 
     @property
@@ -190,18 +191,18 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
     assert ("Traceback" in said[0]) == (fault.kind == "defect" and "failed on rank" not in said[0]), where
     process = job.ranks[fault.rank].process.pid
     if fault.kind in DEATHS:
-        gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a word, last heard of"
-        # Without a section: the rank was between two of them when it was last heard of.
+        gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a message, last seen"
+        # Without a section: the rank was between two of them when it was last seen.
         assert re.search(re.escape(gone) + r' in step \d+(, "[a-z ]+")?, [\d.]+ s before: ', said[0]), where
     elif fault.kind in STILL:
-        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) does not answer" in said[0], where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) has not answered" in said[0], where
     elif fault.kind in ERRORS:
         by = f"error on rank {fault.rank}: " if fault.rank else "error: "
         assert said[0].startswith(by) or f"failed on rank {fault.rank}: " in said[0], where
         assert "planted" in said[0], where
     else:
         assert re.match(r"error: step \d+ hangs: rank ", said[0]), where
-        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) holds it up" in said[0], where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) blocks it" in said[0], where
 
 
 def undisturbed(folder: Path, layout: str, steps: int) -> Path:

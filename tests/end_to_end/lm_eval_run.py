@@ -19,7 +19,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
-from megalite.checkpoint.directory import resolve
 from megalite.config import ParallelConfig
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.errors import MegaliteError
@@ -124,7 +123,7 @@ def main() -> None:
     lm_eval.evaluator.add_env_info = lambda results: None  # takes a second each time
     found: dict[str, Any] = {"windows": windows_agree()}
     for name, mesh in meshes.items():
-        network, tokenizer = load_for_generation(resolve(Path(run)), mesh)
+        network, tokenizer = load_for_generation(run, mesh)
         model = MegaliteLM(network, tokenizer, max_length=int(length), micro_batch_size=2)
         found[name] = evaluated(model, include_path)
     found["template"] = encoded_by_a_template(network)

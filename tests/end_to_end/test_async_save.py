@@ -118,7 +118,7 @@ def test_a_failure_in_the_background_is_told_while_training_goes_on(
     out = ended(faulty(directory, *flags, concerned=concerned, happens="full()")).stdout
     places = order(out, ["step 3/7", "failed on rank 1: ", "step 6/7", f"saved {step(directory, 6)}"])
     assert places == sorted(places)
-    assert "Training goes on, unsaved: failure 1 of 2" in out
+    assert "Training continues, unsaved: failure 1 of 2" in out
     assert sorted(path.name for path in directory.glob("iter_*")) == ["iter_0000006", "iter_0000007"]
     assert_same_checkpoint(step(directory, 6), step(whole, 6))
     assert_same_checkpoint(step(directory, 7), step(whole, 7))

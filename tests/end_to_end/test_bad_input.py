@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GENERATE, GPT2, LLAMA, MOCK, PRETRAIN, Ended, contents, saved_tensors, words
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 BYTES = words("--tokenizer-type ByteTokenizer")
 SHORT = (*GPT2, "--train-iters", 3)
@@ -54,9 +55,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("good")
     prefix = str(folder / "data")
     text = np.frombuffer((Path(__file__).read_text() * 2).encode(), np.uint8)
-    with IndexedDatasetWriter(prefix, np.uint16, build_tokenizer("ByteTokenizer").identity()) as writer:
+    with IndexedDatasetWriter(prefix, np.uint16, ByteTokenizer().identity()) as writer:
         for document in np.split(text[:6000], 20):
-            writer.add_document([*document.tolist(), 256])
+            add_document(writer, [*document.tolist(), 256])
         writer.finish()
     with Job([PRETRAIN, *MOCK, *SHORT, "--save", folder / "run"], 1, folder / "job") as job:
         assert job.wait() == [0], job.stderr(0)
@@ -105,7 +106,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
         (["--lr", "nan"], ["--lr 'nan': expected a finite number"]),
-        (["--distributed-backend", "nccl"], ["nccl talks between GPUs, and this run is on cpu: use gloo"]),
+        (["--distributed-backend", "nccl"], ["nccl connects only GPUs, but this run is on cpu: use gloo"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
         (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
@@ -140,7 +141,7 @@ def test_no_arguments_name_what_is_needed(refused: Refused) -> None:
 
 
 def test_no_data(refused: Refused) -> None:
-    assert "--data-path or as --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
+    assert "--data-path or --mock-data" in refused(64, PRETRAIN, *BYTES, *SHORT)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +186,8 @@ def test_several_ranks_without_a_launcher(refused: Refused) -> None:
 
 def test_a_module_that_is_not_installed(refused: Refused) -> None:
     imported = "[sys.modules.pop(name) for name in list(sys.modules) if name.startswith('megalite')]"
-    message = refused(64, PRETRAIN, *MOCK, *SHORT, before=f"{imported}; sys.modules['tyro'] = None")
-    assert "tyro" in message
+    message = refused(64, PRETRAIN, *MOCK, *SHORT, before=f"{imported}; sys.modules['einops'] = None")
+    assert "einops" in message
     assert "pip install -e ." in message
 
 
@@ -283,11 +284,11 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
-        (["--hidden-size", "32"], ["of another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
-        (LLAMA, ["of another model", "swiglu"]),
+        (["--hidden-size", "32"], ["from another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
+        (LLAMA, ["from another model", "swiglu"]),
         (["--num-layers", "1"], ["num_layers"]),
         (["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"]),
-        (["--bf16"], ["of the optimizer", "give --optimizer, the precision"]),
+        (["--bf16"], ["its optimizer state", "give --optimizer, the precision"]),
         (["--fp64"], ["float32 in it and float64 in this run"]),
         (["--optimizer", "sgd"], ["--optimizer"]),
     ],
@@ -398,7 +399,7 @@ run_lock.SEEN_WITHIN = 0.5
 os.chdir({str(place.folder)!r} + f"/{{rank}}")
 """
     message = refused(93, PRETRAIN, *MOCK, *SHORT, "--save", "run", before=apart)
-    assert "looking at the run directory --save run failed on rank 1" in message
+    assert "checking the run directory --save run failed on rank 1" in message
     assert "the folder must be on a file system that all nodes share" in message
     assert not (place.folder / "1" / "run").exists()
 
@@ -430,5 +431,5 @@ def test_generation(place: Place, refused: Refused) -> None:
     assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0")
     assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1")
     assert "'one'" in refused(64, *command, "--prompt", "one")
-    assert "holds no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
     assert "3 ranks" in refused(64, *command, "--prompt", "1", world_size=3)

@@ -55,7 +55,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pretrain_gpt.py", "tools", "examples", "README.md"):
         (folder / name).symlink_to(ROOT / name)
-    # A small part of the corpus that `make train` builds; what exists already is kept.
+    # A small part of the corpus that `make train` builds; what already exists is kept.
     shell("mkdir run && python examples/standard_library_corpus.py --output run/whole.jsonl", folder)
     lines = (folder / "run/whole.jsonl").read_text().splitlines(keepends=True)
     (folder / "run/whole.jsonl").unlink()

@@ -12,6 +12,7 @@ import pytest
 
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, NO_DROPOUT, Run, losses, metrics, words
+from tests.harness.token_files import add_document
 
 NULL = words("--tokenizer-type NullTokenizer --vocab-size 60")
 BYTES = words("--tokenizer-type ByteTokenizer")
@@ -23,7 +24,7 @@ def corpus(tmp_path: Path) -> Path:
     """Return documents of numbers that count up."""
     with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
         for document in range(60):
-            writer.add_document([*(np.arange(document, document + 20) % 50), 60])
+            add_document(writer, [*(np.arange(document, document + 20) % 50), 60])
         writer.finish()
     return tmp_path / "corpus"
 

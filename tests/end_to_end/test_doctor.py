@@ -20,6 +20,7 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import COURSE, MOCK, PRETRAIN, ROOT, SIZES, saved_tensors
 from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 PREAMBLE = f"""
 import os, runpy, signal, sys, threading, time
@@ -125,7 +126,7 @@ Measurement.run = lambda *_: (print("now"), time.sleep(1000))
     job.wait_for_output(1, "now")
     job.kill_all(signal.SIGTERM)
     assert job.wait(120) == [93, 93]
-    assert "sick: this was to end before everything was looked at" in job.stdout(0)
+    assert "sick: this was stopped before all checks were done" in job.stdout(0)
 
 
 # ---------------------------------------------------------------------------------------------------- what ranks have
@@ -167,7 +168,7 @@ if rank > 1:
 
 def write_tokens(prefix: Path, tokens: int) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document(np.arange(tokens) % 50)
+        add_document(writer, np.arange(tokens) % 50)
         writer.finish()
 
 
@@ -183,7 +184,7 @@ def test_data_that_a_node_lacks_or_has_otherwise(doctor: Doctor, tmp_path: Path)
     assert done.codes == [93] * 6
     assert sorted(done.found["drop"]) == ["n1", "n2"]
     (missing,) = (text for node, text in done.of("sick") if node == "n2")
-    assert missing.startswith("a.bin is missing, and on other nodes of 200 bytes")
+    assert missing.startswith("a.bin is missing, but on other nodes of 200 bytes")
     assert {text.split()[0] for node, text in done.of("sick") if node == "n1"} == {"b.bin", "b.idx"}
 
 
@@ -221,7 +222,7 @@ def test_a_checkpoint_takes_what_the_doctor_says_and_there_must_be_room(
 def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None:
     done = doctor(*IMPATIENT, before="if rank == 3: os._exit(0)")
     assert done.codes == [93] * 3 + [0]
-    done.only("sick", "n1", "rank 3 of 4 never came within 6 seconds")
+    done.only("sick", "n1", "rank 3 of 4 never connected within 6 seconds")
 
 
 def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
@@ -238,8 +239,8 @@ if rank == 2:
     done = doctor(*IMPATIENT, *MOCK, *FLAGS, "--save", tmp_path / "run", before=before, stopped=1)
     assert done.codes == [93, -9, 93, 93]
     assert done.of("sick") == [
-        ("n0", "rank 1 came and then did not answer: ended, or stopped"),
-        ("n1", "reading the data does not come to an end: does a file system hang?"),
+        ("n0", "rank 1 connected, but then did not answer: ended, or suspended"),
+        ("n1", "reading the data does not end: does a file system hang?"),
     ]
 
 
@@ -251,11 +252,11 @@ if rank == 2:
 """
     done = doctor("--patience", 60, *QUICK[:2], before=before, launcher=True)
     assert done.codes[0] == 93
-    done.only("sick", "n1", "rank 2 did not come back from timing messages")
+    done.only("sick", "n1", "rank 2 did not return from timing messages")
 
 
 def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Callable[..., Job], tmp_path: Path) -> None:
-    """None of torch's time limits applies then."""
+    """Check the doctor's own time limit: none of torch's applies in this case."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

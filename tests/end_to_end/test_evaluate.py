@@ -164,12 +164,12 @@ def refused(*flags: object, message: str) -> None:
         ("--text {texts}/text.jsonl --seq-length 0", "--seq-length 0: must be at least 1"),
         (
             "--text {texts}/notes.md",
-            "notes.md:1: not a JSON object (Expecting value, column 1); what is not named .txt",
+            "notes.md:1: not a JSON object (Expecting value, column 1); files not named .txt",
         ),
         ("--text {texts}/text.jsonl --json-keys title", "text.jsonl:1: no field 'title' (--json-keys)"),
         ("--text {texts}/text.jsonl --data-path 1 {texts}/bare_text_document", "--text has no weight in the blend"),
-        ("--text {texts}/text.jsonl --tp 3", "4 attention heads do not divide over 3 ranks"),
-        ("--text {texts}/text.jsonl --pp 2", "1 ranks cannot be shared out"),
+        ("--text {texts}/text.jsonl --tp 3", "4 attention heads cannot be divided among 3 ranks"),
+        ("--text {texts}/text.jsonl --pp 2", "1 ranks cannot be divided"),
         ("--text {texts}/text.jsonl --pp 3", "3 stages are more than the model's 2 layers"),
     ],
 )
@@ -179,5 +179,5 @@ def test_what_cannot_be_evaluated_is_refused(flags: str, message: str, byte_llam
 
 def test_a_text_without_tokens_is_refused(byte_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    refused("--load", byte_llama, "--text", tmp_path / "empty.txt", message="empty.txt holds no tokens")
-    refused("--load", tmp_path, "--text", tmp_path / "empty.txt", message="holds no checkpoint")
+    refused("--load", byte_llama, "--text", tmp_path / "empty.txt", message="empty.txt has no tokens")
+    refused("--load", tmp_path, "--text", tmp_path / "empty.txt", message="has no checkpoint")

@@ -76,7 +76,7 @@ def test_a_file_gets_a_line_for_each_text(trained: Path, file: Path, tmp_path: P
     assert records(tmp_path / "again.jsonl") == lines
     refused = generate(*flags, *again)
     assert refused.code == 64
-    assert "again.jsonl is there already" in refused.stderr
+    assert "again.jsonl already exists" in refused.stderr
 
 
 def test_prompts_come_from_flags_standard_input_and_a_file(
@@ -95,7 +95,7 @@ def test_prompts_come_from_flags_standard_input_and_a_file(
         ("--prompt - --prompt -", "--prompt - can be given once"),
         ("--prompts {}/none.txt", "none.txt cannot be read"),
         ("--prompts {}/bad.jsonl", "bad.jsonl, line 2: not of the form"),
-        ("--prompts {}/number.jsonl", 'number.jsonl, line 1: its "prompt" is no text'),
+        ("--prompts {}/number.jsonl", 'number.jsonl, line 1: its "prompt" is not a text'),
         ("--prompt one --prompts {}/empty.jsonl", "prompt 2 of 2 has no tokens"),
         ("--prompt one --batch-size 0", "--batch-size 0"),
         ("--prompt one --tp 2", "start 2 (torchrun"),
@@ -124,7 +124,7 @@ def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, s
 
 
 def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
-    """As in many models, its vocabulary has more tokens than its tokenizer; none of those is ever chosen."""
+    """Use a vocabulary larger than the tokenizer's, as many models have; the additional tokens are never chosen."""
     import tokenizers
 
     from tests.harness import huggingface

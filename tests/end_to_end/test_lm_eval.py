@@ -152,13 +152,13 @@ def test_texts_begin_as_the_tokenizers_template_says(found: Results) -> None:
 
 REFUSALS = {
     "unknown": "--tasks local_choises: there is no such task: did you mean local_choices",
-    "folder": "none is no folder",
+    "folder": "none is not a folder",
     "broken": "--tasks broken cannot be loaded: ",
-    "disagreement": "rank 1 asks other things of the model than rank 0",
-    "long": f"a continuation of {LENGTH + 1} tokens, where there can be 1 to {LENGTH} (--seq-length)",
+    "disagreement": "rank 1 has other requests to the model than rank 0",
+    "long": f"a continuation of {LENGTH + 1} tokens, but there can be 1 to {LENGTH} (--seq-length)",
     "empty": "a continuation of 0 tokens",
     "room": f"lets the model write {LENGTH} tokens (max_gen_toks), which leaves no room",
-    "option": "a task generates with num_beams, which megalite has not",
+    "option": "a task generates with num_beams, which megalite does not support",
 }
 
 

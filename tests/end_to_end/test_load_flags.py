@@ -78,7 +78,7 @@ def test_a_run_falls_back_over_damage_that_one_rank_sees_and_is_the_run_unbroken
 def test_a_finished_run_whose_end_is_damaged_is_finished_again(run: Run, whole: Path, copy: Path) -> None:
     (step(copy, 4) / "manifest.json").unlink()
     out = run(*CONSTANT, "--train-iters", STEPS, "--save", copy, "--load", copy, world_size=2).stdout
-    assert "iter_0000004 is no checkpoint: it has no manifest.json" in out
+    assert "iter_0000004 is not a checkpoint: it has no manifest.json" in out
     assert_same_checkpoint(step(copy, 4), step(whole, 4))
 
 
@@ -88,7 +88,7 @@ def test_nothing_begins_anew_where_all_are_damaged(run: Run, copy: Path) -> None
     before = contents(copy)
     for chosen in (["--resume", "auto"], ["--load", copy, "--ckpt-step", 2]):
         error = run(*CONSTANT, "--train-iters", 9, "--save", copy, *chosen, expected=93).stderr
-        assert "there is no whole checkpoint to start from" in error
+        assert "there is no undamaged checkpoint to start from" in error
         assert ("iter_0000001" in error) == ("auto" in chosen), "--ckpt-step is that one or none"
     assert contents(copy) == before
 
@@ -105,13 +105,13 @@ def test_ckpt_step_goes_back_and_leaves_what_was_beyond(run: Run, whole: Path, c
     assert f"note: iter_0000004, iter_0000003 in {copy}: newer than step 2" in out
     assert f"continues from {step(copy, 2)}" in out
     error = run(*flags, 7, "--save", tmp_path / "third", expected=64).stderr
-    assert f"--ckpt-step 7: {copy} holds those after steps 1, 2, 3, 4" in error
+    assert f"--ckpt-step 7: {copy} has only steps 1, 2, 3, 4" in error
 
 
 def test_a_missing_checkpoint_ends_the_run_if_asked_to(run: Run, tmp_path: Path) -> None:
     flags = [*CONSTANT, "--train-iters", 1, "--load", tmp_path / "none", "--save", tmp_path / "new"]
     error = run(*flags, "--exit-on-missing-checkpoint", expected=64).stderr
-    assert f"--exit-on-missing-checkpoint: --save {tmp_path / 'new'} and --load {tmp_path / 'none'} holds no" in error
+    assert f"--exit-on-missing-checkpoint: --save {tmp_path / 'new'} and --load {tmp_path / 'none'} has no" in error
     run(*flags)
     run(*flags, "--train-iters", 2, "--resume", "auto", "--exit-on-missing-checkpoint")
 
@@ -131,7 +131,7 @@ def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Ru
     assert f"--load {foreign} was not written by megalite: it has a .metadata, but no manifest.json" in error(foreign)
     assert "megalite-convert --loader megatron" in error(foreign)
     none = tmp_path / "none"
-    assert f"--finetune: --load {none} holds no checkpoint to take weights from" in error(none, "--finetune")
+    assert f"--finetune: --load {none} has no checkpoint to take weights from" in error(none, "--finetune")
 
 
 def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path
     run(*CONSTANT, "--train-iters", 2, "--save", first, "--no-save-optim", "--no-save-rng")
     assert all(name.startswith("model/") for name in saved_tensors(step(first, 2)))
     flags = [*CONSTANT, "--train-iters", 3, "--load", first, "--save", second]
-    assert "it was saved with --no-save-optim. --no-load-optim goes on" in run(*flags, expected=93).stderr
+    assert "it was saved with --no-save-optim. --no-load-optim continues" in run(*flags, expected=93).stderr
     out = run(*flags, "--no-load-optim", "--no-load-rng", "--optimizer", "sgd").stdout
     assert "--no-load-rng: already so" in out
     assert "ignored: optimizer state (2 updates): a new one by --no-load-optim" in out
@@ -173,7 +173,7 @@ def test_a_checkpoint_says_what_the_model_is(run: Run, start: Start, copy: Path)
     error = run(*flags, saved, "--swiglu", "--train-iters", 6, data=mock, expected=93).stderr
     assert "swiglu: False in the checkpoint, True in this run" in error
     error = run(*course, saved, "--load", copy / "none", data=mock, expected=64).stderr
-    assert f"--use-checkpoint-args: {copy / 'none'} holds no checkpoint" in error
+    assert f"--use-checkpoint-args: {copy / 'none'} has no checkpoint" in error
 
 
 def test_another_precision_loads_by_its_flag_alone(run: Run, whole: Path, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_failed_save_is_told_and_training_goes_on(run: Run, tmp_path: Path) ->
     flags = [*CONSTANT, "--train-iters", 3, "--save", directory, *EACH]
     out = run(*flags, world_size=2).stdout
     assert "WARNING: saving iteration 2 to" in out
-    assert "Training goes on, unsaved: failure 1 of 2 that --tolerated-save-failures allows in a row" in out
+    assert "Training continues, unsaved: failure 1 of 2 that --tolerated-save-failures allows in a row" in out
     assert latest_iteration(directory) == 3
     assert (step(directory, 2) / "foreign").exists()
 
@@ -213,7 +213,7 @@ def test_failed_saves_end_the_run_when_there_are_too_many(start: Start, tmp_path
         flags = [*CONSTANT, "--train-iters", 3, "--save", directory / str(number), *EACH]
         job = ended(start(*flags, "--tolerated-save-failures", tolerated), expected=93)
         assert f"error: saving iteration {done} to" in job.stderr
-        assert job.stdout.count("Training goes on") == done - 1, "the last save must succeed"
+        assert job.stdout.count("Training continues") == done - 1, "the last save must succeed"
 
 
 def test_two_jobs_do_not_save_into_one_directory(start: Start, run: Run, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path:
     job = start_failing(spawn, tmp_path, fault, 1, "--pp", "3", "--decoder-first-pipeline-num-layers", "2")
     codes = job.wait(timeout=60)
     assert errors(job) == [
-        "error on rank 1: stage 1 returned hidden states (16, 1, 8) of torch.float32 for micro-batch 1, where the next "
+        "error on rank 1: stage 1 returned hidden states (16, 1, 8) of torch.float32 for micro-batch 1, but the next "
         "stage expects (16, 1, 16) of torch.float32"
     ]
     assert len(set(codes)) == 1
@@ -152,7 +152,7 @@ def test_a_time_line_changes_nothing_else_and_one_of_a_step_that_has_gone_by_is_
     flags, world_size, _ = PIPELINES["zb-v"]
     course = (*FOUR_LAYERS, *words(flags), "--fp64", "--lr-decay-style", "constant", "--resume", "auto")
     profiled = (*course, "--save", tmp_path / "profiled", "--profile-pipeline", 2)
-    told = "--profile-pipeline 2: changes nothing, since the run goes on after step 2"
+    told = "--profile-pipeline 2: changes nothing, since the run continues after step 2"
     assert "changes nothing" not in run(*profiled, "--train-iters", 2, world_size=world_size).stdout
     assert told in run(*profiled, "--train-iters", 3, world_size=world_size).stdout
     run(*course, "--save", tmp_path / "plain", "--train-iters", 3, world_size=world_size)

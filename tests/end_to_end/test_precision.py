@@ -20,8 +20,7 @@ def train(run: Run, directory: Path, flags: str, world_size: int = 1) -> Path:
 
 
 def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
-    """With plain SGD, a scale that is left in gradients changes the updates; 1 % is the tolerance for fp16's 11
-    bits."""
+    """Use plain SGD, whose updates change if a scale is left in gradients; 1 % is the tolerance for fp16's 11 bits."""
     exact = losses(train(run, tmp_path / "fp32", "--lr 0.1"))
     scaled = losses(train(run, tmp_path / "fp16", "--lr 0.1 --fp16 --loss-scale 1024"))
     assert scaled == pytest.approx(exact, rel=0.01)

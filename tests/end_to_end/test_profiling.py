@@ -83,7 +83,7 @@ def test_steps_that_have_gone_by_are_told(run: Run, tmp_path: Path) -> None:
     flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path, "--resume", "auto"]
     run(*flags, "--train-iters", 3)
     out = run(*flags, *BY_TORCH, "--train-iters", 5).stdout
-    assert "--profile-step-start 2: nothing is profiled, since the run goes on after step 3" in out
+    assert "--profile-step-start 2: nothing is profiled, since the run continues after step 3" in out
     assert not (tmp_path / "profile").exists()
 
 
@@ -98,9 +98,9 @@ def test_a_run_that_ends_within_a_profile_ends_as_any_other(run: Run, tmp_path: 
     [
         (
             "--profile --train-iters 20",
-            "--profile marks steps for nsys, which looks at GPUs, and this run is on the",
+            "--profile marks steps for nsys, which profiles GPUs, but this run is on the",
         ),
-        ("--record-memory-history --train-iters 1", "--record-memory-history is a history of GPU memory, and this run"),
+        ("--record-memory-history --train-iters 1", "--record-memory-history records GPU memory, but this run"),
     ],
 )
 def test_what_only_gpus_have_is_refused_on_a_cpu(flags: str, told: str, run: Run) -> None:

@@ -84,21 +84,21 @@ def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     assert wait_for_exit([job.ranks[0]], 60) == []
     assert job.ranks[0].exit_code == 85, job.stderr(0)
     *_, before, last = (line for line in job.stderr(0).splitlines() if line.startswith("waiting for "))
-    assert last == "waiting for ranks 1, 2 of 4, for 2 s by now"
-    assert before.endswith(" of 4, for 1 s by now")
+    assert last == "waiting for ranks 1, 2 of 4, for 2 s so far"
+    assert before.endswith(" of 4, for 1 s so far")
     assert wait_for_exit([job.ranks[3]], 60) == []
     assert (job.ranks[3].exit_code, job.stderr(3)) == (85, "")
-    assert "error: ranks 1, 2 of 4 did not come within 2 s to the store at " in job.stderr(0)
+    assert "error: ranks 1, 2 of 4 did not connect within 2 s to the store at " in job.stderr(0)
 
 
 def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
     job = start("0", 2)
     assert wait_for_exit([job.ranks[1]], 60) == []
     assert job.ranks[1].exit_code == 85
-    expected = "error on rank 1: (rank 0 has not come, or stands still, for .* s, at )?the store at .*"
+    expected = "error on rank 1: (rank 0 has not connected, or hangs, for .* s, at )?the store at .*"
     *before, last = job.stderr(1).splitlines()
     assert re.match(expected, last)
-    assert all(re.match(r"waiting for the store at \S+ \(.*\) to open, for \d s by now", line) for line in before)
+    assert all(re.match(r"waiting for the store at \S+ \(.*\) to open, for \d s so far", line) for line in before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc")
@@ -109,7 +109,7 @@ def test_ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another
     with Job([entry, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert job.wait(timeout=60) == [64, 64]
         for rank, where in enumerate(("error: ", "error on rank 1: ")):
-            assert re.match(where + r"there are too many open files \(\d+ are allowed to a process\)", job.stderr(rank))
+            assert re.match(where + r"there are too many open files \(the limit is \d+ per process\)", job.stderr(rank))
 
 
 @pytest.mark.parametrize("store_of_rank_0", [False, True], ids=["store of the launcher", "store of rank 0"])
@@ -203,8 +203,8 @@ def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_
         assert codes == [-9 if number == rank else 85 for number in range(4)]
         (said,) = everything_said(job)
         process = job.ranks[rank].process.pid
-        assert re.match(rf"error: rank {rank} \(process {process} on .*\) has ended without a word, last", said)
-        assert re.search(r' heard of in step 0, "meeting", [\d.]+ s before', said)
+        assert re.match(rf"error: rank {rank} \(process {process} on .*\) has ended without a message, last", said)
+        assert re.search(r' seen in step 0, "meeting", [\d.]+ s before', said)
 
 
 def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
@@ -213,7 +213,9 @@ def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)
-        assert re.match("error on rank 1: rank 0 came to the store at .*, and has ended without a word, or", said)
+        assert re.match(
+            "error on rank 1: rank 0 connected to the store at .*, but then ended without a message, or", said
+        )
 
 
 def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path: Path) -> None:
@@ -222,4 +224,4 @@ def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)
-        assert re.match("error on rank 1: .* any more: rank 0, which has it, has ended without a word, or cannot", said)
+        assert re.match("error on rank 1: .* any more: rank 0, which runs it, ended without a message, or cannot", said)

@@ -136,7 +136,7 @@ def test_load_continues_into_another_folder_and_prefers_what_was_saved_there(run
 
 def test_load_of_an_empty_folder_starts_anew_and_says_so(run: Run, tmp_path: Path) -> None:
     out = run(*FAMILIES["gpt2"], "--train-iters", 1, "--save", tmp_path / "s", "--load", tmp_path / "s").stdout
-    assert "holds no checkpoint" in out
+    assert "has no checkpoint" in out
 
 
 def test_validation_in_between_changes_nothing(run: Run, tmp_path: Path) -> None:

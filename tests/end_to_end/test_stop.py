@@ -35,7 +35,7 @@ from tests.harness.job import Job
 ENDLESS = [*GPT2, "--lr-decay-style", "constant", "--tp", 2, "--sequence-parallel"]
 
 
-MAY_BE = "it was changed, or could not be written. The run goes on, and what can be read of it stays"
+MAY_BE = "it was changed, or could not be written. The run continues, and keeps what can be read of it"
 
 
 def wait_for_step(job: Any, step: int) -> None:
@@ -161,7 +161,7 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     assert metrics(directory) == metrics(whole)
     assert contents(directory / "iter_0000002") == before
     (directory / "DONE").unlink()  # as if the run was killed before it could write that
-    assert "finished already: " in run(*flags, "--save", directory, world_size=2).stdout
+    assert "already finished: " in run(*flags, "--save", directory, world_size=2).stdout
     assert (directory / "DONE").read_text() == "2\n"
     assert metrics(directory) == metrics(whole)
 
@@ -298,7 +298,7 @@ def test_a_run_stops_before_its_job_ends(run: Run, start: Start, tmp_path: Path)
     (tmp_path / "STOP").touch()
     assert "the job ends" not in ended(job, expected=85).stdout
     over = run(*GPT2, "--train-iters", 2, SLURM_JOB_END_TIME="1000000000").stdout
-    assert "SLURM_JOB_END_TIME=1000000000 is over: the run does not stop by it" in over
+    assert "SLURM_JOB_END_TIME=1000000000 is in the past: it is ignored" in over
 
 
 SLOW_SAVE = """
@@ -353,7 +353,7 @@ def test_figures_and_progress_that_are_asked_for(run: Run, tmp_path: Path) -> No
         ["job none", "1 ranks", "begins after step 0"],
         ["job none", "1 ranks", "saved iter_0000002"],
         ["job none", "1 ranks", "stopped after step 2"],
-        ["job 7", "1 ranks", "goes on after step 2"],
+        ["job 7", "1 ranks", "continues after step 2"],
         ["job 7", "1 ranks", "saved iter_0000003"],
         ["job 7", "1 ranks", "finished after step 3"],
     ]

@@ -14,6 +14,7 @@ import pytest
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Run, iterations, latest_iteration
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 COURSE = (*GPT2, "--train-iters", "3")
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "60")
@@ -85,7 +86,7 @@ def wait_until_others_are_missed(job: Job) -> None:
 
 
 def assert_stopped_by_file(job: Job, directory: Path) -> None:
-    """Touch a STOP that exists already, as slurm/pretrain_gpt.sbatch does, and wait as a launcher does.
+    """Touch a STOP that already exists, as slurm/pretrain_gpt.sbatch does, and wait as a launcher does.
 
     Touch it repeatedly, because a rank that has just begun takes an existing file for an old one.
     """
@@ -113,7 +114,7 @@ def preexisting_stop(directory: Path) -> Path:
 def test_while_indices_are_built_and_none_is_left_half_written(hold: Hold, run: Run, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "corpus", np.uint16) as writer:
         for _ in range(40):
-            writer.add_document([*range(50), 60])
+            add_document(writer, [*range(50), 60])
         writer.finish()
     data = (*NULL, "--data-path", tmp_path / "corpus", "--split", 1)
     job = hold(INDICES, None, preexisting_stop(tmp_path / "run"), data=data)

@@ -70,4 +70,4 @@ def test_a_run_that_strangers_talk_to_still_names_and_ends_a_rank_that_is_stoppe
         assert time.monotonic() - began < 15
         (said,) = everything_said(job)
         assert f"rank 1 (process {job.ranks[1].process.pid} on " in said
-        assert "does not answer, for" in said
+        assert "has not answered for" in said

@@ -1,4 +1,4 @@
-"""From text to a sample: corpus, tokenizer, token files, training, generation, validation loss."""
+"""Path from text to a sample: corpus, tokenizer, token files, training, generation, validation loss."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from megalite.config import DataConfig
-from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
-from megalite.data.index_cache import IndexCache
-from megalite.data.tokenizers import build_tokenizer
 from tests.end_to_end.runs import (
     GENERATE,
     LLAMA,
@@ -31,6 +28,7 @@ from tests.end_to_end.runs import (
 )
 from tests.harness.close import assert_number_close
 from tests.harness.job import Job
+from tests.harness.tokenizers import named_tokenizer
 from tests.oracle import Oracle, loss_sum_and_count
 
 Spawn = Callable[..., Job]
@@ -139,15 +137,18 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
         for name, values in saved_tensors(trained / "iter_0000030").items()
         if name.startswith("model/")
     }
-    tokenizer = build_tokenizer("SentencePieceTokenizer", str(corpus / "tokenizer.model"))
+    tokenizer = named_tokenizer("SentencePieceTokenizer", str(corpus / "tokenizer.model"))
     steps, batches, batch_size = 2, 3, 8
     _, valid, _, _ = build_token_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, data_path=[str(corpus / "corpus_text_document")], split="90,10,0")),
+        DataConfig(
+            seq_length=16,
+            data_path=(str(corpus / "corpus_text_document"),),
+            split="90,10,0",
+            data_cache_path=str(tmp_path / "cache"),
+        ),
         Samples(train=32 * batch_size, valid=(32 // steps + 1) * batches * batch_size, test=0),
-        sequence_length=16,
-        seed=5,
-        tokenizer=tokenizer,
-        cache=IndexCache(str(tmp_path / "cache")),
+        5,
+        tokenizer,
     )
     assert valid is not None
     rows = torch.stack([torch.from_numpy(valid[sample]) for sample in range(batches * batch_size)])

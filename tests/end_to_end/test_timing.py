@@ -28,7 +28,7 @@ def test_the_rank_that_the_others_wait_for_is_named(spawn: Callable[..., Job], t
     entry.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{SLOW_RANK}")
     flags = [*MOCK, *GPT2, "--tp", 2, "--train-iters", 5, "--timing-interval", 4, "--save", tmp_path / "run"]
     out = ended(spawn([entry, *flags], 4)).stdout
-    assert out.count("ms a step") == 1
+    assert out.count("ms per step") == 1
     assert "; slowest: rank 2 on " in out
     assert out.count("most of the difference in forward and backward") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -37,4 +37,4 @@ def test_the_rank_that_the_others_wait_for_is_named(spawn: Callable[..., Job], t
 
 
 def test_no_interval_tells_nothing(run: Run) -> None:
-    assert "ms a step" not in run(*GPT2, "--train-iters", 2, "--timing-interval", 0).stdout
+    assert "ms per step" not in run(*GPT2, "--train-iters", 2, "--timing-interval", 0).stdout

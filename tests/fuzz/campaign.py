@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def signature(self) -> tuple[str, str, str]:
-        """What makes two findings one."""
+        """Properties in which two reports of the same finding agree."""
         return self.kind, self.fault, self.place
 
     def corpus_entry(self) -> str:
@@ -69,7 +69,7 @@ class Samples:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._made: dict[Sequence[object], Path] = {}
-        """By the steps that made them."""
+        """Paths by the steps that made them."""
 
     def of(self, kind: str) -> Path:
         """The folder with the sample of a kind. Raises RuntimeError where a valid sample cannot be made."""
@@ -174,7 +174,7 @@ def _work(
     numbers, took, findings = dict.fromkeys(kinds, own), dict.fromkeys(kinds, 0.0), dict[Any, Finding]()
     tried = dict.fromkeys(kinds, 0)
     known: list[Edit] = []
-    """What is found again and again where it is not mended, at the cost of a time limit each: a file that is none."""
+    """Edits that fail until the program is fixed, and each take the full time limit: files that are not regular."""
     while time.monotonic() - begin < seconds:
         open_kinds = [kind for kind in kinds if inputs is None or numbers[kind] < inputs]
         if not open_kinds:

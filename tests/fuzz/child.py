@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CODES = (0, 64, 85, 93)
-"""Those of megalite/errors.py, but for 70, which is a defect."""
+"""Exit codes of megalite/errors.py, except for 70, which is a defect."""
 SECONDS = 10.0
 IDLE_SECONDS = 3.0
 """In which a process that waits for nobody has used no CPU time: what it waits for will not come."""
 MEMORY = 1 << 30
 MOST_LINES, MOST_CHARACTERS = 10, 8000
-"""Of a message."""
+"""Largest size of a message."""
 _LARGEST_FILE = 1 << 30
 _TICK = 0.005
 _PAGE = resource.getpagesize()
@@ -38,13 +38,13 @@ _FRAME = re.compile(r'(?:File ")?[^"\n]*?/((?:megalite|tools|kernels)/[\w/.]+\.p
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """Outcome of a program.
 
     Attributes:
-        fault: what was wrong; None where nothing was.
-        place: where, as far as it shows: findings of one fault and place are one.
-        code: the exit code, minus a signal's number; None where it was stopped.
-        output: the end of what it said.
+        fault: description of the fault; None if there is none.
+        place: place of the fault, as far as known: findings with the same fault and place are the same.
+        code: exit code, or minus the number of a signal; None if the program was stopped.
+        output: the end of its output.
     """
 
     fault: str | None
@@ -163,7 +163,7 @@ def run(
 
 
 def _named(path: Path, allowed: Sequence[Path]) -> bool:
-    """Whether a path is below one of those that are allowed, or a folder on the way there."""
+    """Tell whether a path is inside one of the allowed paths, or a parent folder of one."""
     return any(path.is_relative_to(each) or each.is_relative_to(path) for each in allowed)
 
 
@@ -198,7 +198,7 @@ def _stop(process: int, stacks: Path) -> str:
 
 
 def _end_orphans() -> bool:
-    """Whether children of the ended process were left, after a moment for them to see that it has ended."""
+    """Kill children that the ended process has left after a second; tells whether there were any."""
     deadline = time.monotonic() + 1.0
     while True:
         try:

@@ -31,12 +31,12 @@ class Raw(str):
 
 @dataclass(frozen=True)
 class Codec:
-    """How a file is a tree, and a tree is a file again.
+    """Conversion of a file to a tree, and back.
 
     Attributes:
-        decode: the tree of a valid file.
-        encode: the file of a tree with `Raw` values; the second argument is the valid file.
-        values: raw values that are hostile to this kind of file, beside those for all.
+        decode: returns the tree of a valid file.
+        encode: returns the file of a tree with `Raw` values; the second argument is the valid file.
+        values: raw values that are hostile to this kind of file, in addition to those for all kinds.
     """
 
     decode: Callable[[bytes], Tree]

@@ -106,7 +106,7 @@ def _read_tokens(base: Path, _: Sequence[Edit]) -> Program:
 
 
 def wrong_index(base: Path) -> str | None:
-    """What is wrong with a .idx, by the definition of the format alone."""
+    """Return the problem of a .idx, from the definition of the format alone; None if it is valid."""
     data = (base / "in" / "data_text_document.idx").read_bytes()
     size = (base / "in" / "data_text_document.bin").stat().st_size
     magic, version, code, sequences, boundaries = struct.unpack_from("<9sQBQQ", data)
@@ -142,7 +142,7 @@ def _resume(base: Path, _: Sequence[Edit]) -> Program:
 
 
 def not_finite(base: Path) -> str | None:
-    """Whether a training that ended well has trained on what is no number."""
+    """Return the problem if a successful training has a loss that is not finite; else None."""
     path = base / "out" / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     finite = all(math.isfinite(line.get("lm_loss") or 0.0) for line in lines)
@@ -164,7 +164,7 @@ def _read_hf(base: Path, _: Sequence[Edit]) -> Program:
 
 
 def wrong_safetensors(base: Path) -> str | None:
-    """What the library of the format says against a file."""
+    """Return the error of the format's own library for a file, or None."""
     import safetensors
 
     try:
@@ -392,7 +392,7 @@ def _flag(name: str) -> str:
 
 
 def _path_flags(base: Path, edits: Sequence[Edit]) -> Sequence[Path]:
-    """What the path flags of an input name; empty where it has others, too."""
+    """Return the paths in the flags of an input; empty if it has other flags, too."""
     flags = [edit[2] for edit in edits]
     if not all(flag[0] in map(_flag, PATHS) for flag in flags):
         return ()
@@ -539,4 +539,4 @@ KINDS: Mapping[str, Kind] = {
     ),
     "messages": Kind(messages.PREPARE, messages.program, dict.fromkeys(messages.FILES, LINES), messages.draw),
 }
-"""By the names that `make fuzz KIND=` takes."""
+"""Kinds by the names that `make fuzz KIND=` takes."""

@@ -1,8 +1,7 @@
-"""What a rank and the watchdog's monitor say to each other once both have proved that they know the secret.
+"""Messages between a rank and the watchdog's monitor, after both have proved that they know the secret.
 
-A conversation is a file of lines. The end that takes it is a real one, a monitor or a rank's watchdog, in the input's
-own process; the other end seals each line, so that what edits have made of it is parsed, and then spoils bytes on the
-way.
+A conversation is a file of lines. The receiver is a real monitor, or the real watchdog of a rank, in the process of the
+input. The sender seals each line, so that edited lines are parsed, and then corrupts bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _BEGINNINGS = ("x", "x\n\nthread y:\n")
 _SWOLLEN_TEXTS = ("a", "\n", '  File "', '  File "x/', '\n  File "', "\nthread ", "\x1b[2J")
 _SWOLLEN_LISTS = ("0", "[]", "{}", '"x"', "1e9")
 _MOST_LINES, _MOST_CHARACTERS = 40, 2000
-"""Of a message, and of each of its lines."""
+"""Largest size of a message, and of each of its lines."""
 _DIGITS = 64
 
 
@@ -90,10 +89,10 @@ def _check(base: Path) -> None:
     """See that each conversation is taken as it is meant: else edits of them would try nothing."""
     said = {name: _speak_to_monitor(base, name, (), _LONG_SECONDS) for name in (HANG, LOST, FAILS, LEAVES)}
     assert 'hangs: rank 1 (process 4001 on n1) has been in "optimizer" for 61 s' in said[HANG], said
-    assert "rank 1 (process 4001 on n1) holds it up" in said[HANG], said
+    assert "rank 1 (process 4001 on n1) blocks it" in said[HANG], said
     assert "pretrain.py line 7" in said[HANG], said
     assert "a collective failed: reset by peer" in said[LOST], said
-    assert "message #3 from rank 0 to rank 1: rank 1 waits for it, rank 0 has not come to it" in said[LOST], said
+    assert "message #3 from rank 0 to rank 1: rank 1 waits for it, rank 0 has not reached it" in said[LOST], said
     assert said[FAILS] == said[LEAVES] == "", said
     assert (base / "out" / "hangs" / FOLDER / "rank_00001.json").exists()
     assert [(base / "out" / name).read_text() for name in (ENDS, TELLS)] == ["85", "64"]
@@ -167,7 +166,7 @@ class Speaker:
         self._read(2)  # the monitor's proof, or the rank's word who it is
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the file descriptor, for a selector."""
         return self._connection.fileno()
 
     def is_hung_up_on(self) -> bool:
@@ -211,7 +210,7 @@ class Speaker:
         return code + b" " + line + b"\n"
 
     def _spoil(self, sealed: Lines, lines: Lines, operation: str, arguments: Sequence[Any]) -> None:
-        """Raises IndexError where there is no such line any more."""
+        """Corrupt a line. Raises IndexError if the line does not exist any more."""
         at = arguments[0] if arguments else 0
         if operation == "again":
             sealed.insert(at + 1, sealed[at])
@@ -252,8 +251,8 @@ def _report_of_monitor(base: Path, name: str, wire: Sequence[Edit]) -> None:
 
 
 def _tell(message: str) -> None:
-    """Raises RuntimeError where it is no message for a person. A hang is told in more lines than an error: there is one
-    for each of some ranks."""
+    """Print a message. Raises RuntimeError if it is not readable for a person. One about a hang may be longer: it has a
+    line for each of some ranks."""
     sys.stderr.write(message)
     if message.count("\n") > _MOST_LINES or not all(
         line.isprintable() and len(line) <= _MOST_CHARACTERS for line in message.split("\n")
@@ -348,7 +347,7 @@ def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: fl
             Speaker(connection, b"monitor").say(lines, wire, lambda: linked.wait(patience))
 
     class Store:
-        """What rank 0 tells the others."""
+        """Store with the values that rank 0 publishes."""
 
         def get(self, _: str) -> bytes:
             return f"{server.getsockname()[1]} ".encode()

@@ -1,4 +1,4 @@
-"""What the fuzzer runs: the commands as they are, and those parts of a training that read what strangers wrote."""
+"""Programs that the fuzzer runs: the commands, and the parts of a training that read untrusted files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = [
     "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--eval-iters", "0", "--log-interval", "1",
 ]  # fmt: skip
 MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
-"""With `SIZES` and a number of steps, the flags of a run that takes a moment."""
+"""Flags of a very short run, together with `SIZES` and a number of steps."""
 MODULES = (
     "tests.harness.preload",
     "megalite.commands.pretrain",
@@ -41,7 +41,7 @@ MODULES = (
     "sentencepiece.sentencepiece_model_pb2",
     "zstandard",
 )
-"""What a program imports once, for all the processes that are forked."""
+"""Modules that a program imports once, for all forked processes."""
 
 
 def warm() -> None:

@@ -25,12 +25,12 @@ from tests.fuzz.programs import MOCK, SIZES, command
 
 RANKS = 2
 STRANGERS = 30
-"""Of an input at most: starting a run takes longer than sending what they say."""
+"""Largest number of strangers in an input: starting a run takes longer than sending their messages."""
 HOLD_SECONDS = 7.0
 """More than a rank has for its answer (5 s)."""
 START_SECONDS = 20.0
 _HEARING_SECONDS = 0.3
-"""For what the monitor says to a stranger, if it does."""
+"""Time to wait for a reply of the monitor to a stranger."""
 
 
 class Strangers:
@@ -102,7 +102,7 @@ class Strangers:
         return False
 
     def _watch(self, ranks: Sequence[int], canary: int, seconds: float, strangers: int) -> str | None:
-        """What goes wrong while strangers speak."""
+        """Watch the run while strangers send; returns the problem, or None."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not _has_ended(strangers):
             if _has_ended(canary):
@@ -116,7 +116,7 @@ class Strangers:
 
 
 def _draw_acts(draw: random.Random) -> list[Edit]:
-    """What a stranger does on a connection: mostly it has digits first, without which nothing else is looked at."""
+    """Draw the actions of a stranger on a connection. Most start with digits, without which nothing else is read."""
     if draw.random() < 0.35:  # it speaks another protocol: lines without codes, the first with what the store told it
         if draw.random() < 0.5:
             return [["line", draw.choice(_GARBAGE)]]
@@ -136,7 +136,7 @@ def _draw_acts(draw: random.Random) -> list[Edit]:
 
 
 _GUESSES = ("no code", "zeros", "nothing", "the store's", "the digits")
-"""What a stranger may take for the secret, or put in the place of a code."""
+"""Guesses of a stranger for the secret, or in the place of a code."""
 _MESSAGES = (
     '{"rank": 1, "host": "host", "process": {canary}, "start": 1, "space": "{space}", "section": "step", "step": 1}',
     '{"rank": 0, "host": "host", "process": {canary}, "start": 1, "space": "{space}", "section": "step", "step": 1}',
@@ -174,7 +174,7 @@ class _Stranger:
         self._digits, self._heard, self._lines = b"", b"", 0
 
     def act(self, what: str, *arguments: Any) -> None:
-        """Raises OSError where the monitor has hung up."""
+        """Perform an action. Raises OSError if the monitor has closed the connection."""
         send = self.connections[0].sendall
         if what == "digits":
             self._digits = secrets.token_hex(32).encode()
@@ -202,7 +202,7 @@ class _Stranger:
             send(b"x" * arguments[0])
 
     def is_answered(self) -> bool:
-        """Whether the other end takes digits, and proves then to be a monitor."""
+        """Tell whether the other end accepts digits, and then proves to be a monitor."""
         self.act("digits")
         return self._heard.endswith(b" {}\n")
 
@@ -265,7 +265,7 @@ def _told_by_the_store(port: int) -> tuple[int, str]:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether a child has ended; it is left to be waited for."""
+    """Tell whether a child has ended, without reaping it."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

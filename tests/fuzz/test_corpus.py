@@ -1,4 +1,4 @@
-"""What the fuzzer has ever found stays mended, and the fuzzer finds what it is for."""
+"""Regression tests of all findings of the fuzzer, and tests that the fuzzer finds faults."""
 
 from __future__ import annotations
 

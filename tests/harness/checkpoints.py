@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.checkpoint import Manifest, TrainingState, saving, shard_file
-from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.formats import NATIVE, Format
-from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.checkpoint.storage import create
+from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.parallel.sharding import Box
 
@@ -41,8 +40,8 @@ def write(
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
     attempt = FolderTransaction(folder, training.iteration)
     attempt.begin()
-    boxes: dict[str, list[SavedBox]] = {name: [] for name in tensors}
-    written: dict[str, SavedFile] = {}
+    there: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
+    checksums: dict[tuple[str, int], shard_file.Checksums] = {}
     for number, placed in enumerate(files):
         if not placed:
             continue
@@ -52,12 +51,9 @@ def write(
         with create(path) as stream:
             values = (tensors[part.name][part.box.slices()] for part in parts)
             made = shard_file.write(stream, zip(places, values, strict=True))
-        written[path.name] = made.file
-        for part, place, checksums in zip(parts, places, made.checksums, strict=True):
-            boxes[part.name].append(SavedBox(part.name, part.dtype, part.box, path.name, place.start, checksums))
-    saved = {
-        name: SavedTensor(tuple(tensor.shape), tensor.dtype, tuple(boxes[name])) for name, tensor in tensors.items()
-    }
+        there[path.name] = list(zip(parts, places, strict=True))
+        checksums |= {(path.name, place.start): sums for place, sums in zip(places, made, strict=True)}
+    written, saved = shard_file.records(there, checksums)
     saving.finish(attempt, Manifest(training, config or {"model": {"hidden_size": 8}}, written, saved))
     return attempt.path
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalite.config.parallel import SHAPES
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action
+from megalite.pipeline.schedules import SCHEDULES, Action, forward_only, orders_of
 from megalite.pipeline.stages import Stages
 
 CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved-1f1b": (1, 2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
@@ -36,8 +36,8 @@ class Pipeline:
         return Stages(self.ranks, self.chunks, SHAPES[self.schedule].v_shaped)
 
     def orders(self) -> list[list[Action]]:
-        schedule = SCHEDULES[self.schedule] if self.backward else FORWARD_ONLY
-        return schedule.orders(self.stages, self.micro_batches, self.group)
+        schedule = SCHEDULES[self.schedule] if self.backward else forward_only
+        return orders_of(schedule, self.stages, self.micro_batches, self.group)
 
     def lists(self, reductions: Reductions | None = None) -> list[list[Action]]:
         return lower(self.stages, self.orders(), reductions)

@@ -50,7 +50,7 @@ class SavedRun:
         def contents_at(mesh: ParallelMesh) -> Contents:
             return Contents.of([GPT(MODEL, mesh, dtype=torch.float32)], mesh, options)
 
-        self.plan = Plan(self.mesh, contents_at, settings, stage=options.stage, instances=options.instances)
+        self.plan = Plan(self.mesh, contents_at, settings, zero_stage=options.zero_stage, instances=options.instances)
         self._values: dict[int, list[Tensor]] = {}
 
     def save(self, directory: AnyPath, iteration: int, number: int, kind: str = "synchronous") -> None:

@@ -1,4 +1,4 @@
-"""What a launch in the interpreter may touch, and which of its programs touched what."""
+"""Memory that a launch in the interpreter may access, and a record of the accesses of its programs."""
 
 from __future__ import annotations
 

@@ -15,6 +15,6 @@ VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "one row": lambda whole: whole[:1, :1].expand(4, 3, 40),  # rows that are one
     "one element": lambda whole: whole[:, :, :1].expand(4, 3, 40),  # elements that are one
 }
-"""Of a tensor [4, 3, 40]."""
+"""Views of a tensor [4, 3, 40]."""
 
 each_view = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

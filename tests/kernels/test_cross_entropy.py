@@ -144,7 +144,7 @@ def test_no_tokens(options: LossOptions) -> None:
     ids=["steps", "slice", "one row"],
 )
 def test_strides_change_no_bit(view: object) -> None:
-    """Of logits, labels and weights; and what stands between the rows is left alone."""
+    """Vary strides of logits, labels and weights; memory between the rows must not change."""
     whole, labels, weights = inputs(8, 64, 64, torch.float32)
     part = view(whole)  # type: ignore[operator]
     ids = torch.stack([labels.clamp(max=39), labels], dim=1)[: len(part), 0]

@@ -1,4 +1,4 @@
-"""What is dropped: the kernel's is the reference's bit for bit, and this is what numpy draws."""
+"""Dropout: the kernel equals the reference bit for bit, and both equal numpy's generator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(input: Tensor, gradient: Tensor, dimension: int, mask: DropoutMask = M
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [GROUP, 5 * GROUP, COUNTERS * GROUP // 2])
 def test_the_kernel_drops_what_the_reference_drops(width: int, dtype: torch.dtype) -> None:
-    """Of two runs of rows, over one program and several, the samples second and first."""
+    """Compare two runs of rows, over one program and several, with the samples as second and first dimension."""
     check(numbers(9, 3, width).to(dtype), numbers(9, 3, width).to(dtype), 1)
     check(numbers(3, 9, width).to(dtype), numbers(3, 9, width).to(dtype), 0)
 

@@ -1,4 +1,4 @@
-"""Which implementation runs, and that Triton is not imported before it is needed."""
+"""Choice of the implementation; Triton is not imported before it is needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_operation_can_be_left_to_the_reference() -> None:
 
 
 def test_an_unknown_operation_is_refused() -> None:
-    with pytest.raises(ValueError, match="no operation is named rope; choose of norm, residual_norm, "):
+    with pytest.raises(ValueError, match="no operation is named rope; choose from norm, residual_norm, "):
         Kernels("triton", to_reference=("norm", "rope"))
 
 
@@ -92,7 +92,7 @@ def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
         return Kernels(choice, **left).description(torch.device(device), dtype)
 
     assert told("triton").startswith("Triton 3.")
-    assert told("triton", to_reference=("rotary", "norm")).endswith(", but for norm, rotary")
+    assert told("triton", to_reference=("rotary", "norm")).endswith(", except norm, rotary")
     assert told("triton", torch.float64) == "plain PyTorch: Triton's compute in fp32"
     assert told("reference") == "plain PyTorch, as chosen"
     assert told("auto") == "plain PyTorch"
@@ -143,7 +143,7 @@ def test_triton_is_not_imported_before_it_is_needed() -> None:
 
 
 def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on ROCm."""
+    """Simulate ROCm, where this is so."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)

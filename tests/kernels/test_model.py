@@ -34,7 +34,7 @@ NODES = {"norm": "NormBackward", "gelu": "ActivationBackward", "swiglu": "Activa
 
 
 def loss_and_gradients(config: ModelConfig) -> tuple[list[Tensor], set[str]]:
-    """And the names of the nodes of its graph."""
+    """Return the loss with gradients, and the names of the nodes of its graph."""
     network = GPT(config, ParallelMesh())
     initialize(network, 1234)
     text = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))

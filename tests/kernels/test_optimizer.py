@@ -13,7 +13,7 @@ from megalite_kernels import optimizer
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized
-from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
+from megalite_kernels.optimizer import SGD, AdamW, Flat, update_
 from tests.kernels.interpreter import nan_is_written, only_programs
 
 # Of the norm of the error: 8 and 2 roundings to nearest of the dtype.
@@ -92,9 +92,9 @@ def check_steps(state: Drawn, by: AdamW | SGD, steps: int = 3) -> None:
     for step in range(1, steps + 1):
         exact = stepped_by_torch(state, by._replace(step=step) if isinstance(by, AdamW) else by)
         if isinstance(by, AdamW):
-            adamw_(state.flat, state.average, state.squares, by._replace(step=step))
+            update_(state.flat, [state.average, state.squares], by._replace(step=step))
         else:
-            sgd_(state.flat, state.average, by)
+            update_(state.flat, [state.average], by)
         kept = state.flat.master if state.flat.master is not None else state.flat.parameters
         check(state.weights, exact[0], torch.float32 if kept.dtype == torch.int16 else kept.dtype)
         for moment, wanted in zip((state.average, state.squares), exact[1:], strict=False):
@@ -147,7 +147,7 @@ def test_moments_in_8_bits_are_rounded_and_no_more(elements: int, formats: tuple
     state = drawn(elements)
     moments = quantized(state, formats)
     exact = stepped_by_torch(state, ADAMW)
-    adamw_(state.flat, *moments, ADAMW)
+    update_(state.flat, moments, ADAMW)
     check(state.weights, exact[0], torch.float32)
     for moment, wanted in zip(moments, exact[1:], strict=True):
         found = moment.read(0, elements).double()
@@ -175,8 +175,8 @@ def test_the_reference_has_the_kernels_codes(
             for number, format in enumerate(formats)
         )
         for step in (1, 2):
-            adamw_(flat, average, squares, ADAMW._replace(step=step, seed=8 + 2 * step))
-        sgd_(flat, average, SGD(0.1, 0.1, 0.9, seed=14))
+            update_(flat, [average, squares], ADAMW._replace(step=step, seed=8 + 2 * step))
+        update_(flat, [average], SGD(0.1, 0.1, 0.9, seed=14))
         found.append([tensor[-700:] for tensor in (average.bytes, squares.bytes)])
     for ours, theirs, parts in zip(*found, strict=True):
         assert (ours != theirs).sum() <= 3  # where fp32 rounds the averages apart
@@ -186,7 +186,7 @@ def test_the_reference_has_the_kernels_codes(
 @pytest.mark.parametrize("magnitude", [1.0, 1e-13, 1e-16, 1e-18, 1e-25])
 @pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magnitude: float) -> None:
-    """From 1e-13 on what is too small for its block's codes is no zero; and blocks that are all too small are zeros."""
+    """Check that no positive number becomes zero in blocks from 1e-13 on; blocks of much smaller numbers are zeros."""
     moment = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
     generator = torch.Generator().manual_seed(1)
     roots = torch.randn(2000, generator=generator).mul_(magnitude).abs_()
@@ -216,25 +216,25 @@ def test_an_average_that_grows_in_small_steps_grows_in_8_bits() -> None:
     average, squares = (Quantized.zeros(256, torch.int8, torch.device("cpu"), root=root) for root in (False, True))
     by = AdamW(rate=0.0, decay=0.0, beta1=0.99, beta2=0.999, epsilon=1e-8, step=1)
     for step in range(1, 101):
-        adamw_(flat, average, squares, by._replace(step=step, seed=2 * step))
+        update_(flat, [average, squares], by._replace(step=step, seed=2 * step))
     exact = 1e-3 * (1.0 - 0.99**100)
     assert average.read(1, 256).mean().item() == pytest.approx(exact, rel=0.3)
 
 
 def test_sgd_may_keep_nothing() -> None:
     state, other = drawn(300), drawn(300)
-    sgd_(state.flat, None, SGD(0.3, 0.1, 0.0))
-    sgd_(other.flat, other.average, SGD(0.3, 0.1, 0.0))
+    update_(state.flat, [], SGD(0.3, 0.1, 0.0))
+    update_(other.flat, [other.average], SGD(0.3, 0.1, 0.0))
     assert torch.equal(state.flat.parameters, other.flat.parameters)
 
 
 def test_kernels_and_reference_agree_to_the_rounding_of_fp32() -> None:
-    """And the reference has torch's numbers, which it is compared with where it computes in float64."""
+    """Compare the kernel with the reference; the next test compares the reference with torch, in float64."""
     states = [drawn(3000), drawn(3000)]
     for choice, state in zip(("triton", "reference"), states, strict=True):
         use(Kernels(choice))
         for step in range(1, 6):
-            adamw_(state.flat, state.average, state.squares, ADAMW._replace(step=step))
+            update_(state.flat, [state.average, state.squares], ADAMW._replace(step=step))
     for ours, theirs in zip(states[0].tensors(), states[1].tensors(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
 
@@ -246,20 +246,20 @@ def test_float64_is_torchs_to_its_own_rounding(monkeypatch: pytest.MonkeyPatch) 
     for step in range(1, 4):
         by = ADAMW._replace(step=step)
         exact = stepped_by_torch(wide, by)
-        adamw_(wide.flat, wide.average, wide.squares, by)
+        update_(wide.flat, [wide.average, wide.squares], by)
         for found, wanted in zip((wide.flat.parameters, wide.average, wide.squares), exact, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_remainders_change_no_bit() -> None:
-    """Of weights, parameters or moments; and so does the reference among itself."""
+    """Compare weights, parameters and moments, for the kernel and for the reference."""
     for choice in ("triton", "reference"):
         use(Kernels(choice))  # type: ignore[arg-type]
         states = [drawn(5000, "bf16, fp32 masters"), drawn(5000, "bf16, remainders")]
         with nan_is_written():  # a remainder may be the largest number
             for step, state in itertools.product(range(1, 5), states):
-                adamw_(state.flat, state.average, state.squares, ADAMW._replace(step=step))
-                sgd_(state.flat, state.average, SGD(0.1, 0.1, 0.9))
+                update_(state.flat, [state.average, state.squares], ADAMW._replace(step=step))
+                update_(state.flat, [state.average], SGD(0.1, 0.1, 0.9))
         for ours, theirs in zip(*([s.weights, s.flat.parameters, s.average, s.squares] for s in states), strict=True):
             assert torch.equal(ours, theirs)
 
@@ -276,7 +276,7 @@ def test_a_weight_that_is_no_number_stays_none(masters: str) -> None:
         bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
         state.flat.master[5:8:2] = bits.view(torch.float32)
     with nan_is_written():
-        adamw_(state.flat, state.average, state.squares, ADAMW)
+        update_(state.flat, [state.average, state.squares], ADAMW)
     lost = torch.zeros(64, dtype=torch.bool)
     lost[5:8:2] = True
     assert torch.equal(state.flat.parameters.isnan(), lost)
@@ -289,8 +289,8 @@ def test_a_slice_is_updated_alone_and_twice_the_same(choice: str) -> None:
     whole, again, apart = (drawn(1000, "bf16, fp32 masters") for _ in range(3))
     for state in (whole, again):
         flat = Flat(*(tensor[33:870] for tensor in state.flat[:3] if tensor is not None))
-        adamw_(flat, state.average[33:870], state.squares[33:870], ADAMW)
-    adamw_(apart.flat, apart.average, apart.squares, ADAMW)
+        update_(flat, [state.average[33:870], state.squares[33:870]], ADAMW)
+    update_(apart.flat, [apart.average, apart.squares], ADAMW)
     untouched = drawn(1000, "bf16, fp32 masters")
     for ours, twice, all_of_it, before in zip(*(s.tensors() for s in (whole, again, apart, untouched)), strict=True):
         assert torch.equal(ours, twice)
@@ -306,8 +306,8 @@ def test_what_is_not_flat_is_refused() -> None:
         Flat(state.flat.parameters, state.flat.gradients[:63]),
         Flat(state.flat.parameters.view(8, 8), state.flat.gradients.view(8, 8)),
     ):
-        with pytest.raises(ValueError, match="flat tensors of one length"):
-            adamw_(flat, state.average[: len(flat.parameters)], state.squares[: len(flat.parameters)], ADAMW)
+        with pytest.raises(ValueError, match="flat, contiguous tensors"):
+            update_(flat, [state.average[: len(flat.parameters)], state.squares[: len(flat.parameters)]], ADAMW)
 
 
 def test_elements_lie_beyond_2_to_the_31() -> None:
@@ -320,7 +320,7 @@ def test_elements_lie_beyond_2_to_the_31() -> None:
         distant[last] = close
     parameters, gradients, master, average, squares = far
     with only_programs(-1):
-        adamw_(Flat(parameters, gradients, master), average, squares, ADAMW)
-    adamw_(near.flat, near.average, near.squares, ADAMW)
+        update_(Flat(parameters, gradients, master), [average, squares], ADAMW)
+    update_(near.flat, [near.average, near.squares], ADAMW)
     for distant, close in zip(far, near.tensors(), strict=True):
         assert torch.equal(distant[last], close)

@@ -231,7 +231,7 @@ def _halve(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """As an optimizer does with what it keeps."""
+    """Update quantized values as an optimizer does."""
     row = tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     found, scale = quantized(tl.load(values + place), seed, row.to(tl.int64) * BLOCK, MANTISSA, LOWEST, LARGEST, True)
@@ -253,7 +253,7 @@ def test_kernels_of_other_modules_call_these(format: torch.dtype) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"float16 is no format of codes; choose one of torch\.int8, "):
+    with pytest.raises(ValueError, match=r"float16 is not a format of codes; choose one of torch\.int8, "):
         quantize(numbers(4), torch.float16, 256)
     with pytest.raises(ValueError, match="blocks of 100 elements; choose a power of two from 128 to 2048"):
         quantize(numbers(4), torch.int8, 100)

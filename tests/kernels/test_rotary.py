@@ -31,7 +31,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def tables(positions: int, batch: int, pairs: int) -> tuple[Tensor, Tensor]:
-    """Of positions that nothing orders, with an amplitude as YaRN's."""
+    """Return tables of unordered positions, with an amplitude like YaRN's."""
     angles = 10 * numbers(positions, batch, 1, pairs, seed=2)
     return 1.1 * angles.cos(), 1.1 * angles.sin()
 
@@ -64,7 +64,7 @@ def with_gradients(
 
 
 def permuted(*parts: Tensor) -> tuple[Tensor, ...]:
-    """As attention gives gradients back: heads before positions in memory."""
+    """Return gradients in the memory order of attention: heads before positions."""
     found = [numbers(*part.permute(1, 2, 0, 3).shape, seed=3 + i) for i, part in enumerate(parts)]
     return tuple(value.permute(2, 0, 1, 3).to(part.dtype) for value, part in zip(found, parts, strict=True))
 

@@ -37,7 +37,7 @@ def trace(case: Case) -> None:
 
 
 def graphs_of_layers() -> int:
-    """How many graphs two layers have together, forward, on the meta device."""
+    """Return the number of graphs of two layers together, forward, on the meta device."""
     graphs: list[object] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:

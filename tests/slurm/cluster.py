@@ -60,7 +60,7 @@ class Cluster:
         self.limits_memory = (CGROUPS / "memory" / "memory.limit_in_bytes").exists()
         self.folder = Path(f"/run/megalite-slurm-{number}")
         self.environment = {"SLURM_CONF": f"{self.folder}/slurm.conf"}
-        """What a command of SLURM's needs to find this cluster."""
+        """Environment with which SLURM's commands find this cluster."""
         self._bridge = f"megalite{number}"
         self._owner = self.folder / "owner.pid"
 
@@ -108,7 +108,7 @@ class Cluster:
         self.down()
 
     def _is_left_behind(self) -> bool:
-        """Whether the program has gone that would have taken the cluster down; one of the command line has none."""
+        """Tell whether the program that should stop this cluster has ended; a cluster of the command line has none."""
         return self._owner.exists() and not is_alive(self._owner)
 
     def _write_files(self) -> None:
@@ -257,7 +257,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------ asking it
 
     def ask(self, *command: str, check: bool = True) -> str:
-        """What a command of SLURM's prints. Raises ClusterError, with its errors, if it fails."""
+        """Return the output of a SLURM command. Raises ClusterError, with its errors, if it fails."""
         return run(*command, environment=self.environment, check=check)
 
     def wait_until_idle(self, seconds: float = 90.0) -> None:
@@ -270,7 +270,7 @@ class Cluster:
             time.sleep(0.2)
 
     def states(self) -> dict[str, str]:
-        """What SLURM takes each node for; empty as long as it does not answer."""
+        """Return the state of each node according to SLURM; empty as long as SLURM does not answer."""
         found = self.ask("sinfo", "--noheader", "--Node", "--partition=main", "--format=%N %t", check=False)
         return dict(line.split() for line in found.splitlines())
 

@@ -58,7 +58,7 @@ class Training:
         return latest_iteration(self.run) if tracker.exists() else 0
 
     def logs(self, job: SlurmJob) -> dict[str, str]:
-        """What the program has written on each node."""
+        """Return the output of the program on each node."""
         return {path.stem: path.read_text() for path in (self.run / "slurm" / job.number).glob("*.log")}
 
     def assert_whole(self, ranks: int = 2) -> None:
@@ -83,13 +83,13 @@ STOPS_BY_FILE = """
     time.sleep(3)
     code.write_text("85")
 """
-"""For `submit_instead`: a program that does what it should, slowly, when it is to stop."""
+"""Program for `submit_instead` that stops correctly on request, but slowly."""
 
 
 @pytest.fixture(scope="session")
 def worker() -> int:
-    """Of the processes that share the tests, which this is: each has a cluster of its own. The variable FIRST_CLUSTER
-    sets the tests apart from others that run on this machine."""
+    """Return the number of this process among those that share the tests; each has its own cluster. The variable
+    FIRST_CLUSTER sets the tests apart from others that run on this machine."""
     own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     return int(os.environ.get("FIRST_CLUSTER", "0")) + own
 

@@ -38,11 +38,11 @@ class SlurmJob:
 
     @property
     def log(self) -> str:
-        """What the batch script has written."""
+        """Output of the batch script."""
         return self.path.read_text(errors="replace") if self.path.exists() else ""
 
     def fields(self) -> list[dict[str, str]]:
-        """What SLURM says of the job, or of each job of an array."""
+        """Return SLURM's fields of the job, or of each job of an array."""
         found = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.number)
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in found.splitlines()]
 
@@ -53,7 +53,7 @@ class SlurmJob:
 
     @property
     def restarts(self) -> int:
-        """How often it was requeued."""
+        """Number of times that the job was requeued."""
         return int(self.fields()[0]["Restarts"])
 
     def wait(self, *, exit_code: int | None = 0, seconds: float = SECONDS) -> None:
@@ -71,10 +71,10 @@ class SlurmJob:
             time.sleep(0.2)
 
     def ended(self) -> bool:
-        """Whether the job is over, or all jobs of an array."""
+        """Tell whether the job has ended, or all jobs of an array."""
         return all(job["JobState"] in ENDED for job in self.fields())
 
     def report(self) -> str:
-        """All that tells why a job is not where it should be."""
+        """Return all information about a job that is not in the expected state."""
         known = (self.cluster.ask(*command) for command in (("squeue",), ("sinfo", "--Node", "--long")))
         return "\n".join((str(self.fields()), self.log, *known))

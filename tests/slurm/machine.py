@@ -1,4 +1,4 @@
-"""What a cluster of tests/slurm asks of the machine: commands, namespaces, processes and cgroups."""
+"""Requirements of a cluster of tests/slurm on the machine: commands, namespaces, processes and cgroups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2
 
 
 class ClusterError(Exception):
-    """What keeps a SLURM from running here, and what to do."""
+    """Reason why SLURM cannot run here, and what to do."""
 
 
 def require_programs() -> None:
@@ -31,7 +31,7 @@ def require_programs() -> None:
 
 
 def run(*command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
-    """What a command prints. Raises ClusterError, with its errors, if it fails."""
+    """Return the output of a command. Raises ClusterError, with its errors, if it fails."""
     result = subprocess.run(
         command,
         env=os.environ | dict(environment or {}),
@@ -58,7 +58,7 @@ def host_name() -> str:
 
 
 def can_make_namespaces() -> bool:
-    """Whether this machine lets us have networks and host names of our own, and join them by a bridge."""
+    """Tell whether this machine allows network and host-name namespaces, and a bridge between them."""
     trial = f"trial{os.getpid()}"
     try:
         run("ip", "netns", "add", trial)
@@ -99,7 +99,7 @@ def _processes(condition: Callable[[Path], bool]) -> Iterator[int]:
 
 
 def is_alive(file: Path) -> bool:
-    """Whether the process is there whose number is in a file."""
+    """Tell whether the process whose number is in a file exists."""
     try:
         os.kill(int(file.read_text()), 0)
     except (OSError, ValueError):
@@ -117,7 +117,7 @@ def kill_all(find: Callable[[], Iterable[int]]) -> None:
 
 
 def remove_cgroups(nodes: Iterable[str]) -> None:
-    """Those that SLURM has made for nodes, from the innermost out."""
+    """Remove the cgroups that SLURM has made for nodes, from the innermost to the outermost."""
     for node in nodes:
         for top in CGROUPS.glob(f"*/slurm_{node}"):
             for folder, _, _ in os.walk(top, topdown=False):

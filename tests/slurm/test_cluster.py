@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.fixture
 def number(worker: int) -> int:
-    """Of a cluster beside the one that the other tests use."""
+    """Return the number of a second cluster, in addition to the one of the other tests."""
     return worker + 50
 
 

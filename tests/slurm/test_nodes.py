@@ -29,7 +29,7 @@ def test_the_loss_of_the_node_of_the_script_moves_the_job(training: Training) ->
 
 
 def test_a_job_with_spares_moves_too_on_as_many_nodes_as_are_left(training: Training) -> None:
-    """Where the node that watched over it was lost before, and that of the script is being drained."""
+    """Lose the node that monitors the job first, and then drain the node of the script."""
     job = training.submit("--nodes=2-3", "--no-kill", NODES=2, LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     first, second, last, other = training.cluster.nodes
@@ -74,7 +74,7 @@ def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
 
 
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
-    """With a STOP of an earlier run, that is not the job's: it has never begun when SLURM requeues it."""
+    """Ignore the STOP of an earlier run, too: the job has not started when SLURM requeues it."""
     training.hold.unlink()
     first = training.cluster.nodes[0]
     training.cluster.sicken(first)
@@ -132,7 +132,7 @@ def test_no_node_is_left_out_where_a_reservation_has_no_other(training: Training
         training.cluster.ask("scancel", "--user=root")
         training.cluster.ask("scontrol", "delete", "ReservationName=ours")
     assert job.restarts == 2
-    assert "SLURM is to leave out" not in job.log
+    assert "SLURM will leave out" not in job.log
 
 
 def test_a_job_moves_away_from_a_node_that_fails_its_check(training: Training) -> None:
@@ -155,7 +155,7 @@ def test_a_job_moves_away_from_a_node_on_which_ranks_die_twice_running(training:
     job = training.submit_instead(
         f"""
         if os.environ["SLURMD_NODENAME"] == "{second}":
-            print(f"rank 1 (process {{os.getpid()}} on {second}) has ended without a word, in step 1")
+            print(f"rank 1 (process {{os.getpid()}} on {second}) has ended without a message, in step 1")
         elif "SLURM_RESTART_COUNT" in os.environ:
             code.write_text("0")
         """
@@ -192,4 +192,4 @@ def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> No
     job = training.submit(HEALTH_CHECK="false")
     job.wait(exit_code=93)
     assert job.restarts == 2
-    assert job.log.count("only 0 of 2 nodes are well") == 2
+    assert job.log.count("only 0 of 2 nodes are healthy") == 2

@@ -1,4 +1,4 @@
-"""What the run itself notices of a node that has no network, or no power, any more: nothing closes its connections."""
+"""Loss of network or power of a node, as the run itself detects it: nothing closes the connections."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_rank_that_is_cut_off_is_named(cluster: Cluster, monkeypatch: pytest.M
             time.sleep(0.5)
             cluster.fail(node)
             assert told.get(timeout=60).startswith(
-                f"rank 1 (process {rank.pid} on far) has ended without a word, last heard of in step 7"
+                f"rank 1 (process {rank.pid} on far) has ended without a message, last seen in step 7"
             )
         finally:
             rank.kill()

@@ -1,4 +1,4 @@
-"""What the other scripts write is what their programs write without SLURM."""
+"""Other scripts: their output equals that of their programs without SLURM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_merged(directory: Path) -> None:
 
 
 def test_shards_of_a_corpus_are_merged_to_the_whole(cluster: Cluster, tmp_path: Path) -> None:
-    """Of that corpus alone: what would change it is refused, whether its shards are there or not."""
+    """Merge only the shards of this corpus: changes are refused, whether its shards exist or not."""
     for number in range(5):
         (tmp_path / f"part_{number}.jsonl").write_text(documents(number, 3 + number))
     (tmp_path / "sharded_text_document.idx").write_text("of an earlier corpus")
@@ -56,7 +56,7 @@ def test_shards_of_a_corpus_are_merged_to_the_whole(cluster: Cluster, tmp_path: 
     for job in (*bad_arrays, *others):
         job.wait(exit_code=64)
     assert all("--array=0-N" in job.log for job in bad_arrays)
-    assert all("sharded.parts is of other shards, flags or files" in job.log for job in others)
+    assert all("sharded.parts is from other shards, flags or files" in job.log for job in others)
     assert "> 4 shards" in others[0].log
     assert "part_5.jsonl, " in others[1].log
     (tmp_path / "part_5.jsonl").unlink()
@@ -88,7 +88,7 @@ def test_a_shard_goes_on_after_its_time_limit_and_after_a_more_important_job(clu
     job.wait()
     assert "requeue: another job takes the node" in job.log
     assert "requeue: the time limit is near" in job.log
-    assert job.log.count("going on after") == 2
+    assert job.log.count("continuing after") == 2
     for pipe in pipes:
         pipe.unlink()
         pipe.write_text(documents(9, 2))
@@ -104,7 +104,7 @@ def test_a_shard_that_comes_to_its_time_limit_with_nothing_is_given_up(cluster: 
     job.until((tmp_path / "started").exists)
     cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.wait(exit_code=93)
-    assert "nothing came of all this time" in job.log
+    assert "no progress in this time" in job.log
 
 
 def test_one_job_alone_merges(cluster: Cluster, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_text_is_made_in_all_the_memory_of_a_node_and_ends_as_its_last_start_did
 def test_an_error_of_a_tool_is_the_exit_code_of_the_job(
     script: str, code: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Where there is no checkpoint to load, a flag is missing, and no file is like the pattern."""
+    """Give each script an error: no checkpoint to load, a missing flag, a pattern that matches no file."""
     variables = {"RANKS_PER_NODE": 1, "LOGS": tmp_path / "logs", "INPUT": "nothing*", "OUTPUT": tmp_path / "out"}
     options = ("--cpus-per-task=1", f"slurm/{script}.sbatch", "--load", tmp_path)
     submit(cluster, *options, directory=tmp_path, **variables).wait(exit_code=code)

@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_before_all_have_met_is_named_and_ends_the_attempt
     assert time.monotonic() - began < 60
     said = "\n".join((job.log, *training.logs(job).values()))
     node = training.cluster.nodes[rank]
-    by_the_run = rf"rank {rank} \(process \d+ on .*\) has ended without a word"
+    by_the_run = rf"rank {rank} \(process \d+ on .*\) has ended without a message"
     by_srun = f"error: {node}: task {rank}: Killed"
     by_torchrun = rf"rank +: {rank} \(.*\)\n.*exitcode +: -9 "
     assert re.search(f"{by_the_run}|{by_torchrun if launcher == 'torchrun' else by_srun}", said), said

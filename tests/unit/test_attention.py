@@ -147,7 +147,7 @@ def test_first_visible() -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
-    """With a window and without; against all keys, and in the kernel against the keys of a part."""
+    """Compare masks with a window and without, for all keys and, in the kernel, for the keys of a part."""
     made, whole = network(GEMMA), micro_batch(12, documents=documents)
     layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
     places = layout.places(torch.device("cpu"))

@@ -14,23 +14,26 @@ from megalite.training.data import last_iteration, order_notes, seen_samples
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 
 
+TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
+
+
 @pytest.mark.parametrize(
-    ("flags", "chunks", "overlaps"),
+    ("flags", "overlaps"),
     [
-        ("", 1, False),
-        ("--overlap-grad-reduce", 1, True),
-        ("--overlap-grad-reduce", 2, False),  # the list says when: aligned over the pipeline's ranks
-        ("--overlap-grad-reduce --no-align-grad-reduce --num-virtual-stages-per-pipeline-rank 2", 2, True),
-        ("--overlap-grad-reduce --pipeline-schedule zb-v", 2, True),
-        ("--overlap-grad-reduce --data-parallel-sharding-strategy optim", 2, False),
-        ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads", 2, True),
-        ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads_params", 2, True),
+        ("", False),
+        ("--overlap-grad-reduce", True),
+        (TWO_CHUNKS, False),  # the list says when: aligned over the pipeline's ranks
+        (f"{TWO_CHUNKS} --no-align-grad-reduce", True),
+        ("--overlap-grad-reduce --pipeline-schedule zb-v", True),
+        (f"{TWO_CHUNKS} --data-parallel-sharding-strategy optim", False),
+        (f"{TWO_CHUNKS} --data-parallel-sharding-strategy optim_grads", True),
+        (f"{TWO_CHUNKS} --data-parallel-sharding-strategy optim_grads_params", True),
     ],
 )
-def test_what_reduces_inside_backward(flags: str, chunks: int, overlaps: bool) -> None:
+def test_what_reduces_inside_backward(flags: str, overlaps: bool) -> None:
     """Reductions after every micro-batch, and on a V, need no alignment."""
     config = parse_arguments(f"{SIZES} {flags}".split()).config
-    assert data_parallel(config, ParallelMesh(), chunks).overlap_reduce is overlaps
+    assert data_parallel(config, ParallelMesh()).overlap_reduce is overlaps
 
 
 @pytest.mark.parametrize(

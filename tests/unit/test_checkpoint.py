@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, TrainingState, manifest, shard_file
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint import Candidates, Plan, Saver, TrainingState, manifest, shard_file
+from megalite.checkpoint.tensors import ByteRange, Kind, TensorBox
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, CorruptCheckpointError
@@ -67,7 +67,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def save(
     directory: Path, network: GPT, optimizer: Optimizer, training: TrainingState = STATE, *, state: bool = True
 ) -> Path:
-    return checkpoint.save(directory, training, optimizer, {"model": asdict(network.config)}, state=state)
+    saver = Saver(directory, optimizer, Plan.alone(optimizer), state=state)
+    path = saver.save(training, {"model": asdict(network.config)})
+    assert isinstance(path, Path)
+    return path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -98,7 +101,7 @@ def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optim
             parameter.detach().fill_(torch.nan)
         checkpoint.load(path, other, None, MESH)
         assert same(bits(network, None), bits(other, None))
-    with pytest.raises(CheckpointError, match="it holds weights alone where this run needs exp_avg, exp_avg_sq, too"):
+    with pytest.raises(CheckpointError, match="it has only weights, but this run also needs exp_avg, exp_avg_sq"):
         checkpoint.load(path, *build(), MESH)
 
 
@@ -121,7 +124,7 @@ def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp
         "evaluation_left": False,
     }
     assert checkpoint.read_config(path) == {"model": asdict(MODEL)}
-    assert checkpoint.read_model_config(path) == MODEL
+    assert checkpoint.model_config(path, checkpoint.read_config(path)) == MODEL
 
 
 # ------------------------------------------------------------------------------------------------------ refusals
@@ -132,7 +135,7 @@ def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp
     [
         ({"hidden_size": 16}, r"model/embedding.word has shape \[10, 8\] in it and \[10, 16\] in this run's model"),
         ({"vocab_size": 11}, r"model/embedding.word has shape \[10, 8\] in it and \[11, 8\]"),
-        ({"num_layers": 3}, r"model/layers.2.attention.query \[2, 4, 8\] is not in it: it is of another model"),
+        ({"num_layers": 3}, r"model/layers.2.attention.query \[2, 4, 8\] is not in it: it is from another model"),
         ({"num_layers": 1}, r"model/layers.1.attention.key_value \[2, 2, 4, 8\] has no place in this run's model"),
         ({"untie_embeddings_and_output_weights": True}, r"model/output \[10, 8\] is not in it"),
     ],
@@ -225,7 +228,7 @@ def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> 
         CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16, --fp16 and --fp64"
     ):
         checkpoint.load(path, *build(dtype=torch.float64), MESH)
-    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for the weights where this run needs nothing"):
+    with pytest.raises(CheckpointError, match="is exp_avg, exp_avg_sq for the weights, but this run needs nothing"):
         checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
 
 
@@ -342,13 +345,13 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         checkpoint.load(path, *build(), MESH)
     described = path / "manifest.json"
     described.write_text(described.read_text().replace('"iteration": 7', '"iteration": 8'))
-    with pytest.raises(CheckpointError, match=r"manifest.json is damaged or foreign: its checksum does not match"):
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged or not ours: its checksum does not match"):
         checkpoint.load(path, *build(), MESH)
     for text in ("", "[]", "{}", "\x00\xff"):
         described.write_text(text)
-        with pytest.raises(CheckpointError, match=r"manifest.json is damaged or foreign"):
+        with pytest.raises(CheckpointError, match=r"manifest.json is damaged or not ours"):
             checkpoint.read_manifest(path)
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: it has no manifest\.json"):
         checkpoint.load(tmp_path, *build(), MESH)
 
 
@@ -386,7 +389,7 @@ def test_a_manifest_from_anywhere_leads_nowhere_else(tmp_path: Path, where: tupl
     del fields["checksum"]
     fields["checksum"] = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
     path.write_text(json.dumps(fields))
-    with pytest.raises(CorruptCheckpointError, match=r"manifest.json is damaged or foreign"):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest.json is damaged or not ours"):
         checkpoint.load(path.parent, *build(), MESH)
 
 
@@ -394,7 +397,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(manifest, "VERSION", 3)
     path = save(tmp_path, *build())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="it is not of format version 2"):
+    with pytest.raises(CheckpointError, match="its format version is not 2"):
         checkpoint.read_manifest(path)
 
 
@@ -417,7 +420,9 @@ def test_the_tracker_says_which_one_is_loaded(tmp_path: Path) -> None:
     assert "left alone" in found.notes[0]
     for text in ("8", "", "release"):
         tracker.write_text(text)
-        with pytest.raises(CheckpointError, match=r"latest_checkpointed.*no checkpoint here: write one of 7, 12345678"):
+        with pytest.raises(
+            CheckpointError, match=r"latest_checkpointed.*not a checkpoint here: write one of 7, 12345678"
+        ):
             checkpoint.latest(tmp_path)
     tracker.unlink()
     assert checkpoint.latest(tmp_path) == second
@@ -429,19 +434,19 @@ def test_a_tracker_that_names_nothing_is_not_believed(tmp_path: Path) -> None:
     for text in ("8", "release"):
         tracker.write_text(text)
         if text == "release":
-            with pytest.raises(CheckpointError, match="names 'release', which is no checkpoint here: there is none"):
+            with pytest.raises(CheckpointError, match="names 'release', not a checkpoint here: there is none"):
                 checkpoint.find_candidates(tmp_path, MESH)
     first, second = (save(tmp_path, *build(), replace(STATE, iteration=iteration)) for iteration in (7, 9))
     tracker.write_text("8")
     assert checkpoint.find_candidates(tmp_path, MESH).paths == (tmp_path / "iter_0000008", first)
     tracker.write_text("6")
-    with pytest.raises(CheckpointError, match="names '6', which is no checkpoint here: write one of 7, 9 into it"):
+    with pytest.raises(CheckpointError, match="names '6', not a checkpoint here: write one of 7, 9 into it"):
         checkpoint.find_candidates(tmp_path, MESH)
     for text in ("release", "", "\x00\x00"):
         tracker.write_text(text)
         found = checkpoint.find_candidates(tmp_path, MESH)
         assert found.paths == (second, first)
-        assert f"holds {text!r}, which is no step" in found.notes[0]
+        assert f"has {text!r}, which is not a step" in found.notes[0]
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
@@ -449,7 +454,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     foreign.mkdir()
     (foreign / ".metadata").write_text("another program's")
     (tmp_path / "iter_best.tmp").mkdir()
-    with pytest.raises(CheckpointError, match="is there already and is no checkpoint of this program: move it away"):
+    with pytest.raises(CheckpointError, match="already exists and is not a checkpoint of this program: move it away"):
         save(tmp_path, *build())
     assert (foreign / ".metadata").exists()
     assert (tmp_path / "iter_best.tmp").exists()
@@ -460,13 +465,12 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
     monkeypatch.setattr(manifest, "BLOCK", 1 << 17)
     written, summed = 0, 0
     ahead: list[int] = []
-    take = shard_file._RunningChecksum._take
 
-    def slow(*arguments: Any) -> None:
+    def slow(data: bytes, before: int) -> int:
         nonlocal summed
         time.sleep(0.002)
-        take(*arguments)
         summed += 1
+        return zlib.crc32(data, before)
 
     class Disk:
         def write(self, data: bytes | memoryview) -> int:
@@ -475,9 +479,9 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
             ahead.append(written - summed)
             return len(data)
 
-    monkeypatch.setattr(shard_file._RunningChecksum, "_take", slow)
+    monkeypatch.setattr(shard_file, "zlib", SimpleNamespace(crc32=slow))
     values = torch.randn(20 << 15)
     part = TensorBox("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
-    made = shard_file.write(Disk(), [(ByteRange(b"", 0, part.size, lambda _: b""), values)])
-    assert made.checksums[0][-1] == zlib.crc32(shard_file.bytes_of(values))
+    (checksums,) = shard_file.write(Disk(), [(ByteRange(b"", 0, part.size, lambda _: b""), values)])
+    assert checksums[-1] == zlib.crc32(shard_file.bytes_of(values))
     assert max(ahead) <= 2

@@ -96,7 +96,7 @@ def test_damage_elsewhere_does_not_matter_and_here_it_does(tmp_path: Path) -> No
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_several_ranks_need_is_read_by_one_of_them_and_the_work_is_shared(data: st.DataObject) -> None:
-    boxes = [SavedBox("t", torch.float32, Box((row * 4,), (4,)), "f", row * 16, (0,)) for row in range(12)]
+    boxes = [SavedBox("t", (48,), torch.float32, Box((row * 4,), (4,)), "f", row * 16, (0,)) for row in range(12)]
     blocks = [block for saved in boxes for block in saved.blocks()]
     ranks = data.draw(st.integers(1, 4))
     needs: dict[int, list[Block]] = {
@@ -113,7 +113,7 @@ def test_what_several_ranks_need_is_read_by_one_of_them_and_the_work_is_shared(d
 
 
 def test_needed_blocks_are_those_that_meet_a_box() -> None:
-    saved = SavedBox("t", torch.float32, Box((0, 0), (8, 4)), "f", 0, (1, 2, 3, 4))
+    saved = SavedBox("t", (8, 4), torch.float32, Box((0, 0), (8, 4)), "f", 0, (1, 2, 3, 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "BLOCK", 32)  # two rows
         assert [block.start for block in needed_blocks(saved, [Box((3, 1), (1, 1)), Box((6, 0), (2, 4))])] == [32, 96]
@@ -134,4 +134,4 @@ def test_a_checkpoint_may_have_more_files_than_a_process_may_open(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     for saved, (target,) in targets.items():
-        assert torch.equal(target.values, values[saved.tensor])
+        assert torch.equal(target.values, values[saved.name])

@@ -148,7 +148,7 @@ def test_json_has_all_that_the_manifest_has(saved: Path) -> None:
         ([], "give --load, or --diff with two checkpoints"),
         (["--load", "a", "--diff", "a", "b"], "give --load, or --diff with two checkpoints"),
         (["--diff", "a", "b", "--verify"], "are about one checkpoint: give it as --load"),
-        (["--load", "a", "--workers", "0"], "--workers is 1 or more"),
+        (["--load", "a", "--workers", "0"], "--workers 0: must be at least 1"),
         (["--load", "a", "--verfy"], "there is no flag --verfy: did you mean --verify?"),
     ],
 )
@@ -161,7 +161,7 @@ def test_flags_that_do_not_go_together(flags: list[str], message: str) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     refused = inspect("--load", tmp_path)
     assert refused.code == 93
-    assert f"{tmp_path} holds no checkpoint" in refused.stderr
+    assert f"{tmp_path} has no checkpoint" in refused.stderr
 
 
 def test_the_command_itself(saved: Path) -> None:
@@ -224,7 +224,7 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     assert problems[0] == "it is missing"
     assert problems[1] == f"it has {size - 1} bytes of {size}: it was cut off or replaced"
     assert problems[2].startswith(f"it has {shards[2].stat().st_size} bytes of")
-    assert problems[3] == "the checksum of what stands around its tensors does not match"
+    assert problems[3] == "the checksum of the bytes around its tensors does not match"
     assert problems[4].startswith("the checksum of optimizer/exp_avg/norm@0 does not match, in bytes ")
     assert problems[5].startswith("the checksum of optimizer/exp_avg/norm@3 does not match, in bytes ")
     assert found[5][1] == "optimizer/exp_avg/norm"
@@ -240,7 +240,7 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
-    """That file has the same size and is intact: other values, or boxes of another split."""
+    """Use an intact file of the same size, with other values or with boxes of another split."""
     path = checkpoints.write(tmp_path / "a", tensors(), halves(tensors()))
     other = checkpoints.write(tmp_path / "b", tensors(1), halves(tensors()))
     shutil.copy(other / "rank_00000.safetensors", path / "rank_00000.safetensors")
@@ -253,14 +253,14 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     path, other = (checkpoints.write(tmp_path / n, square, cut) for n, cut in (("c", rows), ("d", columns)))
     shutil.copy(other / "rank_00000.safetensors", path / "rank_00000.safetensors")
     problems = [problem for _, _, problem in found_by_verify(path)]
-    assert problems == ["the checksum of what stands around its tensors does not match"]
+    assert problems == ["the checksum of the bytes around its tensors does not match"]
 
 
 def test_a_header_that_gives_right_bytes_another_shape_is_found(tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, tensors())
     shard = path / "rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes().replace(b"[6, 5]", b"[5, 6]", 1))
-    problem = "the checksum of what stands around its tensors does not match"
+    problem = "the checksum of the bytes around its tensors does not match"
     assert found_by_verify(path) == [(shard.name, None, problem)]
 
 
@@ -421,7 +421,7 @@ def test_each_kind_of_difference_is_shown_with_both_sides(tmp_path: Path) -> Non
     for line in (f"a: {a}", "optimizer_steps 6 5", "training.seed 1 2", "training.bf16 yes (absent)", "only in a"):
         assert line in lines
     assert "model/word bfloat16 [6, 5] float32 [6, 5]" in lines
-    assert lines[-1] == "3 of 3 tensors that both have in one shape are equal"
+    assert lines[-1] == "3 of 3 tensors that both have in the same shape are equal"
     machine = json.loads(inspect("--diff", a, b, "--json").stdout)
     assert machine["same"] is False
     assert machine["config"]["training.seed"] == [1, 2]
@@ -431,7 +431,7 @@ def test_the_same_is_said_to_be_the_same(tmp_path: Path, saved: Path) -> None:
     other = checkpoints.write(tmp_path / "other", tensors())
     shown = inspect("--diff", saved, other)
     assert shown.code == 0
-    assert shown.stdout.endswith("4 of 4 tensors that both have in one shape are equal\n")
+    assert shown.stdout.endswith("4 of 4 tensors that both have in the same shape are equal\n")
 
 
 @pytest.mark.parametrize(

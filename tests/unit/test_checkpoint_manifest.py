@@ -66,7 +66,7 @@ def test_a_training_state_is_one(path: Path, field: str, values: tuple[Any, ...]
     assert checkpoint.check_whole(path, MESH).training.optimizer_steps == 2
     for value in values:
         write(path, changed(path, "training", **{field: value}))
-        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged or foreign|manifest is of step 5"):
+        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged or not ours|manifest says step 5"):
             checkpoint.check_whole(path, MESH)
         path.joinpath("manifest.json").write_text(Manifest(STATE, asdict(CONFIG), {}, {}).to_json())
 
@@ -151,7 +151,7 @@ def test_a_weight_is_of_no_whole_numbers(path: Path, name: str) -> None:
     write(path, changed(path, "tensors", **{"state/a": counts, "optimizer/count/a": counts}))
     assert checkpoint.read_manifest(path).tensors["state/a"].dtype == torch.int64
     write(path, changed(path, "tensors", **{name: counts}))
-    with pytest.raises(CorruptCheckpointError, match=f"'{name}' is a weight, and of whole numbers, int64"):
+    with pytest.raises(CorruptCheckpointError, match=f"'{name}' is a weight, but has whole numbers, int64"):
         checkpoint.read_manifest(path)
 
 
@@ -165,7 +165,7 @@ def test_a_manifest_of_many_boxes_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(manifest, "MOST_MARKS", 0)
     shape, name = (64, 16, 4096), "model/layers.0.mlp.linear_fc1"
     boxes = tuple(
-        SavedBox(name, torch.bfloat16, Box((expert, row, 0), (1, 1, 4096)), "rank_00000.safetensors", 0, (0,))
+        SavedBox(name, shape, torch.bfloat16, Box((expert, row, 0), (1, 1, 4096)), "rank_00000.safetensors", 0, (0,))
         for expert in range(64)
         for row in range(16)
     )
@@ -219,6 +219,6 @@ def test_a_tracker_that_cannot_be_read_names_nothing(path: Path) -> None:
         make(tracker)
         found = directory.candidates(path.parent)
         assert found.paths == (path,)
-        assert "which is no step" in found.notes[0]
-        with pytest.raises(CheckpointError, match="which is no checkpoint here: write one of 3 into it"):
+        assert "which is not a step" in found.notes[0]
+        with pytest.raises(CheckpointError, match="not a checkpoint here: write one of 3 into it"):
             directory.latest(path.parent)

@@ -178,7 +178,7 @@ def test_what_is_not_ours_is_not_touched(tmp_path: Path, name: str) -> None:
         path = tmp_path / f"run/iter_000000{iteration}" / name
         path.parent.mkdir(parents=True)
         path.write_text("precious")
-    with pytest.raises(CheckpointError, match="iter_0000001 is there already and is no checkpoint of this program"):
+    with pytest.raises(CheckpointError, match="iter_0000001 already exists and is not a checkpoint of this program"):
         save(objects(tmp_path / "run"), 1.0, 1)
     save(objects(tmp_path / "run"), 1.0, 3)
     assert path.read_text() == "precious"
@@ -252,7 +252,7 @@ def test_an_object_is_read_as_a_file_is(tmp_path: Path) -> None:
     assert path.stat().st_size == 256
     assert path.read_bytes() == data
     for start, stop in ((0, 8), (200, 256), (3, 103), (250, 260)):
-        assert path.read_range(start, stop) == data[start:stop]
+        assert path.read_bytes(start, stop) == data[start:stop]
     assert path.parent.listing() == {"object": 256}
 
 
@@ -302,4 +302,4 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_note_says_that_nothing_locks_it(tmp_path: Path) -> None:
     run = objects(tmp_path)
     with checkpoint.only_run(run, MESH) as notes:
-        assert notes == (f"note: {run} has no locks, as an object store: see to it that no other run saves there",)
+        assert notes == (f"note: {run} is an object store, without locks: make sure that no other run saves there",)

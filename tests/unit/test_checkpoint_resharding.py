@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import file_writer, manifest
+from megalite.checkpoint import Plan, Saver, file_writer, manifest
 from megalite.checkpoint.comparison import compare
 from megalite.checkpoint.inspection import verify
 from megalite.checkpoint.manifest import covers, read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.checkpoint.tensors import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
@@ -76,7 +76,10 @@ def bits(network: GPT, optimizer: Optimizer) -> list[Tensor]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"model": asdict(MODEL)}
-    return checkpoint.save(tmp_path_factory.mktemp("saved"), STATE, build(1)[1], config)
+    optimizer = build(1)[1]
+    path = Saver(tmp_path_factory.mktemp("saved"), optimizer, Plan.alone(optimizer)).save(STATE, config)
+    assert isinstance(path, Path)
+    return path
 
 
 def run(*arguments: object) -> Ended:
@@ -111,7 +114,8 @@ def _cut_again(folder: Path, data: st.DataObject) -> None:
     files = data.draw(st.integers(1, 9))
     cut = data.draw(st.just(cut_evenly(source.tensors, files)) | checkpoints.cuts(TENSORS))
     seen: list[int] = []
-    written = reshard(source, folder / "b", cut, 2, seen.append)
+    read = source.manifest
+    written = write_checkpoint(source, read.training, read.config, folder / "b", cut, 2, seen.append)
     assert sum(seen) == sum(tensor.nbytes for tensor in TENSORS.values())
     assert_same(path, written)
     assert verify(CheckpointReader(written), 1, no_progress) == []
@@ -245,7 +249,7 @@ def test_weights_of_another_model_are_refused(saved: Path) -> None:
     tensors = CheckpointReader(saved).tensors
     weights = [[(name, Box((0,) * len(t.shape), t.shape)) for name, t in tensors.items() if name.startswith("model/")]]
     assert len(cut_by_weights(tensors, weights)[0]) == len(tensors)
-    with pytest.raises(CheckpointError, match=r"is not of the model that the config in it describes"):
+    with pytest.raises(CheckpointError, match=r"is not in the model that its config describes"):
         cut_by_weights(tensors, [weights[0][:-1]])
 
 
@@ -262,7 +266,7 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
     checkpoint.load(path, network, None, MESH)
     for ours, theirs in zip(build(1)[0].parameters(), network.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    with pytest.raises(CheckpointError, match="it holds weights alone"):
+    with pytest.raises(CheckpointError, match="it has only weights"):
         checkpoint.load(path, *build(2), MESH)
 
 
@@ -274,11 +278,11 @@ def test_weights_alone_serve_generation_and_refuse_to_go_on(saved: Path, tmp_pat
     [
         ((), "give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size"),
         (("--files", 2, "--tensor-model-parallel-size", 2), "give --files, or"),
-        (("--files", 0), "--files and --workers are 1 or more"),
+        (("--files", 0), "--files 0: must be at least 1"),
         (("--tensor-model-parallel-size", 3), "--tensor-model-parallel-size 3 does not divide the attention heads, 4"),
         (("--tensor-model-parallel-size", 0), "--tensor-model-parallel-size 0 does not divide"),
-        (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size is 1 or more"),
-        (("--pipeline-model-parallel-size", 3), "cannot be dealt evenly to 3 stages"),
+        (("--pipeline-model-parallel-size", 0), "--pipeline-model-parallel-size must be at least 1"),
+        (("--pipeline-model-parallel-size", 3), "cannot be divided evenly among 3 stages"),
     ],
 )
 def test_flags_that_make_no_cut(saved: Path, tmp_path: Path, flags: tuple[object, ...], message: str) -> None:
@@ -293,7 +297,7 @@ def test_a_checkpoint_that_is_there_stays(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     result = run("--load", tmp_path, "--save", tmp_path, "--files", 2)
     assert result.code == 93
-    assert f"{path} is there already: choose another folder" in result.stderr
+    assert f"{path} already exists: choose another folder" in result.stderr
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
     newer = checkpoints.write(tmp_path / "other", TENSORS, training=replace(STATE, iteration=9))
@@ -339,7 +343,7 @@ def test_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (file_writer.FileWriter, "_begin")), full)
+    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (file_writer, "_copy_box")), full)
     result = run("--load", path, "--save", tmp_path / "b", "--files", 2)
     assert result.code == 93
     assert "No space left on device. Free space, or choose another folder" in result.stderr

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded when some are damaged, which are kept, and who may save: on real files."""
+"""Selection of the checkpoint to load if some are damaged, retention, and the lock, on real files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,8 +153,7 @@ def test_a_damaged_one_stands_aside_until_its_step_is_saved_again(tmp_path: Path
 
 def test_weights_alone_are_saved_and_loaded_under_any_optimizer(tmp_path: Path) -> None:
     network, optimizer = build(dtype=torch.bfloat16)
-    config = {"model": asdict(MODEL)}
-    path = checkpoint.save(tmp_path, STATE, optimizer, config, state=False)
+    path = save(tmp_path, network, optimizer, state=False)
     assert {name.split("/")[0] for name in checkpoint.read_manifest(path).tensors} == {"model"}
     full = save(tmp_path, network, optimizer, replace(STATE, iteration=8))
     for source in (path, full):
@@ -165,7 +164,7 @@ def test_weights_alone_are_saved_and_loaded_under_any_optimizer(tmp_path: Path) 
         for part in made.slices():
             assert torch.equal(part.state.pop("master"), part.values.float())
             assert not any(values.any() for values in part.state.values()), "the optimizer begins anew"
-    with pytest.raises(CheckpointError, match=r"weights alone .* --no-load-optim goes on with a new optimizer"):
+    with pytest.raises(CheckpointError, match=r"only weights, .* --no-load-optim continues with a new optimizer"):
         checkpoint.load(path, *build(dtype=torch.bfloat16), MESH)
 
 
@@ -281,7 +280,7 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_save_has_left_goes_before_anything_is_written(tmp_path: Path) -> None:
-    """Those files may be the reason for a full disk."""
+    """Remove leftover files first, since they may be the reason for a full disk."""
     whole, left = tmp_path / "iter_0000004.replaced", tmp_path / "iter_0000008.tmp"
     for folder in (whole, left):
         folder.mkdir()
@@ -309,7 +308,7 @@ def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     with checkpoint.only_run(tmp_path, MESH) as notes:
-        assert "has no locks (No locks available): see to it that no other run saves there" in notes[0]
+        assert "has no locks (No locks available): make sure that no other run saves there" in notes[0]
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_flags_choose_one_activation_or_are_refused() -> None:
     for values in itertools.product((False, True), repeat=len(FLAGS)):
         model = replace(MODEL, **dict(zip(FLAGS, values, strict=True)))
         on = frozenset(flag for flag in FLAGS if getattr(model, flag))
-        refused = any("are of several activations" in problem for problem in model_problems(model))
+        refused = any("are different activations" in problem for problem in model_problems(model))
         assert refused == (on not in rows)
         assert refused or model.activation is rows[on]
 

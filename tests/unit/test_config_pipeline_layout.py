@@ -131,12 +131,12 @@ def _range(text: str) -> list[int]:
 
 def test_lines() -> None:
     assert layout_lines(model(20), parallel(2, num_virtual_stages_per_pipeline_rank=2)) == (
-        "20 layers in 4 stages, 2 a rank, schedule interleaved-1f1b",
+        "20 layers in 4 stages, 2 per rank, schedule interleaved-1f1b",
         "rank 0: embedding, layers 0-4; layers 10-14",
         "rank 1: layers 5-9; layers 15-19, loss",
     )
     assert layout_lines(model(16), parallel(4, pipeline_schedule="zb-v")) == (
-        "16 layers in 8 stages, 2 a rank, schedule zb-v",
+        "16 layers in 8 stages, 2 per rank, schedule zb-v",
         "rank 0: embedding, layers 0-1; layers 14-15, loss",
         "ranks 1-3: layers 2-7; layers 8-13 (2 + 2 each)",
     )
@@ -180,26 +180,26 @@ def test_letters_mean_what_is_written(written: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("layers", "layout", "problem"),
     [
-        (4, "Ett|tL", "holds 3 layers (t), and --num-layers is 4: make them the same"),
-        (4, "Ett|tttL", "holds 5 layers (t), and --num-layers is 4: make them the same"),
-        (2, "tE|tL", ": E, the embedding, stands once, first of all, not elsewhere"),
-        (2, "|EttL", ": E, the embedding, stands once, first of all, not elsewhere"),
-        (2, "t|tL", ": E, the embedding, stands once, first of all, not 0 times"),
-        (2, "Et|EtL", ": E, the embedding, stands once, first of all, not 2 times"),
-        (2, "Et|Lt", ": L, the loss, stands once, last of all, not elsewhere"),
-        (2, "EttL|", ": L, the loss, stands once, last of all, not elsewhere"),
-        (2, "Et|t", ": L, the loss, stands once, last of all, not 0 times"),
-        (2, "EtL|tL", ": L, the loss, stands once, last of all, not 2 times"),
+        (4, "Ett|tL", "has 3 layers (t), but --num-layers is 4: make them equal"),
+        (4, "Ett|tttL", "has 5 layers (t), but --num-layers is 4: make them equal"),
+        (2, "tE|tL", ": E (the embedding) must be there once, first of all, not elsewhere"),
+        (2, "|EttL", ": E (the embedding) must be there once, first of all, not elsewhere"),
+        (2, "t|tL", ": E (the embedding) must be there once, first of all, not 0 times"),
+        (2, "Et|EtL", ": E (the embedding) must be there once, first of all, not 2 times"),
+        (2, "Et|Lt", ": L (the loss) must be there once, last of all, not elsewhere"),
+        (2, "EttL|", ": L (the loss) must be there once, last of all, not elsewhere"),
+        (2, "Et|t", ": L (the loss) must be there once, last of all, not 0 times"),
+        (2, "EtL|tL", ": L (the loss) must be there once, last of all, not 2 times"),
         (2, "Ett|mL", ": m is a layer of multi-token prediction, which megalite does not have: leave it out"),
-        (2, "Ett|xL", ": 'x' has no meaning: E embedding, t layer, L loss, | next stage"),
-        (2, "Ett |L", ": ' ' has no meaning: E embedding, t layer, L loss, | next stage"),
-        (2, "Et2|L", ": '2' has no meaning: E embedding, t layer, L loss, | next stage"),
-        (2, "E(t|*2L", ": a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3"),
-        (2, "E(t|t)L", ": a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3"),
-        (2, "E((t)*2|)*1L", ": a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3"),
-        (2, "Et)*2|L", ": a bracket is opened, holds no other, and says how often it is repeated, as in (tt|)*3"),
-        (2, "Et*|L", ": * stands between a letter, | or bracket and how often it is repeated, as in t*3"),
-        (2, "Et*1*2|L", ": * stands between a letter, | or bracket and how often it is repeated, as in t*3"),
+        (2, "Ett|xL", ": 'x' is unknown: E embedding, t layer, L loss, | next stage"),
+        (2, "Ett |L", ": ' ' is unknown: E embedding, t layer, L loss, | next stage"),
+        (2, "Et2|L", ": '2' is unknown: E embedding, t layer, L loss, | next stage"),
+        (2, "E(t|*2L", ": a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3"),
+        (2, "E(t|t)L", ": a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3"),
+        (2, "E((t)*2|)*1L", ": a bracket must be closed, contain no other, and be followed by a count, as in (tt|)*3"),
+        (2, "Et)*2|L", ": a bracket must be opened, contain no other, and be followed by a count, as in (tt|)*3"),
+        (2, "Et*|L", ": * must be between a letter, | or bracket and a count, as in t*3"),
+        (2, "Et*1*2|L", ": * must be between a letter, | or bracket and a count, as in t*3"),
     ],
 )
 def test_letters_that_are_refused(layers: int, layout: str, problem: str) -> None:
@@ -208,14 +208,16 @@ def test_letters_that_are_refused(layers: int, layout: str, problem: str) -> Non
 
 
 def test_stages_by_letters_are_a_multiple_of_the_ranks() -> None:
-    expected = f"3 stages of {LETTERS} 'E|tt|L' cannot be dealt evenly to 2 ranks (--pipeline-model-parallel-size): "
+    expected = (
+        f"3 stages of {LETTERS} 'E|tt|L' cannot be divided evenly among 2 ranks (--pipeline-model-parallel-size): "
+    )
     assert refusal(2, 2, pipeline_model_parallel_layout="E|tt|L") == expected + "add or drop |"
 
 
 def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
     for times in ("10000", "9" * 5000):
         text = refusal(2, 2, pipeline_model_parallel_layout=f"Et*{times}|L")
-        assert text == f"{LETTERS}: *{times[:20]} is more than any model has layers"
+        assert text == f"{LETTERS}: *{times[:20]} is more layers than any model has"
 
 
 @pytest.mark.parametrize(
@@ -225,61 +227,61 @@ def test_absurd_repeats_are_refused_before_they_fill_the_memory() -> None:
             6,
             4,
             {},
-            "--num-layers 6 cannot be dealt evenly to 4 stages (--pipeline-model-parallel-size 4): change one, or use "
-            "--pipeline-model-parallel-layout",
+            "--num-layers 6 cannot be divided evenly among 4 stages (--pipeline-model-parallel-size 4): change one, or "
+            "use --pipeline-model-parallel-layout",
         ),
         (
             4,
             2,
             {"num_virtual_stages_per_pipeline_rank": 3},
-            "6 stages (--pipeline-model-parallel-size 2 x 3 of a rank) are more than --num-layers 4: take fewer",
+            "6 stages (--pipeline-model-parallel-size 2 x 3 per rank) are more than --num-layers 4: use fewer",
         ),
         (
             1,
             4,
             {"account_for_embedding_in_pipeline_split": True},
             "4 stages (--pipeline-model-parallel-size 4) are more than --num-layers 1 + 1 "
-            "(--account-for-embedding-in-pipeline-split): take fewer",
+            "(--account-for-embedding-in-pipeline-split): use fewer",
         ),
         (
             6,
             4,
             {"num_layers_per_virtual_pipeline_stage": 1},
-            "--num-layers 6 cannot be dealt evenly to 4 ranks (--pipeline-model-parallel-size)",
+            "--num-layers 6 cannot be divided evenly among 4 ranks (--pipeline-model-parallel-size)",
         ),
         (
             8,
             2,
             {"num_layers_per_virtual_pipeline_stage": 3},
-            "4 layers of a rank cannot be dealt evenly to stages of 3 (--num-layers-per-virtual-pipeline-stage)",
+            "4 layers per rank cannot be divided evenly among stages of 3 (--num-layers-per-virtual-pipeline-stage)",
         ),
         (
             8,
             4,
             {"decoder_first_pipeline_num_layers": 3},
-            "--num-layers 8 less --decoder-first-pipeline-num-layers 3 leaves 5 layers, which cannot be dealt evenly "
-            "to 3 other ranks (--pipeline-model-parallel-size 4)",
+            "--num-layers 8 less --decoder-first-pipeline-num-layers 3 leaves 5 layers, which cannot be divided evenly "
+            "among 3 other ranks (--pipeline-model-parallel-size 4)",
         ),
         (
             8,
             2,
             {"decoder_first_pipeline_num_layers": 3, "decoder_last_pipeline_num_layers": 4},
             "--num-layers 8 less --decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 4 "
-            "leaves 1 layers, which cannot be dealt to 0 other ranks (--pipeline-model-parallel-size 2)",
+            "leaves 1 layers, which cannot be divided among 0 other ranks (--pipeline-model-parallel-size 2)",
         ),
         (
             5,
             3,
             {"decoder_last_pipeline_num_layers": 7},
-            "--num-layers 5 less --decoder-last-pipeline-num-layers 7 leaves -2 layers, which cannot be dealt to 2 "
-            "other ranks (--pipeline-model-parallel-size 3)",
+            "--num-layers 5 less --decoder-last-pipeline-num-layers 7 leaves -2 layers, which cannot be divided among "
+            "2 other ranks (--pipeline-model-parallel-size 3)",
         ),
         (
             8,
             2,
             {"decoder_last_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2},
-            "5 layers of a rank cannot be dealt evenly to its 2 stages: change --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers",
+            "5 layers of one rank cannot be divided evenly among its 2 stages: change "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which flags of saving and loading go together, and where the fields of a saved model come in."""
+"""Valid combinations of flags for saving and loading, and the fields of a saved model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems(flags: str) -> list[str]:
         ("--save-retain-interval 2 --save s", "--save-retain-interval 2 needs --save-interval"),
         (
             "--save-retain-interval 5 --save-interval 2 --save s",
-            "--save-retain-interval 5 is no multiple of --save-int",
+            "--save-retain-interval 5 is not a multiple of --save-int",
         ),
         ("--no-save-optim", "--no-save-optim needs --save"),
         (
@@ -45,19 +45,19 @@ def problems(flags: str) -> list[str]:
         ("--load-casts --save s", "--load-casts needs --load or --resume auto"),
         ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load or --resume auto"),
         ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --resume auto"),
-        ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: save it into another directory"),
+        ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: --save and --load must be"),
         (
             "--load s --save s --resume auto --ckpt-step 3",
-            "--ckpt-step 3 is for the checkpoint of --load, and --resume",
+            "--ckpt-step 3 is for the checkpoint in --load, but --resume",
         ),
-        ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint of --load"),
-        ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint of --load"),
+        ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint in --load"),
+        ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint in --load"),
         (
             "--save s3://b/r --ckpt-format torch_dist",
             "--ckpt-format torch_dist needs a --save that is a folder",
         ),
-        ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard's files grow"),
-        ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: save"),
+        ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard appends to its files"),
+        ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: --save and"),
     ],
 )
 def test_what_has_nothing_to_act_on_is_refused(flags: str, problem: str) -> None:
@@ -108,10 +108,10 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (3, 32, 4)
     assert config.model.swiglu
     assert config.data.tokenizer_type == "ByteTokenizer"
-    assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7)]
+    assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7, use_checkpoint_args=True)]
     nothing = [text for name in ("ckpt-step", "save", "load", "resume") for text in (f"--{name}", "None")]
     parse_arguments([*flags, "--use-checkpoint-args", *nothing], saved)
-    assert asked[1:] == [CheckpointConfig()]
+    assert asked[1:] == [CheckpointConfig(use_checkpoint_args=True)]
     with pytest.raises(ConfigurationError, match=r"missing: --num-layers[^\n]*$"):
         parse_arguments([*flags, *nothing], saved)
     with pytest.raises(ConfigurationError, match=r"--ckpt-step 'x': expected a whole number$"):

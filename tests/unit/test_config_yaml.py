@@ -88,7 +88,7 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
         ("logging:\n  mask_prob: 1", "line 12: mask_prob is not for pre-training a GPT"),
         ("logging:\n  log_interval: 3\n  log_interval: 4", "line 13: log_interval is given twice"),
         ("logging:\n  log_interval: soon", "line 12: log_interval: expected a whole number, got 'soon'"),
-        ("logging:\n  metrics_path: ''", "line 12: metrics_path: '' is blank: if a shell variable"),
+        ("logging:\n  metrics_path: ''", "line 12: metrics_path: '' is blank: if this was a shell variable"),
         ("data:\n  data_path: [a, ' ']", "line 12: data_path: ' ' is blank"),
         ("data:\n  fim_no_prefix: ''", "line 12: fim_no_prefix: '' is blank"),
         ("logging:\n  log_interval: 2.5", "line 12: log_interval: expected a whole number, got 2.5"),
@@ -139,13 +139,13 @@ LAUGHS = "laughs:\n" + "\n".join(f"- &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("checkpoint:\n  save: 2001-99-99", "line 12: save: '2001-99-99' is no timestamp (a text stands in quotes)"),
+        ("checkpoint:\n  save: 2001-99-99", "line 12: save: '2001-99-99' is not of type timestamp (put text in"),
         ("checkpoint:\n  save: 2001-01-01", "line 12: save: expected a text (in quotes), got datetime.date(2001"),
-        ("checkpoint:\n  save: 2001-01-01T25:61:61", "line 12: save: '2001-01-01T25:61:61' is no timestamp"),
-        *((f"logging:\n  log_interval: !!{kind} {text}", f"line 12: log_interval: {text or repr('')} is no {kind}")
+        ("checkpoint:\n  save: 2001-01-01T25:61:61", "line 12: save: '2001-01-01T25:61:61' is not of type timestamp"),
+        *((f"logging:\n  log_interval: !!{kind} {text}", f"log_interval: {text or repr('')} is not of type {kind}")
           for kind, text in [("int", "'abc'"), ("int", ""), ("float", "'abc'"), ("bool", "'abc'")]),
-        ("logging:\n  log_interval: " + "9" * 5000, "is no int (a text stands in quotes)"),
-        ("logging:\n  log_interval: 1" + ":1" * 100_000, "is no int (a text stands in quotes)"),
+        ("logging:\n  log_interval: " + "9" * 5000, "is not of type int (put text in quotes)"),
+        ("logging:\n  log_interval: 1" + ":1" * 100_000, "is not of type int (put text in quotes)"),
         ("logging:\n  metrics_path: {a: {b: 1}}", "line 12: metrics_path: expected one value, or a list of values"),
         ("data:\n  data_path: [[a], [b]]", "line 12: data_path: expected one value, or a list of values"),
         ("logging: " + "{a: " * 2000, "lists in lists, too deep"),

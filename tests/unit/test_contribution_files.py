@@ -1,4 +1,4 @@
-"""What is there for contributors does what the Makefile does, and names no more than was tried."""
+"""Files for contributors: they do the same as the Makefile, and name only versions that were tried."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, safetensors_byte_ranges
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.conversion.family import Family
 from megalite.conversion.huggingface_files import HuggingFaceFiles
@@ -105,7 +105,7 @@ def write(folder: Path, source: ToFiles) -> dict[str, Tensor]:
     """Write one file per tensor, as in a sharded checkpoint."""
     file_format = Format("{number}", lambda parts: safetensors_byte_ranges(parts, lambda part: part.name), lambda _: {})
     cut = [[(name, Box.whole(kind.shape))] for name, kind in source.tensors.items()]
-    FileWriter(source, folder, cut, file_format, lambda size: None).write(1)
+    write_files(source, folder, cut, file_format, 1, lambda size: None)
     return {name: values for path in folder.iterdir() for name, values in load_file(path).items()}
 
 
@@ -144,19 +144,19 @@ def test_an_expert_is_written_without_the_others(tmp_path: Path) -> None:
 def test_a_tensor_of_an_expert_that_is_missing_too_many_or_of_another_shape_is_named(tmp_path: Path) -> None:
     files, name = files_of_each(), "layers.1.experts.2.w2"
     less = {each: values for each, values in files.items() if each != name}
-    with pytest.raises(CheckpointError, match=rf"{name} is missing where the model has \[6, 4\]"):
+    with pytest.raises(CheckpointError, match=rf"{name} is missing, but the model has \[6, 4\]"):
         opened(tmp_path, less)
-    with pytest.raises(CheckpointError, match=rf"{name} has shape \[4, 6\] where the model has \[6, 4\]"):
+    with pytest.raises(CheckpointError, match=rf"{name} has shape \[4, 6\], but the model has \[6, 4\]"):
         opened(tmp_path, less | {name: torch.ones(HIDDEN, FFN)})
-    with pytest.raises(CheckpointError, match=r"has weights that toy lacks: layers.1.experts.3.w2"):
+    with pytest.raises(CheckpointError, match=r"has weights that toy does not have: layers.1.experts.3.w2"):
         opened(tmp_path, files | {"layers.1.experts.3.w2": files[name].clone()})
-    with pytest.raises(CheckpointError, match=r"has weights that toy lacks: layers.0.experts.0.w2"):
+    with pytest.raises(CheckpointError, match=r"has weights that toy does not have: layers.0.experts.0.w2"):
         opened(tmp_path, files | {"layers.0.experts.0.w2": files[name].clone()})
 
 
 def test_experts_that_rules_leave_out_or_have_twice_are_refused() -> None:
     for rules in (OF_EACH[:-1], (*OF_EACH, OF_ALL[-1])):
-        with pytest.raises(CheckpointError, match=r"layers.1.experts.down \[3, 4, 6\] has no place"):
+        with pytest.raises(CheckpointError, match=r"layers.1.experts.down \[3, 4, 6\] does not belong"):
             mapping(rules)
 
 
@@ -167,5 +167,5 @@ def test_a_weight_is_of_no_whole_numbers() -> None:
         def tensor(self, name: str) -> Tensor:
             raise AssertionError
 
-    with pytest.raises(CheckpointError, match=r"layers.0.dense.w2 is int64 where weights are floating point"):
+    with pytest.raises(CheckpointError, match=r"layers.0.dense.w2 is int64, but weights are floating point"):
         FromFiles(Counts(), mapping(OF_EACH), LOGICAL)

@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.manifest import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.commands.convert import report
 from megalite.config import DataConfig, ModelConfig
 from megalite.conversion import families
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.costly
 LOGITS = 1e-5
 """Both compute logits of about 1 in fp32, in another order."""
 MATTERS = 1e-3
-"""What a mistake changes in them at least: a hundred times that."""
+"""Least change of logits by a mistake: a hundred times the rounding."""
 TOKENS = theirs.tokens()
 
 
@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a way to scale positions": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "scaled by 'dynamic', where default, linear, llama3, yarn are known",
+        "scaled by 'dynamic', supported are default, linear, llama3, yarn",
     ),
     "a key of the scaling": (
         "llama",
@@ -346,23 +346,27 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "mrope_section of rotary embeddings scaled by 'default' is unknown",
     ),
     "a key": ("llama", {"attention_sinks": 4}, "attention_sinks is unknown: 4"),
-    "an activation": ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', where"),
+    "an activation": ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', supported"),
     "half of the biases": ("llama", {"mlp_bias": True}, "attention_bias is False and mlp_bias True"),
     "a missing size": ("llama", {"hidden_size": "gone"}, "it has no hidden_size"),
     "a kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
-    "scores by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "where only False is known"),
-    "a size that is none": ("llama", {"hidden_size": "64"}, "hidden_size is '64', where a whole number above 0"),
-    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, where"),
-    "an infinite base": ("llama", {"rope_parameters": {"rope_theta": 1e999}}, "rotary_base is inf, where a number"),
-    "nonsense": ("llama", {"rope_parameters": [1]}, "rope_parameters [1] cannot be understood"),
+    "scores by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "but only False is supported"),
+    "a size that is none": ("llama", {"hidden_size": "64"}, "hidden_size is '64', it must be a whole number above 0"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, it must"),
+    "an infinite base": (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e999}},
+        "rotary_base is inf, it must be a number",
+    ),
+    "nonsense": ("llama", {"rope_parameters": [1]}, "rope_parameters [1] cannot be read"),
     "kinds of other layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
     "a window without keys": ("mistral", {"sliding_window": 0}, "--window-size '-1,0'"),
-    "heads in groups": ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of"),
+    "heads in groups": ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of"),
     "half a pair": ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "3 channels of each head"),
     "a size beyond all files": ("llama", {"hidden_size": 2**16, "num_attention_heads": 2**8}, "too few for the model"),
     "a size beyond all machines": ("llama", {"hidden_size": 10**13, "num_attention_heads": 10**3}, "more than 8,192 r"),
     "layers without end": ("llama", {"num_hidden_layers": 10**9}, "--num-layers 1000000000: must be at most 10,000"),
-    "layers without end, some with windows": ("gemma2", {"num_hidden_layers": 10**9}, "where at most 10,000 are"),
+    "layers without end, some with windows": ("gemma2", {"num_hidden_layers": 10**9}, "at most 10,000 are"),
     "layers beyond all files": ("llama", {"num_hidden_layers": 9_999}, "too few for the model that it describes, of 9"),
     "a negative epsilon": ("llama", {"rms_norm_eps": -1.0}, "--norm-epsilon -1.0: must be at least 0"),
     "a base of 0": ("llama", {"rope_parameters": {"rope_theta": 0}}, "--rotary-base 0.0: must be above 0"),
@@ -376,7 +380,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "scaling by its old name": (
         "gemma3",
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
-        "rope_scaling has a type and no rope_type",
+        "rope_scaling has a type, but no rope_type",
     ),
     "scaling that is not rounded": (
         "gemma3",
@@ -384,7 +388,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "truncate is false",
     ),
     "a part of a head": ("llama", {"partial_rotary_factor": 0.5}, "this family rotates all of a head"),
-    "a gate of another function": ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu', where gelu, gelu_pytorch"),
+    "a gate of another function": (
+        "gemma",
+        {"hidden_act": "silu"},
+        "hidden_act is 'silu', supported are gelu, gelu_pytorch",
+    ),
     "a cap that is none": ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
     "two ways": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
 }
@@ -412,10 +420,10 @@ def test_files_must_have_each_tensor_and_no_other(folders: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is missing"):
         open_huggingface(rewrite(folders / "llama", tmp_path / "missing", without))
     more = tensors | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
-    with pytest.raises(CheckpointError, match=r"weights that llama lacks: model\.layers\.0\.self_attn\.sinks"):
+    with pytest.raises(CheckpointError, match=r"weights that llama does not have: model\.layers\.0\.self_attn\.sinks"):
         open_huggingface(rewrite(folders / "llama", tmp_path / "more", more))
     padded = tensors | {"lm_head.weight": torch.zeros(128, 24)}
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \[128, 24\] where the model has \[67, 24\]"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \[128, 24\], but the model has \[67, 24\]"):
         open_huggingface(rewrite(folders / "llama", tmp_path / "padded", padded))
 
 
@@ -443,7 +451,7 @@ def test_an_index_that_is_none_is_refused(folders: Path, tmp_path: Path, weight_
     folder = edit(folders / "llama", tmp_path / "edited")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError, match=r"index\.json is no index of files in its folder"):
+    with pytest.raises(CheckpointError, match=r"index\.json is not an index of files in its folder"):
         open_huggingface(folder)
 
 
@@ -456,7 +464,7 @@ def test_one_file_goes_before_an_index(folders: Path, tmp_path: Path) -> None:
 def test_weights_are_of_real_numbers(folders: Path, tmp_path: Path) -> None:
     tensors = all_tensors(folders / "llama")
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight in numbers of kind int8, where F64, F32"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight with the dtype int8, supported are F64, F32"):
         open_huggingface(rewrite(folders / "llama", tmp_path / "edited", tensors))
 
 
@@ -472,7 +480,7 @@ def test_an_index_stays_in_its_folder(folders: Path, tmp_path: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../llama/model.safetensors"}}
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="no index of files in its folder"):
+    with pytest.raises(CheckpointError, match="not an index of files in its folder"):
         open_huggingface(folder)
 
 
@@ -491,7 +499,7 @@ def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path
     expected = torch.load(folders / "gpt2.pt")
     assert distance(logits(open_huggingface(folder), TOKENS), expected) <= LOGITS
     torch.save({"transformer.wte.weight": Hostile()}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="is missing where the model has"):
+    with pytest.raises(CheckpointError, match="is missing, but the model has"):
         open_huggingface(folder)
     assert "unpickled" not in capsys.readouterr().out
 
@@ -520,17 +528,17 @@ def test_names_of_other_versions_are_read(folders: Path, tmp_path: Path, what: s
 def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=11, max_position_embeddings=8)
     assert choose(FAMILIES, model)[0] is families.GPT2
-    with pytest.raises(CheckpointError, match=r"the nearest is gpt2, but for --squared-relu|--use-parallel-residual"):
+    with pytest.raises(CheckpointError, match=r"the nearest is gpt2, except --squared-relu|--use-parallel-residual"):
         choose(FAMILIES, replace(model, use_parallel_residual=True))
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
-    with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --norm|--mlp|--sandwich-norm True"):
+    with pytest.raises(CheckpointError, match=r"the nearest is llama, except --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
     with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
         choose(FAMILIES, replace(llama, rotary_percent=0.5))
-    with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --rotary-interleaved True"):
+    with pytest.raises(CheckpointError, match=r"the nearest is llama, except --rotary-interleaved True"):
         choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
-    with pytest.raises(CheckpointError, match=r"the nearest is gemma, but for --exact-gelu True"):
+    with pytest.raises(CheckpointError, match=r"the nearest is gemma, except --exact-gelu True"):
         choose(FAMILIES, replace(gemma, exact_gelu=True))
     yarn = replace(llama, position_embedding_type="yarn", yarn_original_max_position_embeddings=16)
     assert families.LLAMA.config(yarn)["rope_scaling"]["factor"] == 1.0
@@ -571,7 +579,7 @@ def test_weights_that_are_no_numbers_are_told(folders: Path, tmp_path: Path) -> 
     tensors["model.norm.weight"][3] = math.inf
     tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
     rewrite(folders / "llama", tmp_path / "broken", tensors)
-    told = "WARNING: 2 of 31 tensors hold NaN or infinities: final_norm.weight, layers.1.mlp.down\n"
+    told = "WARNING: 2 of 31 tensors have NaN or infinities: final_norm.weight, layers.1.mlp.down\n"
     for source, expected in ((folders / "llama", ""), (tmp_path / "broken", told)):
         flags = (
             "--loader",
@@ -623,13 +631,13 @@ def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megalite.checkpoint.file_writer.FileWriter._sync", full)
+    monkeypatch.setattr("megalite.checkpoint.file_writer._sync", full)
     with pytest.raises(CheckpointError, match="No space left"):
         write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("kept")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
@@ -683,7 +691,7 @@ def test_others_are_asked_for_a_folder_and_one_with_too_much_is_refused(folders:
     check = partial(run_tool, "check_export", "--folder", tmp_path / "theirs")
     found = check("--llama-cpp", tmp_path)
     assert found.code == 0, found.stderr
-    assert "transformers: takes all of it, and goes on with [" in found.stdout
+    assert "transformers: loads all of it, and continues with [" in found.stdout
     assert f"converted, {(tmp_path / 'theirs/config.json').stat().st_size:,} bytes; its program is not" in found.stdout
     save_file(all_tensors(tmp_path / "theirs") | {"more": torch.zeros(1)}, tmp_path / "theirs/model.safetensors")
     refused = check()
@@ -695,14 +703,14 @@ def test_others_are_asked_for_a_folder_and_one_with_too_much_is_refused(folders:
 def test_flags_that_do_not_go_together(folders: Path, tmp_path: Path) -> None:
     place = ("--load-dir", folders / "llama", "--save-dir", tmp_path / "out")
     for flags, message in (
-        (("--loader", "hf", "--saver", "hf"), "are one"),
+        (("--loader", "hf", "--saver", "hf"), "equals --saver"),
         (("--loader", "megalite", "--saver", "hf", "--target-tensor-parallel-size", 2), "needs --saver megalite"),
         (("--loader", "hf", "--saver", "megalite", "--max-shard-size", 2.5), "needs --saver hf"),
-        (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "above 0"),
+        (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "--max-shard-size 0.0: must be above 0"),
         (("--loader", "hf", "--saver", "megalite", "--true-vocab-size", 9), "needs --loader megatron"),
         (("--loader", "hf", "--saver", "megalite", "--target-tensor-parallel-size", 3), "does not divide"),
         (("--loader", "hf", "--saver", "megalite", "--tokenizer-model", tmp_path), "neither tokenizer.json nor"),
-        (("--loader", "megalite", "--saver", "hf"), "holds no checkpoint"),
+        (("--loader", "megalite", "--saver", "hf"), "has no checkpoint"),
         (("--loader", "hf", "--saver", "megalite", "--lode-dir", "x"), "did you mean --load-dir?"),
     ):
         ended = convert(*place, *flags)

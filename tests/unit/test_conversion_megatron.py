@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalite.checkpoint.compatibility import function_of
-from megalite.checkpoint.source import Kind
+from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.conversion import megatron
 from megalite.conversion.megatron import open_megatron, write_megatron
@@ -100,7 +100,7 @@ def write(opened: OpenedModel, folder: Path, tensor_parallel_size: int = 1) -> P
 
 
 def arguments(model: ModelConfig) -> dict[str, Any]:
-    """As Megatron-LM has them for this network, from its flags."""
+    """Return the arguments that Megatron-LM has for this network, from its flags."""
     names = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
         num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved
         rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon
@@ -186,7 +186,7 @@ def test_rows_that_pad_the_vocabulary_are_zeros_there_and_nowhere_here(tmp_path:
 
     assert open_megatron(tmp_path).config.vocab_size == 53
     assert open_megatron(tmp_path, true_vocab_size=60).source.tensors["output"].shape == (60, 24)
-    with pytest.raises(CheckpointError, match="64 rows for 65 tokens: --true-vocab-size"):
+    with pytest.raises(CheckpointError, match="64 rows for 65 tokens: give their number by --true-vocab-size"):
         open_megatron(tmp_path, true_vocab_size=65)
 
 
@@ -220,7 +220,7 @@ def test_a_folder_is_a_release_that_appears_whole(tmp_path: Path, monkeypatch: p
 
 
 def test_a_stacked_tensor_saved_in_one_chunk_is_read_by_layers(tmp_path: Path) -> None:
-    """As tools write it that know nothing of Megatron-LM."""
+    """Read such a tensor, as tools write it that do not know Megatron-LM."""
     opened = random_model(LLAMA)
     folder = write(opened, tmp_path)
     dcp_to_torch_save(folder, tmp_path / "all.pt")
@@ -259,7 +259,7 @@ def test_each_stage_may_have_saved_several_layers_in_one_chunk(rank_pools: RankP
 
 
 def test_what_is_common_may_stand_among_the_tensors(tmp_path: Path) -> None:
-    """As Megatron-LM saves it since 2026."""
+    """Read the format that Megatron-LM saves since 2026."""
     folder = write(random_model(GPT2), tmp_path)
     dcp_to_torch_save(folder, tmp_path / "all.pt")
     common = torch.load(folder / "common.pt", weights_only=False)

@@ -133,7 +133,7 @@ def test_a_tokenizers_fields_are_its_own() -> None:
     ("arguments", "reason"),
     [
         ({"rotary_percent": 0.75}, "--rotary-percent 0.75: an odd number of 4 channels"),
-        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "megalite scales once"),
+        ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "megalite has one scaling"),
     ],
 )
 def test_rotations_that_differ_are_refused(arguments: dict[str, Any], reason: str) -> None:

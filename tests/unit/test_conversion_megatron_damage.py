@@ -1,4 +1,4 @@
-"""What is damaged or no checkpoint in a folder of Megatron-LM's is named."""
+"""Damaged or foreign files in a folder of Megatron-LM's: the error names them."""
 
 from __future__ import annotations
 
@@ -61,21 +61,21 @@ def fifo(path: Path) -> None:
         (lambda folder: (folder / ".metadata").write_bytes(b""), r".metadata cannot be read"),
         (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe a checkpoint"),
         (outside, r"names .*_0.distcp, which is not in its folder"),
-        (in_a_file_of_a_long_name, "does not describe a checkpoint .TypeError.*is no name"),
-        (other_values_described, "which the network that its arguments describe has not"),
+        (in_a_file_of_a_long_name, "does not describe a checkpoint .TypeError.*is not a name"),
+        (other_values_described, "which the network in its arguments does not have"),
         (lambda folder: (folder / "metadata.json").unlink(), "torch_dcp or fsdp_dtensor"),
         (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "has the format zarr"),
         (lambda folder: (folder / "common.pt").unlink(), r"common.pt cannot be read"),
-        (lambda folder: torch.save({}, folder / "common.pt"), "does not hold the arguments"),
+        (lambda folder: torch.save({}, folder / "common.pt"), "does not have the arguments"),
         (lambda folder: (folder / ".metadata").unlink(), "has no file of the first rank"),
-        (lambda folder: (folder.parent / TRACKER).write_text("12"), "names '12', which is no checkpoint there"),
-        (lambda folder: (folder.parent / TRACKER).unlink(), "has no latest_checkpointed_iteration.txt"),
+        (lambda folder: (folder.parent / TRACKER).write_text("12"), "names '12', which is not a checkpoint there"),
+        (lambda folder: (folder.parent / TRACKER).unlink(), "no latest_checkpointed_iteration.txt"),
         (lambda folder: (folder.parent / TRACKER).write_text("1" * 999), "names '111"),
-        (lambda folder: (folder.parent / TRACKER).write_text("1" * 6000), "has no latest_checkpointed_iteration.txt"),
+        (lambda folder: (folder.parent / TRACKER).write_text("1" * 6000), "no latest_checkpointed_iteration.txt"),
         (lambda folder: (folder / "metadata.json").write_text("[" * 10**5), "metadata.json cannot be read .nested"),
         (lambda folder: described(folder, b"sizes", b"sizez"), "does not describe a checkpoint"),
         *(
-            (lambda folder, name=name: fifo(folder / name), f"{name} cannot be read .no regular file")
+            (lambda folder, name=name: fifo(folder / name), f"{name} cannot be read .not a regular file")
             for name in ("metadata.json", "common.pt", "__0_0.distcp")
         ),
     ],
@@ -111,7 +111,7 @@ for _ in range(60):  # in full it would have 2**60 entries
         ({"hidden_size": float("nan")}, "--hidden-size nan: megalite has no such network"),
         ({"hidden_size": 10**400}, "--hidden-size 1000.*: must be at most 2.53"),
         ({"num_attention_heads": 0}, "--num-attention-heads 0: must be at least 1"),
-        ({"num_attention_heads": 3}, "--hidden-size 8 is no multiple of --num-attention-heads 3"),
+        ({"num_attention_heads": 3}, "--hidden-size 8 is not a multiple of --num-attention-heads 3"),
         ({"num_layers": 10**9}, "--num-layers 1000000000: must be at most 10,000"),
         ({"num_layers": -1}, "--num-layers -1: must be at least 1"),
         ({"norm_epsilon": -1.0}, "--norm-epsilon -1.0: must be at least 0"),
@@ -153,7 +153,7 @@ def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
         torch.save(
             {"args": Namespace(**SMALL, max_position_embeddings=4), "checkpoint_version": 3.0, "model": model}, path
         )
-        with pytest.raises(CheckpointError, match="has no end of dictionaries in dictionaries"):
+        with pytest.raises(CheckpointError, match="has too many nested dictionaries"):
             open_megatron(tmp_path)
 
 

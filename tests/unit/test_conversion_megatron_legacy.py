@@ -85,7 +85,7 @@ def test_the_file_beside_a_distributed_optimizers_is_read(tmp_path: Path) -> Non
 def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     save(tmp_path, tensor_ranks=2, stages=[[1, 1]])
     shutil.rmtree(tmp_path / "mp_rank_01_000")
-    with pytest.raises(CheckpointError, match="lacks the files of the ranks 01_000"):
+    with pytest.raises(CheckpointError, match="has no files of the ranks 01_000"):
         open_megatron(tmp_path)
 
 

@@ -28,7 +28,7 @@ from megalite.errors import CheckpointError
 
 
 class Reduced:
-    """Is pickled as a call."""
+    """Object that is pickled as a call."""
 
     def __init__(self, function: object, *args: object) -> None:
         self.call = function, args
@@ -179,7 +179,7 @@ def test_what_is_no_pickle_is_an_error_with_the_path(content: bytes, tmp_path: P
 def test_a_program_in_the_place_of_weights_is_not_run(name: str, tmp_path: Path) -> None:
     path, made = tmp_path / name, tmp_path / "made"
     save_program(path, made)
-    with pytest.raises(CheckpointError, match="which no file of tensors does"):
+    with pytest.raises(CheckpointError, match="which no file of tensors has"):
         if name == "pytorch_model.bin":
             HuggingFaceFiles(tmp_path, LLAMA, frozenset())
         else:
@@ -265,7 +265,7 @@ def test_an_archive_is_refused_that_torch_would_not_write(tmp_path: Path) -> Non
             read_torch_file(path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(CheckpointError, match="no regular file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         read_torch_file(path)
 
 
@@ -283,9 +283,9 @@ def test_a_pickle_takes_no_more_than_its_length_allows() -> None:
         (b"\x8f.", "none of these files"),
         (b"](K\0\x90.", "none of these files"),
         (b"}" + sets + b"K\1s" + sets + b"K\1s.", "none of these files"),  # compared in 2**32 steps
-        (b"ctorch\nSize\n(" + long + b"tR.", "a size is none"),  # a copy of what is long
-        (b"ctorch._utils\n_rebuild_parameter\n" + long + b"R.", "no function"),
-        (b"ccollections\nOrderedDict\n(]tR.", "no function"),
+        (b"ctorch\nSize\n(" + long + b"tR.", "a size is not valid"),  # a copy of what is long
+        (b"ctorch._utils\n_rebuild_parameter\n" + long + b"R.", "not a function"),
+        (b"ccollections\nOrderedDict\n(]tR.", "not a function"),
         (b"".join(b"ca\n%d\n0" % number for number in range(10_001)), "too many classes"),
     ]:
         if message is None:
@@ -349,9 +349,9 @@ def test_each_storage_of_an_old_file_has_its_bytes(tmp_path: Path) -> None:
     long = b"\x8b" + (3000).to_bytes(4, "little") + b"\1" * 3000
     for names, message in [
         (b"\x80\x02].", "leaves some out"),
-        (b"\x80\x02N.", "its list of storages is none"),
-        (b"\x80\x02]" + long + b"a.", "its list of storages is none"),  # a number that Python does not write
-        (b"\x80\x02]K\1" + b"2\x86" * 60 + b"a.", "its list of storages is none"),  # hashed in 2**60 steps
+        (b"\x80\x02N.", "its list of storages is not valid"),
+        (b"\x80\x02]" + long + b"a.", "its list of storages is not valid"),  # a number that Python does not write
+        (b"\x80\x02]K\1" + b"2\x86" * 60 + b"a.", "its list of storages is not valid"),  # hashed in 2**60 steps
     ]:
         old_file(path, names)
         with pytest.raises(CheckpointError, match=message):

@@ -77,7 +77,7 @@ def normalized() -> Any:
 
 
 def all_splits() -> Any:
-    """As vocabularies of tiktoken are converted: a merge for every way to cut a token in two, and whole words first."""
+    """Return a vocabulary as converted from tiktoken: a merge for each split of a token in two, full words first."""
     description = json.loads(trained(split_by(min(PATTERNS, key=len))).to_str())
     vocabulary = description["model"]["vocab"]
     cuts = [(token[:i], token[i:], rank) for token, rank in vocabulary.items() for i in range(1, len(token))]
@@ -157,10 +157,13 @@ def reordered(order: Callable[[list[Any]], list[Any]]) -> Any:
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a space before": (lambda: changed("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}), "without a space"),
+    "a space before": (
+        lambda: changed("pre_tokenizer", BYTE_LEVEL | {"add_prefix_space": True}),
+        "without a leading space",
+    ),
     "no expression": (lambda: changed("pre_tokenizer", BYTE_LEVEL | {"use_regex": False}), "not a known one"),
     "other words": (lambda: trained(split_by(r"\w+|\W+")), "not a known one"),
-    "no pre-tokenizer": (lambda: changed("pre_tokenizer", None), "not those of a byte-level vocabulary"),
+    "no pre-tokenizer": (lambda: changed("pre_tokenizer", None), "as a byte-level vocabulary"),
     "lower case": (lambda: changed("normalizer", {"type": "Lowercase"}), "changes texts by Lowercase"),
     "dropout": (lambda: changed("model.dropout", 0.1), "not plain byte-pair encoding"),
     "merges before their parts": (lambda: reordered(lambda merges: merges[::-1]), "before those of its parts"),
@@ -273,11 +276,11 @@ def test_our_own_models_go_by_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model_type": "unigram", "vocab_size": 330}, "no byte-pair encoding"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "rewrites the text"),
-        ({"remove_extra_whitespaces": True}, "rewrites the text"),
+        ({"model_type": "unigram", "vocab_size": 330}, "not a byte-pair encoding"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "changes more of the text"),
+        ({"remove_extra_whitespaces": True}, "changes more of the text"),
         ({"treat_whitespace_as_suffix": True}, "spaces end its words"),
-        ({"split_by_whitespace": False, "vocab_size": 500}, "has a space behind another character"),
+        ({"split_by_whitespace": False, "vocab_size": 500}, "has a space after another character"),
     ],
 )
 def test_models_that_see_across_spaces_are_refused(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:

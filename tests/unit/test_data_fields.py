@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.fields import sample_fields
+from megalite.data.fields import FieldsDataset
 from megalite.data.mock_dataset import MockDataset
 
 
 def test_fields_by_hand() -> None:
     eod = 9
-    fields = sample_fields(np.array([9, 1, 2, 9, 9, 3, 4, 9]), eod, True, True, True)
+    fields = FieldsDataset([np.array([9, 1, 2, 9, 9, 3, 4, 9])], eod, True, True, True)[0]
     assert fields["tokens"].tolist() == [9, 1, 2, 9, 9, 3, 4]
     assert fields["labels"].tolist() == [1, 2, 9, 9, 3, 4, 9]
     assert fields["loss_mask"].tolist() == [0, 1, 1, 0, 0, 1, 1]
@@ -23,7 +23,7 @@ def test_fields_by_hand() -> None:
 
 
 def test_without_flags_documents_do_not_show() -> None:
-    fields = sample_fields(np.array([1, 9, 2, 3]), 9)
+    fields = FieldsDataset([np.array([1, 9, 2, 3])], 9)[0]
     assert fields["loss_mask"].tolist() == [1, 1, 1]
     assert fields["positions"].tolist() == [0, 1, 2]
     assert fields["document_ids"] is None
@@ -36,7 +36,7 @@ def test_without_flags_documents_do_not_show() -> None:
 def test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked(
     tokens: list[int], positions: bool, attention: bool
 ) -> None:
-    fields = sample_fields(np.array(tokens), 0, reset_position_ids=positions, reset_attention_mask=attention)
+    fields = FieldsDataset([np.array(tokens)], 0, positions, attention)[0]
     position, document = 0, 0
     assert (fields["document_ids"] is not None) == attention
     for i, token in enumerate(tokens[:-1]):

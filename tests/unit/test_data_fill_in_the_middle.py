@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
-from megalite.data.fields import sample_fields
+from megalite.data.fields import FieldsDataset
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -137,7 +137,7 @@ def test_what_is_too_long_is_cut_and_what_is_too_short_is_padded_without_loss() 
     (padded,) = rearranged([list(b"ab" * 20)], spm_rate=0.0)
     assert len(padded) == 40
     assert padded[-10:] == [PAD] * 10
-    fields = sample_fields(np.array([*padded, EOD]), EOD, pad=PAD)
+    fields = FieldsDataset([np.array([*padded, EOD])], EOD, pad=PAD)[0]
     assert fields["loss_mask"].tolist() == [float(token != PAD) for token in [*padded[1:], EOD]]
 
 
@@ -207,16 +207,16 @@ def test_marks_that_no_text_gives_are_found_by_name(tmp_path: Path) -> None:
 
 def test_a_token_has_one_meaning() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"the end of a document \(--fim-eod-token\) and --fim-pad-token are one"
+        ConfigurationError, match=r"the end of a document \(--fim-eod-token\) and --fim-pad-token are the same"
     ):
         rules(pad=EOD)
-    with pytest.raises(ConfigurationError, match="--fim-prefix-token and --fim-suffix-token are one token, 300"):
+    with pytest.raises(ConfigurationError, match="--fim-prefix-token and --fim-suffix-token are the same token, 300"):
         rules(suffix=PREFIX)
-    with pytest.raises(ConfigurationError, match="--fim-pad-token and --fim-split-sample are one token, 303"):
+    with pytest.raises(ConfigurationError, match="--fim-pad-token and --fim-split-sample are the same token, 303"):
         rules(separator=PAD)
 
 
 def test_marks_must_be_tokens() -> None:
     assert token_by_name(Tokenizer(), "<prefix>", "--fim-prefix-token") == PREFIX
-    with pytest.raises(ConfigurationError, match=r"--fim-middle-token <fim_middle> is no token of the vocabulary"):
+    with pytest.raises(ConfigurationError, match=r"--fim-middle-token <fim_middle> is not a token of the vocabulary"):
         token_by_name(ByteTokenizer(), "<fim_middle>", "--fim-middle-token")

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import DataConfig
-from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
-from megalite.data.fields import sample_fields
+from megalite.data.fields import FieldsDataset
 from megalite.data.gpt_dataset import (
     Epochs,
     GPTDataset,
@@ -28,6 +27,7 @@ from megalite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
+from tests.harness.token_files import add_document
 
 CASES = json.loads((Path(__file__).parent / "megatron_samples.json").read_text())
 
@@ -42,7 +42,7 @@ def documents(count: int, shift: int) -> list[np.ndarray]:
 def write(prefix: Path, texts: list[np.ndarray]) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for tokens in texts:
-            writer.add_document(tokens)
+            add_document(writer, tokens)
         writer.finish()
 
 
@@ -66,12 +66,10 @@ def test_samples_are_those_of_megatron(tmp_path: Path, case: dict[str, Any]) -> 
         files = [sha256(Path(f"{path[place]}.{suffix}").read_bytes()) for suffix in ("bin", "idx")]
         assert files == case["files_sha256"][number]
     sets = build_token_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, data_path=path, split=case["split"])),
+        DataConfig(seq_length=case["sequence_length"], data_path=tuple(path), split=case["split"]),
         Samples(*case["samples"]),
-        sequence_length=case["sequence_length"],
-        seed=case["seed"],
-        tokenizer=NullTokenizer(999),
-        cache=IndexCache(),
+        case["seed"],
+        NullTokenizer(999),
     )
     for dataset, expected, count in zip(sets[:3], case["splits"], case["samples"], strict=True):
         if expected is None:
@@ -81,7 +79,7 @@ def test_samples_are_those_of_megatron(tmp_path: Path, case: dict[str, Any]) -> 
         assert dataset[0][:6].tolist() == expected["first_tokens"]
         tokens, masks = hashlib.sha256(), hashlib.sha256()
         for sample in range(count):
-            fields = sample_fields(dataset[sample], 999, True, True, True)
+            fields = FieldsDataset(dataset, 999, True, True, True)[sample]
             tokens.update(fields["tokens"].tobytes() + fields["labels"].tobytes())
             ids, order = fields["document_ids"], np.arange(case["sequence_length"])
             assert ids is not None
@@ -191,7 +189,7 @@ def test_files_beyond_2_to_the_31_tokens_and_bytes(tmp_path: Path, mmap: bool) -
         document = int(np.searchsorted(ends, place, side="right"))
         offset = place - int(ends[document] - lengths[document])
         sample, within = divmod(int(starts[document]) + offset, length)
-        assert indexed.get(document, offset, 1).tolist() == [mark]
+        assert indexed.get(document)[offset] == mark
         if sample < len(dataset):  # what does not fill a sample is left out
             assert dataset[int(order[sample])][within] == mark
 
@@ -202,7 +200,7 @@ def test_shuffle_keeps_32_bits_while_they_suffice() -> None:
 
 def test_no_tokens_is_an_error_and_not_an_endless_loop(tmp_path: Path) -> None:
     write(tmp_path / "tokens", [np.arange(3)])
-    with pytest.raises(DataError, match="hold no tokens: give this part a larger share in --split"):
+    with pytest.raises(DataError, match="have no tokens: give this part a larger share in --split"):
         GPTDataset(IndexedDataset(tmp_path / "tokens"), range(1, 1), 5, 4, 0, IndexCache())
 
 

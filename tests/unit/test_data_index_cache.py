@@ -290,7 +290,7 @@ def with_no_file_left(directory: Path, prefix: Path) -> None:
         while True:
             files.append(open(os.devnull))  # noqa: SIM115
     for act in (lambda: get(directory, never), lambda: IndexedDataset(prefix), lambda: recorded_tokenizer(prefix)):
-        with pytest.raises(ConfigurationError, match=rf"too many open files \({limit} are allowed.*ulimit -n"):
+        with pytest.raises(ConfigurationError, match=rf"too many open files \(the limit is {limit} per.*ulimit -n"):
             act()
 
 
@@ -379,7 +379,7 @@ def assert_kept_apart(build: Callable[[IndexCache, Any], Any], cases: list[Any],
 
 
 def test_samples_of_tokens_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
-    """Of as many tokens, and with as many samples in an epoch."""
+    """Use other tokens of the same number, with as many samples per epoch."""
     write(tmp_path / "tokens", [np.arange(10 * n, 10 * n + 11) for n in range(4)])
     indexed = IndexedDataset(tmp_path / "tokens")
     case = {"sequences": range(2), "num_samples": None, "sequence_length": 10, "seed": 1}
@@ -399,7 +399,7 @@ def test_blends_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
 
 
 class OtherBytes(ByteTokenizer):
-    """With as many tokens, of another order."""
+    """Tokenizer that gives as many tokens, but other ones."""
 
     def encode_with_offsets(self, text: str) -> tuple[Any, np.ndarray]:
         ids, offsets = super().encode_with_offsets(text)

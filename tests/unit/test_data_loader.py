@@ -1,4 +1,4 @@
-"""Which samples a rank loads, and the threads that load them."""
+"""Samples that a rank loads, and the threads that load them."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_the_vocabulary_ends_before_its_size(place: int) -> None:
 
 
 def test_the_ramp_is_megatrons() -> None:
-    """From 16 by 16 over 3000 samples to 128, as Megatron-LM's calculator gives it."""
+    """Compare a ramp from 16 by 16 to 128, over 3000 samples, with Megatron-LM's calculator."""
     size = GlobalBatchSize(128, (16, 16, 3000))
     consumed = (0, 428, 429, 500, 1000, 1500, 2000, 2500, 3000, 3001, 10**9)
     assert [size.at(samples) for samples in consumed] == [16, 16, 32, 32, 48, 64, 80, 96, 128, 128, 128]

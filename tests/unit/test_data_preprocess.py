@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +19,19 @@ import numpy as np
 import pytest
 
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
-from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.encoding import encode_chunk
 from tests.harness.terminal import read_to_end
 
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
+BYTES = EncodingFlags(tokenizer_type="ByteTokenizer")
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
 
 
@@ -62,16 +64,15 @@ def test_a_tokenizer_that_goes_beyond_its_vocabulary_is_refused(
 
     monkeypatch.setattr(ByteTokenizer, "encode_documents", ids)
     (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a", "b"]))], ["text"])
-    encoding = Encoding(("text",), append_eod=False, tokenizer_type="ByteTokenizer")
     with pytest.raises(DataError, match=r"c\.jsonl:2: has tokens .* damaged") if refused else nullcontext():
-        assert encode_chunk(encoding, chunk).keys[0].tokens.tolist() == [2, 1, token]
+        assert encode_chunk(BYTES, chunk).keys[0].tokens.tolist() == [2, 1, token]
 
 
 def test_an_end_of_documents_beyond_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "eod", 257)
     (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a"]))], ["text"])
     with pytest.raises(DataError, match=r"would end with token 257, but .* it has 257"):
-        encode_chunk(Encoding(("text",), append_eod=True, tokenizer_type="ByteTokenizer"), chunk)
+        encode_chunk(replace(BYTES, append_eod=True), chunk)
 
 
 def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
 
 
 def shown_progress(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> list[tuple[float, str]]:
-    """What is told of files of one chunk each."""
+    """Return the progress messages for files of one chunk each."""
     monkeypatch.setattr(preprocessing, "_size", lambda number: sizes[number])
     output: Any = SimpleNamespace(done=SimpleNamespace(documents=1, tokens=1), add=lambda chunk: None)
     chunks: Any = [
@@ -205,7 +206,7 @@ def test_an_error_leaves_earlier_files(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "missing.jsonl cannot be read (No such file or directory)"),
-        ("empty.jsonl", b"\n", "there is not one document"),
+        ("empty.jsonl", b"\n", "there is no document"),
         ("plain.jsonl.gz", b"{}", "plain.jsonl.gz cannot be read (Not a gzipped file"),
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:40], "cut.jsonl.gz cannot be read"),
     ],
@@ -223,7 +224,7 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
     ("keys", "message"),
     [
         (("text", "title", "text"), "--json-keys has text twice: name every field once"),
-        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot hold /"),
+        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot have /"),
     ],
 )
 def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
@@ -241,7 +242,7 @@ def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
     first = preprocess(*arguments)
     assert first.returncode == 0, first.stderr
-    assert f"named more than once and read once: {source}\n" in first.stderr
+    assert f"given more than once, but read once: {source}\n" in first.stderr
     before = contents(tmp_path)
     second = preprocess(*arguments)
     assert second.returncode == 0, second.stderr
@@ -266,7 +267,7 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert b"Traceback" not in stderr
-    assert b"c.partial: the same command with --resume goes on from there" in stderr
+    assert b"c.partial: the same command with --resume continues it" in stderr
     assert [path.name for path in out.iterdir()] == ["c.partial"]
 
 

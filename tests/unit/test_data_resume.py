@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 
+from megalite.config.tokenizer import EncodingFlags
 from megalite.data import corpus
 from megalite.data.corpus import read_chunks
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.tokenizers import TokenizerOptions
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from megalite.preprocessing import partial_output, preprocess
-from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.encoding import encode_chunk
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import PartialOutput, partial_folder
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"]
-ENCODING = Encoding(("text", "title"), True, "ByteTokenizer")
+ENCODING = EncodingFlags(json_keys=("text", "title"), append_eod=True, tokenizer_type="ByteTokenizer")
 RUN = {"inputs": "the same"}
 
 
@@ -168,7 +168,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, name: str) -> N
     folder.mkdir()
     (folder / name).write_text("Dear diary")
     for resume in (False, True):
-        with pytest.raises(DataError, match=r"c\.partial is where unfinished output goes, but it holds something else"):
+        with pytest.raises(DataError, match=r"c\.partial is for unfinished output, but it has something else"):
             go_on(tmp_path / "c", source, resume)
         assert contents(folder) == {name: b"Dear diary"}
 
@@ -229,7 +229,7 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
     with output(tmp_path / "c", resume=False) as partial:
         partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
-    with pytest.raises(DataError, match="of a run with other inputs: give the flags and the input files of that run"):
+    with pytest.raises(DataError, match="from a run with other inputs: give the flags and the input files of that run"):
         output(tmp_path / "c", resume=True, run={"inputs": "changed"})
     with output(tmp_path / "c", resume=True) as partial, pytest.raises(DataError, match="another run is writing"):
         assert partial.resumed
@@ -241,7 +241,7 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
     [
         {"json_keys": ("text",)},
         {"append_eod": False},
-        {"options": TokenizerOptions(tokenizer_hf_include_special_tokens=False)},
+        {"tokenizer_hf_include_special_tokens": False},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -263,7 +263,7 @@ def test_only_who_wrote_something_is_told_how_to_go_on(tmp_path: Path) -> None:
         wait = "wait for it, or choose another --output-prefix"
         assert second.stderr == f"error: another run is writing {folder}: {wait}\n"
     different = subprocess.run([*arguments, "--resume"], capture_output=True, text=True)
-    assert different.stderr.startswith(f"error: {folder} is of a run with other inputs")
+    assert different.stderr.startswith(f"error: {folder} is from a run with other inputs")
     assert (folder / "journal").stat().st_size > 0
 
 
@@ -305,14 +305,14 @@ def test_a_bad_line_then_without_it(tmp_path: Path) -> None:
     assert stopped.returncode == 64
     assert f"error: {source}:15001: the field 'text' is a int, not a text. Correct or remove it" in stopped.stderr
     assert "--skip-bad-lines" in stopped.stderr
-    assert "c.partial: the same command with --resume goes on from there" in stopped.stderr
+    assert "c.partial: the same command with --resume continues it" in stopped.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.partial"]
     skipping = (*arguments, "--skip-bad-lines")
     went_on = subprocess.run(
         command(*skipping, "--output-prefix", tmp_path / "out" / "c", "--resume"), capture_output=True, text=True
     )
     assert went_on.returncode == 0, went_on.stderr
-    assert "going on after" in went_on.stderr
+    assert "continuing after" in went_on.stderr
     assert f"left out {source}:15001: the field 'text' is a int" in went_on.stderr
     assert "1 bad lines were left out" in went_on.stdout
     assert "20,000 documents" in went_on.stdout

@@ -20,14 +20,14 @@ from sentencepiece import SentencePieceTrainer
 
 from megalite.config import DataConfig
 from megalite.data.chat import ChatTemplate, Span, conversation_reader, find_template, given_template
-from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import IndexCache
 from megalite.data.sft_dataset import ConversationFile, build_sft_datasets, pack
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
+from tests.harness.tokenizers import named_tokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -76,7 +76,7 @@ def test_templates_see_special_tokens_and_the_prompt() -> None:
 
 def test_templates_that_hide_answers_are_refused() -> None:
     last_only = "{{ messages[-1].content }}"
-    with pytest.raises(ValueError, match="does not render the beginning of this conversation as it renders the whole"):
+    with pytest.raises(ValueError, match="renders the beginning of this conversation alone differently"):
         spans({"messages": TALK}, last_only)
     with pytest.raises(ValueError, match="refuses it: no system"):
         spans({"messages": TALK}, "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
@@ -88,7 +88,7 @@ CHATML_WITHOUT_A_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
 
 
 def test_a_header_that_a_model_would_not_be_given_is_refused() -> None:
-    why = r"does not write '<\|im_start\|>assistant' before an answer where add_generation_prompt asks for it"
+    why = r"does not write '<\|im_start\|>assistant' before an answer if add_generation_prompt asks for it"
     with pytest.raises(ValueError, match=why):
         spans({"messages": TALK}, CHATML_WITHOUT_A_PROMPT)
     # Nothing to write before an answer but a space, as Llama 2 has it; and what a model itself says first is no header.
@@ -108,7 +108,7 @@ def test_answers_that_follow_each_other_are_told_apart() -> None:
     ends_but_before_an_answer = (
         "{% for m in messages %}{{ m.content }}{{ '' if loop.last and add_generation_prompt else '|' }}{% endfor %}"
     )
-    with pytest.raises(ValueError, match="does not render the beginning"):
+    with pytest.raises(ValueError, match="renders the beginning"):
         spans({"messages": answers}, ends_but_before_an_answer)
 
 
@@ -146,7 +146,7 @@ def test_templates_reach_nothing_but_their_arguments(template: str) -> None:
         ("{{ raise_exception('a\n' * 10**6) }}", f"refuses it: {'a ' * 99}a"),
         ("{{ '%1000000000d' | format(1) }}", "takes more than 512 MiB of memory"),
         ("{{ messages | tojson(indent=10**9) }}", "takes more than 512 MiB of memory"),
-        ("{{ messages[0].content[:9] * 10**6 }}", "makes 9000000 characters of it, and 8388608 is the limit"),
+        ("{{ messages[0].content[:9] * 10**6 }}", "makes 9000000 characters of it; the limit is 8388608"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
     ],
 )
@@ -225,7 +225,7 @@ def test_the_template_of_a_tokenizer_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--chat-template missing cannot be read"):
         given_template("missing", None)
     (tmp_path / "chat_template.jinja").unlink()
-    for text, why in (("[", "cannot be read"), ("[]", "not an object"), ('{"chat_template": [1]}', "of .* is none")):
+    for text, why in (("[", "cannot be read"), ("[]", "not an object"), ('{"chat_template": [1]}', "of .* is not one")):
         config.write_text(text)
         with pytest.raises(DataError, match=why):
             find_template(str(tmp_path))
@@ -260,13 +260,11 @@ def build(
     **flags: Any,
 ) -> Datasets[SampleFields]:
     return build_sft_datasets(
-        read_dataset_specs(DataConfig(seq_length=1, data_path=[str(path)], **({"split": "1"} | flags))),
+        DataConfig(seq_length=length, data_path=(str(path),), **({"split": "1"} | flags)),
         samples,
-        sequence_length=length,
-        seed=1,
-        tokenizer=tokenizer,
-        template=None if template is None else ChatTemplate(template, {}),
-        cache=IndexCache(),
+        1,
+        tokenizer,
+        None if template is None else ChatTemplate(template, {}),
     )
 
 
@@ -316,9 +314,9 @@ def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
     )
     assert train is not None
     assert notes[1].endswith(
-        "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned there"
+        "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned from them"
     )
-    with pytest.raises(DataError, match="no answer begins within --seq-length 4, so that nothing would be learned"):
+    with pytest.raises(DataError, match="no answer begins within --seq-length 4, so nothing would be learned"):
         build(tmp_path / "a.jsonl", length=4)
 
 
@@ -355,8 +353,8 @@ def spaces_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenize
     json_tokenizer.add_special_tokens(["</s>"])
     json_tokenizer.save(str(folder / "tokenizer.json"))
     return {
-        "SentencePiece": build_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
-        "Hugging Face": build_tokenizer("HuggingFaceTokenizer", str(folder)),
+        "SentencePiece": named_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
+        "Hugging Face": named_tokenizer("HuggingFaceTokenizer", str(folder)),
     }
 
 
@@ -445,17 +443,17 @@ def test_splits_share_no_conversation_and_tokens_are_kept(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "holds no conversations"),
-        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is no conversation: not a JSON object \(Expecting"),
-        ("[]", "line 1 is no conversation: a JSON list, not an object"),
+        ("", "has no conversations"),
+        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is not a conversation: not a JSON object \(Expecting"),
+        ("[]", "line 1 is not a conversation: a JSON list, not an object"),
         (
             '{"prompt": "q", "completion": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
-            "line 1 is no conversation: .*recursion",
+            "line 1 is not a conversation: .*recursion",
         ),
-        ('{"prompt": "q"}', r"line 1 is no conversation: expected"),
-        ('{"prompt": "", "completion": ""}', "line 1 is no conversation: it has no text"),
-        ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is no conversation"),
-        ("\udcff", "line 1 is no conversation"),
+        ('{"prompt": "q"}', r"line 1 is not a conversation: expected"),
+        ('{"prompt": "", "completion": ""}', "line 1 is not a conversation: it has no text"),
+        ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is not a conversation"),
+        ("\udcff", "line 1 is not a conversation"),
     ],
 )
 def test_files_of_other_things_are_refused_by_line(tmp_path: Path, text: str, problem: str) -> None:
@@ -467,20 +465,22 @@ def test_files_of_other_things_are_refused_by_line(tmp_path: Path, text: str, pr
 @pytest.mark.parametrize("kind", ["SentencePiece", "Hugging Face"])
 def test_half_a_character_is_refused_by_line(spaces_first: dict[str, Tokenizer], tmp_path: Path, kind: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud83d", "completion": "b"}\n')
-    with pytest.raises(DataError, match=r"a.jsonl line 1 is no conversation: .*surrogates not allowed"):
+    with pytest.raises(DataError, match=r"a.jsonl line 1 is not a conversation: .*surrogates not allowed"):
         build(tmp_path / "a.jsonl", tokenizer=spaces_first[kind])
 
 
 def test_tokens_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, "eod", 70_000)
     write(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"})
-    with pytest.raises(DataError, match=r"line 1 is no conversation: it has tokens from 97 to 70000, but .* has 257"):
+    with pytest.raises(
+        DataError, match=r"line 1 is not a conversation: it has tokens from 97 to 70000, but .* has 257"
+    ):
         build(tmp_path / "a.jsonl")
 
 
 def test_a_file_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jsonl")
-    with pytest.raises(DataError, match=r"cannot be read \(no regular file"):
+    with pytest.raises(DataError, match=r"cannot be read \(not a regular file"):
         build(tmp_path / "a.jsonl")
 
 

@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.tokenizer_training import train_byte_level_bpe
+from tests.harness.tokenizers import named_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "def area(radius):\n    return 3.14159 * radius ** 2\n\n\nclass Circle:\n\tname = 'Zirkel, größer'\n"
@@ -49,15 +50,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BUILDS: dict[str, Callable[[Path], Tokenizer]] = {
-    "tokenizer.json": lambda folder: build_tokenizer("HuggingFaceTokenizer", str(folder / "bpe")),
-    "GPT-2": lambda folder: build_tokenizer("GPT2BPETokenizer", options=gpt2_files(folder)),
-    "ranks.json": lambda folder: build_tokenizer("TikTokenizer", str(folder / "ranks.json")),
-    "ranks.tiktoken": lambda folder: build_tokenizer("TikTokenizer", str(folder / "ranks.tiktoken")),
+    "tokenizer.json": lambda folder: named_tokenizer("HuggingFaceTokenizer", str(folder / "bpe")),
+    "GPT-2": lambda folder: named_tokenizer("GPT2BPETokenizer", **gpt2_files(folder)),
+    "ranks.json": lambda folder: named_tokenizer("TikTokenizer", str(folder / "ranks.json")),
+    "ranks.tiktoken": lambda folder: named_tokenizer("TikTokenizer", str(folder / "ranks.tiktoken")),
 }
 
 
-def gpt2_files(folder: Path) -> TokenizerOptions:
-    return TokenizerOptions(vocab_file=str(folder / "vocab.json"), merge_file=str(folder / "merges.txt"))
+def gpt2_files(folder: Path) -> dict[str, str]:
+    return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
 
 
 @pytest.mark.parametrize("form", BUILDS)
@@ -93,7 +94,7 @@ def test_places_hold_spaces_even_where_a_file_leaves_them_out(folder: Path, tmp_
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe" / "tokenizer.json"))
     tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    ours, plain = build_tokenizer("HuggingFaceTokenizer", str(tmp_path)), BUILDS["tokenizer.json"](folder)
+    ours, plain = named_tokenizer("HuggingFaceTokenizer", str(tmp_path)), BUILDS["tokenizer.json"](folder)
     assert tokenizer.encode("a  b").offsets[1] != (1, 2)
     assert ours.encode_with_offsets("a  b")[1].tolist() == plain.encode_with_offsets("a  b")[1].tolist()
 
@@ -129,8 +130,8 @@ V1 = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(
 
 def test_megatrons_json_is_numbered_as_there(folder: Path) -> None:
     """Ids are those of a tiktoken.Encoding made as Megatron-LM makes it."""
-    options = TokenizerOptions(tiktoken_num_special_tokens=10, tiktoken_pattern="v1")
-    ours = build_tokenizer("TikTokenizer", str(folder / "ranks.json"), vocab_size=268, options=options)
+    options = {"tiktoken_num_special_tokens": 10, "tiktoken_pattern": "v1"}
+    ours = named_tokenizer("TikTokenizer", str(folder / "ranks.json"), 268, **options)
     entries = json.loads((folder / "ranks.json").read_text())[:258]
     ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] + 10 for entry in entries}
     names = ["<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<SPECIAL_7>", "<SPECIAL_8>", "<SPECIAL_9>"]
@@ -143,16 +144,14 @@ def test_megatrons_json_is_numbered_as_there(folder: Path) -> None:
 
 def test_patterns_cut_words_differently(folder: Path) -> None:
     ids = {
-        pattern: build_tokenizer(
-            "TikTokenizer", str(folder / "ranks.json"), options=TokenizerOptions(tiktoken_pattern=pattern)
-        ).identity()
+        pattern: named_tokenizer("TikTokenizer", str(folder / "ranks.json"), tiktoken_pattern=pattern).identity()
         for pattern in ("v1", "v2", "gpt2", "cl100k", r"\S+|\s+")
     }
     assert len({identity["pattern"] for identity in ids.values()}) == 5
     with pytest.raises(
-        ConfigurationError, match=r"--tiktoken-pattern \( is none of v1, v2, gpt2, cl100k and no regular"
+        ConfigurationError, match=r"--tiktoken-pattern \( is not one of v1, v2, gpt2, cl100k, and not a regular"
     ):
-        build_tokenizer("TikTokenizer", str(folder / "ranks.json"), options=TokenizerOptions(tiktoken_pattern="("))
+        named_tokenizer("TikTokenizer", str(folder / "ranks.json"), tiktoken_pattern="(")
 
 
 def test_gpt2_files_and_tokenizer_json_agree(folder: Path) -> None:
@@ -173,15 +172,16 @@ def test_a_template_goes_around_documents_and_not_around_texts(folder: Path, tmp
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
-    for options, around in (
-        (TokenizerOptions(), [begin]),
-        (TokenizerOptions(tokenizer_hf_include_special_tokens=False), []),
+    for included, around in (
+        (True, [begin]),
+        (False, []),
     ):
         for fast in ("auto", "off"):
-            ours = build_tokenizer(
+            ours = named_tokenizer(
                 "HuggingFaceTokenizer",
                 str(tmp_path),
-                options=TokenizerOptions(**vars(options) | {"fast_encoding": fast}),
+                include_special_tokens=included,
+                fast_encoding=fast,
             )
             assert list(ours.encode_documents([TEXT])[0]) == [*around, *ours.encode(TEXT)]
             assert len(ours.encode(TEXT)) > 3
@@ -191,10 +191,10 @@ def test_a_template_goes_around_documents_and_not_around_texts(folder: Path, tmp
 def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp_path: Path) -> None:
     content = (folder / "bpe" / "tokenizer.json").read_bytes()
     (tmp_path / "tokenizer.json").write_bytes(content)
-    copy = build_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))  # its usual name is enough
+    copy = named_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tokenizer.json"))  # its usual name is enough
     assert copy.identity() == BUILDS["tokenizer.json"](folder).identity()
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
-    assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).identity() != copy.identity()
+    assert named_tokenizer("HuggingFaceTokenizer", str(tmp_path)).identity() != copy.identity()
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp
             "are not vocab.json and merges.txt of a BPE",
         ),
         (("TikTokenizer", "{}/vocab.json"), {}, DataError, "vocab.json is neither Megatron-LM's JSON of ranks nor"),
-        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 less .* is not from 256"),
+        (("TikTokenizer", "{}/ranks.json", 5000), {}, ConfigurationError, "--vocab-size 5000 minus .* is not from 256"),
         (
             ("TikTokenizer", "{}/ranks.json"),
             {"tokenizer_special_tokens": ("<s>",)},
             ConfigurationError,
-            "must hold each of <unk> <s>",
+            "must have each of <unk> <s>",
         ),
         (
             ("TikTokenizer", "{}/ranks.json"),
@@ -234,9 +234,7 @@ def test_what_cannot_work_is_told(
         return value.replace("{}", str(folder)) if isinstance(value, str) else value
 
     with pytest.raises(error, match=message):
-        build_tokenizer(
-            *map(filled, arguments), options=TokenizerOptions(**{name: filled(v) for name, v in options.items()})
-        )
+        named_tokenizer(*map(filled, arguments), **{name: filled(v) for name, v in options.items()})
 
 
 def _fifo(path: Path) -> None:
@@ -266,7 +264,7 @@ def test_files_that_are_none_are_one_line(folder: Path, tmp_path: Path, spoiled:
         "merges.txt": BUILDS["GPT-2"],
         "ranks.json": BUILDS["ranks.json"],
         "ranks.tiktoken": BUILDS["ranks.tiktoken"],
-        "m.model": lambda folder: build_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
+        "m.model": lambda folder: named_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
     }
     for name, build in builds.items():
         path = tmp_path / name
@@ -287,23 +285,23 @@ def test_ids_are_bounded_and_another_for_each_token(folder: Path, tmp_path: Path
     description = json.loads((folder / "bpe" / "tokenizer.json").read_text())
     description["model"]["vocab"]["a"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="has a token 4000000000, where 16777215 is the largest there may be"):
-        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(DataError, match="has a token 4000000000, but 16777215 is the largest possible"):
+        named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     description["model"]["vocab"]["a"] = description["model"]["vocab"]["b"]
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
-    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have one id"):
-        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have the same id"):
+        named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     ranks = (folder / "ranks.tiktoken").read_text()
     for rank in ("-1", "4000000000", "1" + "0" * 30):
         (tmp_path / "ranks.tiktoken").write_text(ranks.replace(" 260\n", f" {rank}\n"))
         with pytest.raises(DataError, match="ranks from"):
             BUILDS["ranks.tiktoken"](tmp_path)
     with pytest.raises(ConfigurationError, match="--tiktoken-num-special-tokens 1000000000 is not from"):
-        build_tokenizer(
+        named_tokenizer(
             "TikTokenizer",
             str(folder / "ranks.json"),
             10**9 + 260,
-            TokenizerOptions(tiktoken_num_special_tokens=10**9),
+            tiktoken_num_special_tokens=10**9,
         )
 
 
@@ -312,9 +310,9 @@ def test_a_vocabulary_without_an_end(folder: Path, tmp_path: Path) -> None:
     description["added_tokens"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(
-        DataError, match=r"does not tell which token ends a document .*put a tokenizer_config.json beside"
+        DataError, match=r"does not say which token ends a document .*put a tokenizer_config.json next to"
     ):
-        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        named_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -340,9 +338,7 @@ def test_without_tiktoken_documents_go_the_slow_road_unless_the_fast_one_is_requ
     expected = list(BUILDS["tokenizer.json"](folder).encode_documents([TEXT])[0])
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     assert list(BUILDS["tokenizer.json"](folder).encode_documents([TEXT])[0]) == expected
-    required = build_tokenizer(
-        "HuggingFaceTokenizer", str(folder / "bpe"), options=TokenizerOptions(fast_encoding="require")
-    )
+    required = named_tokenizer("HuggingFaceTokenizer", str(folder / "bpe"), fast_encoding="require")
     with pytest.raises(ConfigurationError, match=r"pip install 'tiktoken>=0\.9'"):
         required.encode_documents([TEXT])
 
@@ -370,6 +366,6 @@ def test_half_a_character_among_the_special_tokens_is_told(folder: Path, tmp_pat
     for path in (tmp_path / "model").rglob("tokenizer.json"):
         (path.parent / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
         with pytest.raises(DataError, match=r"tokenizer_config.json, of the tokenizer, cannot be read .*surrogates"):
-            build_tokenizer("HuggingFaceTokenizer", str(path.parent))
+            named_tokenizer("HuggingFaceTokenizer", str(path.parent))
         return
     pytest.fail("there is no tokenizer.json")

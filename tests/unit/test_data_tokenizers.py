@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.tokenizer_training import train_tokenizer
+from tests.harness.tokenizers import named_tokenizer
 
 TEXT = "def area(radius):\n    return 3.14159 * radius ** 2\n\n\nclass Circle:\n\tname = 'Zirkel, größer'\n"
 
@@ -133,23 +133,22 @@ def test_null_tokenizer_adds_the_end_of_document_as_megatron_does() -> None:
 
 def test_build_gives_what_the_flags_name(model: str) -> None:
     for name in ("SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer"):
-        assert build_tokenizer(name, model).identity() == SentencePieceTokenizer(model).identity()
-    assert build_tokenizer("ByteTokenizer").vocab_size == 257
-    assert build_tokenizer("NullTokenizer", vocab_size=10).vocab_size == 11
+        assert named_tokenizer(name, model).identity() == SentencePieceTokenizer(model).identity()
+    assert named_tokenizer("ByteTokenizer").vocab_size == 257
+    assert named_tokenizer("NullTokenizer", vocab_size=10).vocab_size == 11
 
 
 def test_a_fast_path_that_is_required_is_taken_or_refused(corpus: Path, tmp_path: Path) -> None:
-    required = TokenizerOptions(fast_encoding="require")
     for kind in ("bpe", "unigram"):
         train_tokenizer([str(corpus)], ["text"], str(tmp_path / kind), 300, kind)
     bpe, unigram = (
-        build_tokenizer("SentencePieceTokenizer", str(tmp_path / f"{kind}.model"), options=required)
+        named_tokenizer("SentencePieceTokenizer", str(tmp_path / f"{kind}.model"), fast_encoding="require")
         for kind in ("bpe", "unigram")
     )
     assert list(bpe.encode_documents(["a text"])[0]) == bpe.encode("a text")
-    with pytest.raises(ConfigurationError, match=r"--fast-encoding require: .*it is no byte-pair encoding"):
+    with pytest.raises(ConfigurationError, match=r"--fast-encoding require: .*it is not a byte-pair encoding"):
         unigram.encode_documents(["a text"])
-    assert list(build_tokenizer("ByteTokenizer", options=required).encode_documents(["a"])[0]) == [97]
+    assert list(named_tokenizer("ByteTokenizer", fast_encoding="require").encode_documents(["a"])[0]) == [97]
 
 
 def test_identity_is_of_the_model_and_not_of_its_path(model: str, corpus: Path, tmp_path: Path) -> None:
@@ -171,12 +170,12 @@ def test_identity_is_of_the_model_and_not_of_its_path(model: str, corpus: Path, 
 )
 def test_flags_that_do_not_make_a_tokenizer(arguments: tuple[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        build_tokenizer(*arguments)
+        named_tokenizer(*arguments)
 
 
 def test_model_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere\.model cannot be read"):
-        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "nowhere.model"))
+        named_tokenizer("SentencePieceTokenizer", str(tmp_path / "nowhere.model"))
     (tmp_path / "junk.model").write_bytes(b"junk")
     with pytest.raises(DataError, match=r"junk\.model is not a SentencePiece model \(4 bytes\)"):
-        build_tokenizer("SentencePieceTokenizer", str(tmp_path / "junk.model"))
+        named_tokenizer("SentencePieceTokenizer", str(tmp_path / "junk.model"))

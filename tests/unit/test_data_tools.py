@@ -21,6 +21,7 @@ from megalite.preprocessing import merging
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.inspection import length_statistics, verify
 from tests.harness.fork_server import fork_context
+from tests.harness.token_files import add_document
 
 pytestmark = pytest.mark.costly
 
@@ -39,7 +40,7 @@ def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint1
     with IndexedDatasetWriter(prefix, dtype, tokenizer) as writer:  # type: ignore[arg-type]
         for document in documents:
             tokens = [token for sequence in document for token in sequence]
-            writer.add_document(tokens, [len(sequence) for sequence in document])
+            add_document(writer, tokens, [len(sequence) for sequence in document])
         writer.finish()
 
 
@@ -88,7 +89,7 @@ def test_text_named_like_the_tokens_is_left_alone(tmp_path: Path) -> None:
 
 def die_while_writing(prefix: Path) -> None:
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document([1, 2, 3])
+        add_document(writer, [1, 2, 3])
         writer.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -109,7 +110,7 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
     write(tmp_path / "other", [[[1]]], tokenizer={"type": "Other"})
     write(tmp_path / "unrecorded", [[[1]]], tokenizer=None)
     out = str(tmp_path / "out")
-    with pytest.raises(DataError, match=r"wide holds tokens as int32 and .*a as uint16"):
+    with pytest.raises(DataError, match=r"wide has tokens as int32 and .*a as uint16"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "wide")], out)
     with pytest.raises(DataError, match=r"other was made with .* type 'Other', .*a with type 'ByteTokenizer'"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "other")], out)
@@ -185,7 +186,7 @@ def test_a_token_as_large_as_the_recorded_vocabulary_is_damage(tmp_path: Path) -
     write(tmp_path / "last", [[[1, 256]]])
     verify(IndexedDataset(tmp_path / "last"))
     write(tmp_path / "size", [[[1, 257]]])
-    with pytest.raises(DataError, match="token number 1 is 257, which is none of the 257 tokens"):
+    with pytest.raises(DataError, match="token number 1 is 257, which is not one of the 257 tokens"):
         verify(IndexedDataset(tmp_path / "size"))
 
 
@@ -216,7 +217,7 @@ def test_statistics_of_nothing() -> None:
 
 
 def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
-    program = "from megalite.config.tool_arguments import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
+    program = "from megalite.lifecycle.failure import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
     command = [sys.executable, "-c", program]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert tool.stdout is not None
@@ -226,3 +227,13 @@ def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) ->
     assert tool.stderr is not None
     assert tool.stderr.read() == b""
     tool.stderr.close()
+
+
+@pytest.mark.parametrize("body", ["print(*range(10**5))", "print(1)", "(print(1), sys.exit(0))"])
+def test_a_full_disk_under_the_output_is_told(body: str) -> None:
+    """It may be noticed while the program runs, at its end, or after --help."""
+    program = f"import sys\nfrom megalite.lifecycle.failure import run_tool\nrun_tool(lambda: {body})"
+    with open("/dev/full", "w") as full:
+        tool = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert tool.returncode == 93
+    assert tool.stderr == "error: the output cannot be written (No space left on device): a part of it is lost\n"

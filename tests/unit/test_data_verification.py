@@ -25,6 +25,7 @@ from megalite.data.verification import Verification
 from megalite.errors import DataError
 from megalite.preprocessing import indexed_writer
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter, publish
+from tests.harness.token_files import add_document
 
 SUFFIXES = ("bin", "idx")
 
@@ -33,7 +34,7 @@ SUFFIXES = ("bin", "idx")
 def prefix(tmp_path: Path) -> Path:
     with IndexedDatasetWriter(tmp_path / "a", np.uint16, {"type": "test"}) as writer:
         for document in ([1, 2], [3, 4, 5], [], [6]):
-            writer.add_document(document)
+            add_document(writer, document)
         writer.finish()
     return tmp_path / "a"
 
@@ -65,12 +66,12 @@ def test_checksums_are_of_the_files_also_where_a_writer_went_on(
         small_chunks(patch)
         with IndexedDatasetWriter(folder / "a", np.uint16, folder=folder / "growing") as writer:
             for document in documents[:stop]:
-                writer.add_document(document)
+                add_document(writer, document)
         with (folder / "growing" / "a.bin").open("ab") as file:
             file.write(lost)  # which no journal knows
         with IndexedDatasetWriter(folder / "a", np.uint16, folder=folder / "growing", extent=writer.extent) as writer:
             for document in documents[stop:]:
-                writer.add_document(document)
+                add_document(writer, document)
             writer.complete()
         publish(folder / "a", folder / "growing")
         for check in verification.recorded_checks(IndexedDataset(folder / "a"), read_side_file(folder / "a")):
@@ -98,7 +99,7 @@ def test_a_flipped_bit_is_refused(prefix: Path, suffix: str) -> None:
 def test_the_chunk_that_is_damaged_is_named(prefix: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small_chunks(monkeypatch)
     with IndexedDatasetWriter(tmp_path / "b", np.uint16) as writer:
-        writer.add_document(list(range(6)))
+        add_document(writer, list(range(6)))
         writer.finish()
     verified(tmp_path / "b").raise_damage()
     (tmp_path / "b.bin").write_bytes(np.array([0, 1, 2, 3, 4, 7], np.uint16).tobytes())
@@ -159,14 +160,14 @@ def test_a_file_that_another_has_replaced_is_no_damage(prefix: Path) -> None:
 
 RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda record: [record], "cannot be read as the record"),
-    "a key too many": (lambda record: record | {"crc33": {}}, "has not the keys"),
-    "no tokenizer": (lambda record: {"tokens": 6, "documents": 4}, "has not the keys"),
-    "a text": (lambda record: record | {"tokens": "6"}, "no counts"),
+    "a key too many": (lambda record: record | {"crc33": {}}, "does not have the right keys"),
+    "no tokenizer": (lambda record: {"tokens": 6, "documents": 4}, "does not have the right keys"),
+    "a text": (lambda record: record | {"tokens": "6"}, "are not counts"),
     "a huge count": (lambda record: record | {"documents": 10**30}, "whole number of 31 digits"),
-    "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, where they have 6"),
-    "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is none"),
+    "another count": (lambda record: record | {"tokens": 7}, "has 7 tokens, they have 6"),
+    "another tokenizer": (lambda record: record | {"tokenizer": {"vocab_size": "x"}}, "its tokenizer is not valid"),
     "other chunks": (lambda record: record | {"crc32": record["crc32"] | {"chunk_bytes": 1}}, "chunks of 67,108,864"),
-    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "no CRC-32"),
+    "no number": (lambda record: record | {"crc32": record["crc32"] | {"bin": [True]}}, "not CRC-32"),
     "too many": (lambda record: record | {"crc32": record["crc32"] | {"bin": [0, 0]}}, "2 checksums of the .bin"),
 }
 

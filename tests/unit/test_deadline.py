@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.lifecycle.deadline import Pace, job_end, why_stop
+from megalite.training.trainer import Trainer
 
 SECONDS = st.floats(0.0, 1e6)
 
@@ -37,7 +41,7 @@ def test_the_reason_has_its_figures() -> None:
     assert why_stop(97.0, step=2.0, evaluation=0.0, save=40.0) is None
     assert why_stop(96.0, step=2.0, evaluation=0.0, save=40.0) == (
         "the job ends in 96 s (SLURM_JOB_END_TIME), which may not be enough for a step of 2.0 s, 2 saves of 40.0 s and "
-        "15 s to end in"
+        "15 s to exit"
     )
     assert "an evaluation of 30.0 s" in str(why_stop(97.0, step=2.0, evaluation=30.0, save=40.0))
 
@@ -47,10 +51,10 @@ def test_the_reason_has_its_figures() -> None:
     [
         (None, None, None),
         ("2000", 2000.0, None),
-        ("999", None, "is over"),
-        ("Unknown", None, "is no time in Unix seconds"),
-        ("-5", None, "is no time in Unix seconds"),
-        ("\N{SUPERSCRIPT TWO}", None, "is no time in Unix seconds"),
+        ("999", None, "is in the past"),
+        ("Unknown", None, "is not a time in Unix seconds"),
+        ("-5", None, "is not a time in Unix seconds"),
+        ("\N{SUPERSCRIPT TWO}", None, "is not a time in Unix seconds"),
     ],
 )
 def test_when_the_job_ends(text: str | None, end: float | None, note: str | None) -> None:
@@ -58,3 +62,12 @@ def test_when_the_job_ends(text: str | None, end: float | None, note: str | None
     assert found == end
     assert (told is None) == (note is None)
     assert (note or "") in (told or "")
+
+
+def test_the_last_step_has_an_evaluation_too() -> None:
+    """It takes time before the last save, also where it is no multiple of --eval-interval."""
+    trainer = Mock(iterations=150, config=Mock(training=Mock(eval_interval=100)), data=Mock(valid=[0]))
+    due = partial(Trainer.evaluation_due, trainer)
+    assert [step for step in range(1, 151) if due(step)] == [100, 150]
+    trainer.data.valid = None
+    assert not due(150)

@@ -1,4 +1,4 @@
-"""What layers say of themselves to those who cannot know: terms of the loss, and what they do with other ranks."""
+"""Declarations of layers: terms of the loss, and communication with other ranks."""
 
 from __future__ import annotations
 

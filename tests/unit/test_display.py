@@ -56,7 +56,7 @@ def test_a_skipped_step_is_always_said() -> None:
 
 
 def test_a_loss_scale_is_shown() -> None:
-    """With --fp16 steps are skipped until it is small enough."""
+    """Show skipped steps of --fp16, which occur until the loss scale is small enough."""
     stream = io.StringIO()
     with Display(100, 50, stream=stream) as display:
         display.step(replace(step(1), loss_scale=65536.0, skipped=True))

@@ -39,6 +39,7 @@ from tests.distributed.layout_expected import one_thread
 from tests.harness.close import assert_number_close
 from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
+from tests.harness.token_files import add_document
 from tests.harness.tool import run_tool
 
 BYTES = ByteTokenizer()
@@ -127,7 +128,7 @@ def write(prefix: Path, documents: list[list[list[int]]], identity: dict[str, ob
     with IndexedDatasetWriter(prefix, np.uint16, identity) as writer:
         for document in documents:
             lengths = [len(sequence) for sequence in document]
-            writer.add_document([token for sequence in document for token in sequence], lengths)
+            add_document(writer, [token for sequence in document for token in sequence], lengths)
         writer.finish()
     return str(prefix)
 
@@ -140,7 +141,7 @@ def test_documents_of_token_files_are_bare(tmp_path: Path, beginning: Path) -> N
     assert found.count == 8
     assert found.text_bytes is None
     assert found.why_no_bytes is not None
-    assert "tokens of document 1" in found.why_no_bytes  # where the mark of a beginning stands in the middle
+    assert "document 1 has other tokens" in found.why_no_bytes  # where the mark of a beginning stands in the middle
     assert found.weight is None
 
 
@@ -156,9 +157,9 @@ def test_bytes_of_token_files_are_those_of_their_text(tmp_path: Path, beginning:
 @pytest.mark.parametrize(
     ("tokenizer", "document", "why"),
     [
-        (NullTokenizer(9), [1, 2, 9], "NullTokenizer stands for data that is in tokens already"),
-        (BYTES, [97, 195, 256], "the tokens of document 0"),  # half of a character
-        (BYTES, [97, 256, 97, 256], "the tokens of document 0"),  # two documents stored as one
+        (NullTokenizer(9), [1, 2, 9], "NullTokenizer is for data that is already tokens"),
+        (BYTES, [97, 195, 256], "document 0 has other tokens"),  # half of a character
+        (BYTES, [97, 256, 97, 256], "document 0 has other tokens"),  # two documents stored as one
     ],
 )
 def test_where_the_text_cannot_be_told_there_are_no_bits_per_byte(
@@ -196,13 +197,13 @@ def test_each_field_of_a_record_is_a_document_of_its_own(tmp_path: Path) -> None
 
 def test_data_that_cannot_be_predicted_are_refused(tmp_path: Path, beginning: Path) -> None:
     tokenizer = load_tokenizer_json(str(beginning), True, "auto")
-    with pytest.raises(DataError, match="holds no tokens"):
+    with pytest.raises(DataError, match="has no tokens"):
         read_token_files([write(tmp_path / "empty", [[[1]], []])], tokenizer)
-    with pytest.raises(DataError, match=r"document 1 of .* holds tokens from 3 to 9, but the vocabulary"):
+    with pytest.raises(DataError, match=r"document 1 of .* has tokens from 3 to 9, but the vocabulary"):
         read_token_files([write(tmp_path / "other", [[[2]], [[3, 9]]])], tokenizer)
     numbers = NullTokenizer(8)  # and the end of document, 8
     read_token_files([write(tmp_path / "last", [[[7, 8, 7]]])], numbers)
-    with pytest.raises(DataError, match="holds tokens from 7 to 9, but the vocabulary of the model has 9"):
+    with pytest.raises(DataError, match="has tokens from 7 to 9, but the vocabulary of the model has 9"):
         read_token_files([write(tmp_path / "size", [[[7, 9]]])], numbers)
     with pytest.raises(DataError, match="was made with the tokenizer"):
         read_token_files([write(tmp_path / "bytes", [[[2]]], BYTES.identity())], tokenizer)
@@ -266,8 +267,8 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         ("", "there is nothing to evaluate on: give --data-path, --text or --tasks"),
         ("--text a --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--text a --pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
-        ("--text a --limit 0", "--limit 0.0: give a number of documents"),
-        ("--text a --limit inf", "--limit inf: give a number of documents"),
+        ("--text a --limit 0", "--limit 0.0: must be above 0"),
+        ("--text a --limit inf", "--limit inf: must be a finite number"),
         ("--text a --output= ", "--output '': is blank"),
         ("--text a --num-fewshot 1", "--num-fewshot and --include-path are for --tasks"),
         ("--text a --output /", "--output / is a folder"),

@@ -148,7 +148,7 @@ def test_a_chain_over_groups_leads_to_the_rank_that_waits_for_nobody() -> None:
     }
     findings = missing(snapshots)
     assert findings[0] == Diagnosis(
-        "message #5 from rank 3 to rank 2: rank 2 waits for it, rank 3 has not come to it: the last there was #4",
+        "message #5 from rank 3 to rank 2: rank 2 waits for it, rank 3 has not reached it: the last one was #4",
         culprits=(3,),
         cause=True,
     )
@@ -196,7 +196,7 @@ def test_what_all_have_entered_and_does_not_end_is_nobodys_fault_but_told() -> N
     snapshots[2] = waits(link(1, 2, messages=1))
     first, second = missing(snapshots)
     assert first == Diagnosis(
-        "all_reduce #1 of ranks 0, 1 (float32 [4]): all are in it, and it does not end on ranks 0, 1", (), True
+        "all_reduce #1 of ranks 0, 1 (float32 [4]): all ranks are in it, but it does not end on ranks 0, 1", (), True
     )
     assert second.text.startswith("message #1 from rank 1 to rank 2")
     assert not second.cause
@@ -204,7 +204,7 @@ def test_what_all_have_entered_and_does_not_end_is_nobodys_fault_but_told() -> N
 
 def test_a_collective_that_has_left_the_ring_still_counts() -> None:
     snapshots = {0: waits(group([0, 1], operation(7, state="started"))), 1: busy(group([0, 1], collectives=7))}
-    assert "all are in it" in missing(snapshots)[0].text
+    assert "all ranks are in it" in missing(snapshots)[0].text
     snapshots[1] = busy(group([0, 1], collectives=6))
     assert blamed(missing(snapshots)) == {1}
 

@@ -56,9 +56,9 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_the_report_names_the_rank_and_sets_the_outlier_apart(folder: Path) -> None:
     assert report(folder).stdout == (
         "4 of 4 ranks have left a file\n\n"
-        "HELD UP BY rank 2\n"
+        "BLOCKED BY rank 2\n"
         "because:\n"
-        "  - all_reduce #2 of ranks 0-3 (float32 [4]): ranks 0, 1, 3 are in it, rank 2 is not: the last there was #1\n"
+        "  - all_reduce #2 of ranks 0-3 (float32 [4]): ranks 0, 1, 3 are in it, rank 2 is not: the last one was #1\n"
         "\n"
         "rank 2 on node1 (process 102) in step for 62 s:\n"
         "    thread MainThread:\n"
@@ -98,7 +98,7 @@ def test_the_folder_of_the_last_hang_is_told_to_who_gives_another(folder: Path, 
         write_dump(run / "hangs" / name, RankDump(0, 1))
     ended = report(run / given)
     assert ended.code == 64
-    assert ended.stderr.endswith(f"give a folder in it, the newest being {run}/hangs/20260315T021500\n")
+    assert ended.stderr.endswith(f"give a folder in it; the newest is {run}/hangs/20260315T021500\n")
 
 
 def test_the_report_for_machines_says_the_same(folder: Path) -> None:
@@ -118,25 +118,25 @@ def test_a_damaged_file_is_told_and_the_rest_used(folder: Path, content: bytes) 
     assert ended.code == 0
     assert "note: rank_00002.json cannot be read (" in ended.stdout
     assert "; the rest is used\n" in ended.stdout
-    assert "HELD UP BY rank 2\n" in ended.stdout
-    assert "rank 2 left no record: stopped, ended or out of reach" in ended.stdout
+    assert "BLOCKED BY rank 2\n" in ended.stdout
+    assert "rank 2 left no record: suspended, ended or unreachable" in ended.stdout
 
 
 def test_a_missing_file_is_told(folder: Path) -> None:
     (folder / "rank_00002.json").unlink()
-    assert report(folder).stdout.startswith("3 of 4 ranks have left a file\nwithout one: rank 2\n\nHELD UP BY rank 2\n")
+    assert report(folder).stdout.startswith("3 of 4 ranks have left a file\nwithout one: rank 2\n\nBLOCKED BY rank 2\n")
 
 
 def test_of_one_process_alone_there_is_where_it_stood(tmp_path: Path) -> None:
     write_dump(tmp_path, RankDump(0, 1, stacks="at home"))
-    expected = "1 of 1 ranks have left a file\n\nNo rank is known to hold it up.\n\nrank 0:\n    at home\n"
+    expected = "1 of 1 ranks have left a file\n\nNo rank is known to block the run.\n\nrank 0:\n    at home\n"
     assert report(tmp_path).stdout == expected
 
 
 def test_a_rank_without_a_recorder_still_shows_where_it_stood(folder: Path) -> None:
     write_dump(folder, RankDump(2, 4, stacks="at home"))
     ended = report(folder)
-    assert "HELD UP BY rank 2" in ended.stdout
+    assert "BLOCKED BY rank 2" in ended.stdout
     assert "\nrank 2:\n    at home\n" in ended.stdout
 
 
@@ -170,7 +170,7 @@ def test_a_pickle_that_is_no_dump_does_nothing(
     ended = report(folder)
     assert not Path("harm").exists()
     assert ended.stdout.count("cannot be read") == 2
-    assert "HELD UP BY rank 2\n" in ended.stdout
+    assert "BLOCKED BY rank 2\n" in ended.stdout
 
 
 @pytest.mark.parametrize("name", ["absent", "file", "empty"])

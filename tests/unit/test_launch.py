@@ -1,4 +1,4 @@
-"""What a run's ranks cannot talk through is refused before they meet."""
+"""Backends that the ranks of a run cannot use: they are refused before the rendezvous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "local_device", lambda local_rank: torch.device("cuda", 0))
     monkeypatch.setattr(device, "activate", lambda where: None)
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
-    with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo sends nothing from GPU to GPU.*use nccl"):
+    with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo cannot send from GPU to GPU.*use nccl"):
         join(parallel, Place(rank=0, world_size=2, local_rank=0), "the same")
 
 

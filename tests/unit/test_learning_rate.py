@@ -241,7 +241,7 @@ def test_a_scaling_rule_multiplies_the_whole_curve_and_says_so(rule: str, base: 
 
 
 def test_a_gradual_warmup_starts_from_the_rate_that_is_not_scaled() -> None:
-    """As in Goyal et al. 2017, 2.2."""
+    """Check the gradual warm-up of Goyal et al. 2017, 2.2."""
     scaling = {"lr_scaling_rule": "linear", "lr_scaling_base_batch_size": 2}
     subject = of_run({"train_iters": 100}, lr_warmup_init=1.0, lr_warmup_iters=10, **scaling)
     assert [subject.at(consumed).learning_rate for consumed in (0, 40, 80)] == [1.0, 2.5, 4.0]

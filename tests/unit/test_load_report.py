@@ -1,4 +1,4 @@
-"""What a run tells of the checkpoint that it has loaded."""
+"""Report of a run about the checkpoint that it has loaded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
     def line(config: RunConfig, state: TrainingState, position: bool, optimizer: bool) -> str:
         return load_notes(saved(config), config, state, position=position, optimizer=optimizer)[0]
 
-    where, metrics = "position (step 7, 28 samples)", "metrics (cut off beyond that step)"
+    where, metrics = "position (step 7, 28 samples)", "metrics (cut off after that step)"
     assert line(CONFIG, STATE, True, True) == f"restored: weights, optimizer state (6 updates), {where}, {metrics}"
     new = "optimizer state (6 updates): a new one by --no-load-optim"
     assert line(CONFIG, STATE, True, False) == f"restored: weights, {where}, {metrics}; ignored: {new}"
@@ -67,6 +67,6 @@ def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
     assert line(CONFIG, scaled, True, True).endswith("ignored: loss scale (1024): none is dynamic here")
     assert line(fp16, scaled, False, False).endswith(
         "ignored: optimizer state (6 updates): a new one by --finetune, position (step 7, 28 samples): a new run by "
-        "--finetune, metrics (cut off beyond that step): a new run by --finetune, loss scale (1024): a new one by "
+        "--finetune, metrics (cut off after that step): a new run by --finetune, loss scale (1024): a new one by "
         "--finetune"
     )

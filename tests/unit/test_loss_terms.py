@@ -26,7 +26,7 @@ def chunks(*terms: tuple[LossTerm, ...]) -> Any:
 
 
 def test_terms_are_those_that_all_stages_declare() -> None:
-    """Where each counts by a method of its own, they are alike all the same."""
+    """Treat terms as equal even if each stage counts by a method of its own."""
     balance, other = LossTerm("balance", lambda _: torch.ones(())), LossTerm("balance", lambda _: torch.ones(()))
     assert declared_terms(chunks((LM_LOSS, balance), (LM_LOSS, other))) == (LM_LOSS, balance)
     with pytest.raises(MegaliteError, match=r"chunk 0 lm_loss \(weight 1.0, .*\); balance .*, chunk 1 lm_loss [^;]*$"):

@@ -42,7 +42,7 @@ class Counting(nn.Module):
 
 
 def made(network: Counting, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
-    """With an update rule that keeps a number for each row beside the moments."""
+    """Return an optimizer whose update rule has one number per row in addition to the moments."""
     rule = update_rule.RuleState(
         update_rule.RULE_STATE["adam"].flat, {"row": lambda config, parameter, mesh: state("row", 4)}
     )

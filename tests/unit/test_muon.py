@@ -97,7 +97,7 @@ def expected(
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_one_process_in_fp32_gives_torchs_bits(nesterov: bool) -> None:
-    """With these shapes the scale is 1 or 2, so it does not matter whether rate or update is multiplied by it."""
+    """Use shapes whose scale is 1 or 2, so that it does not matter whether rate or update is multiplied by it."""
     before, gradients, after = trained(replace(MUON, muon_nesterov=nesterov))
     for name, value in expected(before, gradients, "original", nesterov).items():
         assert_bits_equal(after[name], value.contiguous(), name)
@@ -112,7 +112,7 @@ def test_spectral_at_a_fifth_is_torchs_match_rms_adamw() -> None:
 
 
 def test_unit_rms_norm_scales_by_the_root_of_rows_over_columns() -> None:
-    """With more rows than columns, that is torch's `original`."""
+    """Compare with torch's `original`, which is the same for more rows than columns."""
     before, gradients, after = trained(replace(MUON, muon_scale_mode="unit_rms_norm"))
     wanted = expected(before, gradients, "original", True)
     for layer in range(MODEL.num_layers):
@@ -142,7 +142,7 @@ def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> Non
         places += [placement.split(mesh, tensor, {0: ("tp",)}) for tensor in dense]
         network = nn.Module()
         network.weights = nn.ParameterList(Parameter(place, torch.float32, mesh.device) for place in places)
-        optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, stage=1))
+        optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, zero_stage=1))
         (rule,) = (rule for rule in optimizer._rules if isinstance(rule, Muon))
         turns = [matrices[mesh.coordinate("dp")] for matrices in rule._rounds if len(matrices) > mesh.coordinate("dp")]
         added.append([matrix.tensor.name for matrix in turns if matrix.split_group.size > 1])

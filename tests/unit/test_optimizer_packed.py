@@ -58,7 +58,9 @@ class Run:
 
     def save(self, directory: Path, iteration: int) -> Path:
         state = TrainingState(iteration, consumed_samples=iteration, optimizer_steps=self.optimizer.steps)
-        return checkpoint.save(directory, state, self.optimizer, {})
+        path = checkpoint.Saver(directory, self.optimizer, checkpoint.Plan.alone(self.optimizer)).save(state, {})
+        assert isinstance(path, Path)
+        return path
 
     def load(self, path: Path) -> Run:
         checkpoint.load(path, self.network, self.optimizer, MESH)
@@ -207,7 +209,7 @@ def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: P
 
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
-    """Of two runs on one course; the gradients are noise, so that a weight's way is its worst."""
+    """Compare two runs with the same gradients. They are noise, which is the worst case for a weight."""
     config = eight_bits(name)
     wide, packed = Run(replace(config, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")), Run(config)
     start = values(wide.optimizer)[0].double()
@@ -254,7 +256,7 @@ def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
 
 
 def test_an_optimizer_that_begins_anew_is_packed_anew(tmp_path: Path) -> None:
-    """From weights alone: masters are the weights, moments zero."""
+    """Start from weights only: masters are the weights, moments are zero."""
     config = eight_bits("int8 and remainders")
     run, other = Run(config), Run(config)
     run.train(0, 2)

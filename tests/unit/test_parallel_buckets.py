@@ -190,7 +190,7 @@ def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
     parameter = SimpleNamespace(sharding=SimpleNamespace(replica_ranks=(0, 1)))
     layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48)
     specs = [
-        BucketShardSpec.of(layout, rank=copy, peers=8, position=position, stage=1, instances=4)
+        BucketShardSpec.of(layout, rank=copy, peers=8, position=position, zero_stage=1, instances=4)
         for copy in (0, 1)
         for position in range(8)
     ]
@@ -210,7 +210,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize(("ranks", "ep", "instances"), [(4, 4, 2), (6, 2, 2)])
 def test_instances_that_do_not_divide_the_experts_copies_are_an_error(ranks: int, ep: int, instances: int) -> None:
     mesh = UnconnectedMesh(world_size=ranks, expert_parallel_size=ep)
-    options = DataParallel(gradient_dtype=torch.float32, stage=1, instances=instances)
+    options = DataParallel(gradient_dtype=torch.float32, zero_stage=1, instances=instances)
     with pytest.raises(ValueError, match=f"{instances} instances .* do not divide {ranks // ep} data-parallel ranks"):
         make_buckets([Experts(mesh)], mesh, options)
 
@@ -228,9 +228,9 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_bucket_of_one_rank_is_not_copied_onto_itself(stage: int) -> None:
-    """Where each expert is on one rank there is nothing to gather, whatever is of what other ranks hold, too."""
+    """Use one rank per expert: there is nothing to gather or to copy."""
     mesh = UnconnectedMesh(world_size=2, expert_parallel_size=2)
-    (bucket,) = make_buckets([Experts(mesh)], mesh, DataParallel(gradient_dtype=torch.float32, stage=stage))
+    (bucket,) = make_buckets([Experts(mesh)], mesh, DataParallel(gradient_dtype=torch.float32, zero_stage=stage))
     with Copies() as copies:
         bucket.begin_parameter_gather()
         bucket.finish_parameter_gather()

@@ -1,4 +1,4 @@
-"""Which errors of the backend are those of a rank that has gone."""
+"""Errors of the backend that mean that a rank has died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy against torch's, on one rank; tests/distributed/test_parallel_regions.py has the split vocabulary."""
+"""Cross entropy against torch's, on one rank; tests/distributed/test_collectives.py has the split vocabulary."""
 
 from __future__ import annotations
 

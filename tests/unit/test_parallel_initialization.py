@@ -14,7 +14,7 @@ from megalite.parallel import initialization
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.placement import split, whole
+from megalite.parallel.placement import split
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
 from tests.harness.close import assert_bits_equal
 from tests.initial_weights import draw
@@ -26,7 +26,7 @@ EDGES = LogicalTensor("edges", (9, 16384), Normal(1.0), True)  # blocks of 4 of 
 
 @pytest.fixture(scope="module")
 def values() -> torch.Tensor:
-    return initial_values(TENSOR, whole(TENSOR), SEED)
+    return initial_values(TENSOR, Box.whole(TENSOR.shape), SEED)
 
 
 @given(
@@ -40,7 +40,7 @@ def test_a_box_holds_what_the_whole_holds_there(bounds: tuple[list[int], ...], v
 
 
 def test_rows_on_both_sides_of_a_blocks_edge() -> None:
-    values = initial_values(EDGES, whole(EDGES), SEED)
+    values = initial_values(EDGES, Box.whole(EDGES.shape), SEED)
     for start, rows in ((3, 2), (4, 4), (0, 9), (8, 1)):
         box = Box((start, 7), (rows, 20))
         assert torch.equal(initial_values(EDGES, box, SEED), values[box.slices()])
@@ -51,7 +51,7 @@ def test_rows_on_both_sides_of_a_blocks_edge() -> None:
 def test_values_are_those_of_the_documented_rule(shape: tuple[int, ...]) -> None:
     """Bit for bit, in one block and in several, the last of them short; the same in all versions."""
     tensor = LogicalTensor("layers.3.mlp.up", shape, Normal(0.02), True)
-    assert_bits_equal(initial_values(tensor, whole(tensor), SEED), draw(tensor.name, shape, 0.02, SEED))
+    assert_bits_equal(initial_values(tensor, Box.whole(tensor.shape), SEED), draw(tensor.name, shape, 0.02, SEED))
 
 
 def test_only_the_blocks_that_are_needed_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_the_distribution_and_what_it_depends_on(values: torch.Tensor) -> None:
 def test_the_draw_leaves_the_generators_alone() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    initial_values(EDGES, whole(EDGES), SEED)
+    initial_values(EDGES, Box.whole(EDGES.shape), SEED)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -77,13 +77,13 @@ def test_groups_partition_the_world(tp: int, cp: int, dp: int, pp: int, ep: int,
     ],
 )
 def test_sizes_that_do_not_factor_the_world_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="8 ranks does not factor"):
+    with pytest.raises(ValueError, match="8 ranks cannot be divided"):
         ParallelMesh(world_size=8, **sizes)
 
 
 @pytest.mark.parametrize("axes", [("tp", "ep"), ("etp", "dp"), ("pp", "cp", "edp")])
 def test_axes_of_two_views_make_no_group(axes: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"axes \(.*\) are of two views"):
+    with pytest.raises(ValueError, match=r"axes \(.*\) belong to two views"):
         ParallelMesh().group(*axes)
 
 
@@ -141,7 +141,7 @@ config = ModelConfig(  # Llama 3.1 405B's sizes, 16 of its layers
     untie_embeddings_and_output_weights=True, vocab_size=128256,
 )
 network = GPT(config, mesh, sequence_parallel=True, dtype=torch.bfloat16)
-options = DataParallel(torch.float32, stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
+options = DataParallel(torch.float32, zero_stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
 optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=1e-4), options)
 assert all(bucket.parameters.is_meta for bucket in optimizer.buckets)
 elements = sum(shard.master.numel() for shard in optimizer.shards)

@@ -281,7 +281,7 @@ def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -
 
 
 def test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU; here torch's operator takes its numbers from the CPU's generator."""
+    """Simulate a GPU; here torch's operator takes its numbers from the CPU's generator."""
     for place in ("megalite.model.attention_core", "megalite_kernels.attention"):
         monkeypatch.setattr(f"{place}.draws_its_own", lambda *arguments: True)
     made = network(replace(GPT2, attention_dropout=0.1))

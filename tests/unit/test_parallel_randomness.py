@@ -77,7 +77,7 @@ def test_every_row_of_a_batch_needs_its_sample() -> None:
 
 
 def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
-    """As chunks of a zigzag: the second and the last but one of eight, and halves of them."""
+    """Use chunks of a zigzag: the second and the last but one of eight, and halves of them."""
     expected, layout = whole(16, (4, 5)), SequenceLayout(12, (range(2, 4), range(8, 10)))
     ones, key = torch.ones(4, 2, 16, dtype=torch.float64), RandomKey(1, (4, 5))
     places = layout.places(torch.device("cpu"))
@@ -92,5 +92,5 @@ def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
 
 
 def test_tokens_that_do_not_make_equal_parts_are_an_error() -> None:
-    with pytest.raises(ValueError, match="12 tokens of a sample do not make 5 equal parts"):
+    with pytest.raises(ValueError, match="12 tokens of a sample cannot be divided into 5 equal parts"):
         SequenceLayout.whole(12).part(0, 5)

@@ -118,16 +118,16 @@ def test_a_split_over_axes_of_the_expert_view_tiles_the_tensor(
     ids=str,
 )
 def test_axes_that_cannot_cut_a_weight_are_refused(splits: dict[int, tuple[str, ...]]) -> None:
-    """Of two views, twice, or of copies: boxes would be held by nobody, or gradients of other boxes added up."""
+    """Refuse axes of two views, repeated axes, and replicas: boxes would be missing, or gradients of others added."""
     with pytest.raises(ValueError, match=r"^tensor split over .*: give each axis once"):
         split(ParallelMesh(), logical((4, 4)), splits)
 
 
 def test_a_dimension_that_does_not_divide_is_refused() -> None:
     mesh = ParallelMesh(world_size=4, tensor_parallel_size=4)
-    with pytest.raises(ValueError, match=r"^dimension 1 of tensor, 6 long, does not divide over 4 ranks of tp"):
+    with pytest.raises(ValueError, match=r"^dimension 1 of tensor, 6 long, cannot be divided among 4 ranks of tp"):
         split(mesh, logical((4, 6)), {1: ("tp",)})
-    with pytest.raises(ValueError, match=r"^dimension 0 of tensor, 6 long, does not divide over 4 ranks of tp"):
+    with pytest.raises(ValueError, match=r"^dimension 0 of tensor, 6 long, cannot be divided among 4 ranks of tp"):
         split(mesh, logical((6, 4)), {0: ("tp",)})
     assert split(mesh, logical((6, 4)), {0: ("tp",)}, padded=8).local_shape == (2, 4)
 
@@ -152,7 +152,7 @@ def test_stacked_pieces_stand_one_under_the_other() -> None:
 
 @given(ranks=st.sampled_from([1, 2, 3, 4, 6, 8]), groups=st.integers(1, 12), ratio=st.integers(1, 6))
 def test_key_value_runs_serve_every_head(ranks: int, groups: int, ratio: int) -> None:
-    """For any number of groups and ranks: a rank has the groups of its heads, and all who share a group know it."""
+    """Check any numbers of groups and ranks: a rank has the groups of its heads, and knows who shares a group."""
     heads = groups * ratio * ranks
     per_group, per_rank = heads // groups, heads // ranks
     sharers_of: dict[int, set[tuple[int, ...]]] = {}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.errors import DataError
 from megalite.pipeline import drawing
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import SCHEDULES, Action, Kind
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
 from megalite.pipeline.simulator import Span, bubble, durations, simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine, measured_durations
@@ -37,7 +37,7 @@ PIPELINES = [
 
 
 def time_line(name: str, stages: Stages, micro_batches: int, in_seconds: bool = False, unit: float = 1.0) -> TimeLine:
-    orders = SCHEDULES[name].orders(stages, micro_batches)
+    orders = orders_of(SCHEDULES[name], stages, micro_batches)
     spans = simulate(stages, orders, durations(unit, 1.25 * unit, 0.5 * unit), 0.25 * unit)
     return TimeLine(f"{name} <&> it", stages, spans, in_seconds)
 
@@ -46,7 +46,7 @@ def measured(name: str, stages: Stages, micro_batches: int) -> TimeLine:
     """Return a time line in milliseconds, with the communication that the engine also measures after each
     computation."""
     computed = time_line(name, stages, micro_batches, in_seconds=True, unit=0.003)
-    lists = lower(stages, SCHEDULES[name].orders(stages, micro_batches), Reductions(overlap=True))
+    lists = lower(stages, orders_of(SCHEDULES[name], stages, micro_batches), Reductions(overlap=True))
     spans: list[list[Span]] = []
     for actions, computations in zip(lists, computed.spans, strict=True):
         times = {span.action: span for span in computations}
@@ -103,7 +103,7 @@ def test_messages_between_neighbours_are_arrows_unless_they_are_too_many() -> No
     assert len(arrows(time_line("1f1b", Stages(4), 8))) == 2 * 3 * 8
     assert len(arrows(time_line("zb-v", Stages(2, 2, v_shaped=True), 4))) == 2 * 2 * 4  # the turn stays on its rank
     assert not arrows(time_line("gpipe", Stages(8), 32))
-    two = simulate(Stages(2), SCHEDULES["gpipe"].orders(Stages(2), 1), durations())
+    two = simulate(Stages(2), orders_of(SCHEDULES["gpipe"], Stages(2), 1), durations())
     back, forth = ([*map(float, re.findall(r"[\d.]+", arrow)[:4])] for arrow in arrows(TimeLine("", Stages(2), two)))
     scale, edges = drawing.WIDTHS[0] / 6, (drawing.TOP + drawing.ROW, drawing.TOP + drawing.ROW + drawing.GAP)
     assert forth == pytest.approx([drawing.LEFT + scale, edges[0], drawing.LEFT + scale, edges[1]], abs=0.01)
@@ -112,7 +112,7 @@ def test_messages_between_neighbours_are_arrows_unless_they_are_too_many() -> No
 
 def test_what_is_written_under_the_picture() -> None:
     stages = Stages(4)
-    drawn = TimeLine("1f1b", stages, simulate(stages, SCHEDULES["1f1b"].orders(stages, 8), durations()))
+    drawn = TimeLine("1f1b", stages, simulate(stages, orders_of(SCHEDULES["1f1b"], stages, 8), durations()))
     texts = [text.text for text in ElementTree.fromstring(drawing.to_svg(drawn)).iter(f"{SVG}text")]
     assert "A step takes 33: computation 24, bubble 9 (37.5 % of the computation)" in texts
     assert "Peak activations (micro-batches): rank 0: 4, rank 1: 3, rank 2: 2, rank 3: 1" in texts
@@ -256,7 +256,7 @@ def damage(header: object = None, **change: object) -> str:
 )
 def test_what_is_no_trace_of_a_step(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.json").write_text(text)
-    with pytest.raises(DataError, match=r"trace\.json is no trace of --profile-pipeline"):
+    with pytest.raises(DataError, match=r"trace\.json is not a trace of --profile-pipeline"):
         read_trace(tmp_path / "trace.json")
 
 
@@ -332,17 +332,20 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
     ("arguments", "problem"),
     [
         ([*size("dual"), "--output", "a.svg"], "dual"),
-        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 to a rank"),
-        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 to a rank"),
+        ([*size("zb-h1"), *TWO, "--output", "a.svg"], "zb-h1 has 1 chunks a rank"),
+        ([*size("zb-v"), TWO[0], 3, "--output", "a.svg"], "zb-v has 2 chunks a rank"),
         ([*size("interleaved-1f1b"), "--output", "a.svg"], "needs 2 or more --num-virtual-stages-per-pipeline-rank"),
         ([*size("interleaved-1f1b", 1), *TWO, "--output", "a.svg"], "on 2 or more --pipeline-model-parallel-size"),
-        ([*size("gpipe", 0), "--output", "a.svg"], "--pipeline-model-parallel-size must be given, 1 or more"),
-        ([*size("gpipe", micro_batches=0), "--output", "a.svg"], "--num-micro-batches must be given, 1 or more"),
+        ([*size("gpipe", 0), "--output", "a.svg"], "--pipeline-model-parallel-size 0: must be at least 1"),
+        ([*size("gpipe", micro_batches=0), "--output", "a.svg"], "--num-micro-batches 0: must be at least 1"),
         ([*size("gpipe")[:4], "--output", "a.svg"], "--num-micro-batches must be given, 1 or more"),
         ([*size("gpipe"), "--output", "a.pdf"], "--output a.pdf: the name must end in .svg, .html, .json"),
-        ([*size("gpipe"), "--forward", 0, "--output", "a.svg"], "--forward 0 must be"),
-        ([*size("gpipe"), "--transfer", -1, "--output", "a.svg"], "--transfer -1 must be"),
-        ([*size("gpipe"), "--backward-input", "nan", "--output", "a.svg"], "--backward-input nan must be"),
+        ([*size("gpipe"), "--forward", 0, "--output", "a.svg"], "--forward 0.0: must be above 0"),
+        ([*size("gpipe"), "--transfer", -1, "--output", "a.svg"], "--transfer -1.0: must be at least 0"),
+        (
+            [*size("gpipe"), "--backward-input", "nan", "--output", "a.svg"],
+            "--backward-input nan: must be a finite",
+        ),
         ([*size("gpipe"), GROUP, 4, "--output", "a.svg"], "drop it"),
         (
             [*size("interleaved-1f1b"), *TWO, GROUP, 3, "--output", "a.svg"],
@@ -355,7 +358,7 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
             "the measured step is drawn",
         ),
         (["--measured", "step.json", "--forward", 3, "--output", "a.svg"], "the times are those of --measured"),
-        (["--measured", "step.html", "--output", "a.svg"], "step.html is no trace of --profile-pipeline"),
+        (["--measured", "step.html", "--output", "a.svg"], "step.html is not a trace of --profile-pipeline"),
     ],
 )
 def test_bad_input_ends_with_64_and_a_reason(tmp_path: Path, arguments: list[object], problem: str) -> None:

@@ -240,12 +240,12 @@ def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
 def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str, training: bool) -> None:
     engine = PipelineEngine[Tensor]([lambda inputs, x: StageOutput({}, {LOSS: term})])
     steps = ProvedSchedules().prove([1], [1])
-    with pytest.raises(MegaliteError, match=f"stage 0 .* no scalar .* for micro-batch 0: lm_loss, {shown}"):
+    with pytest.raises(MegaliteError, match=f"stage 0 .* not a scalar .* for micro-batch 0: lm_loss, {shown}"):
         engine.run(steps.training(1) if training else steps.evaluation(1), MICRO_BATCHES, FACTORS)
 
 
 def test_a_term_without_a_graph_is_recorded_alone() -> None:
-    """As a figure that a stage only counts, or a term of what needs no gradient."""
+    """Use a figure that a stage only counts, or a term of tensors that need no gradient."""
     stage = Stage()
 
     def counting(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:

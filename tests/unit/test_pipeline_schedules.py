@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES
+from megalite.pipeline.schedules import SCHEDULES, forward_only, orders_of
 from megalite.pipeline.stages import Stages
 from tests.harness.pipelines import Pipeline, every_pipeline
 
@@ -34,7 +34,7 @@ def _torchs(kind: Any, pipeline: Pipeline, group: int) -> list[list[str]]:
 
 
 def _ours(pipeline: Pipeline, group: int) -> list[list[str]]:
-    orders = SCHEDULES[pipeline.schedule].orders(pipeline.stages, pipeline.micro_batches, group)
+    orders = orders_of(SCHEDULES[pipeline.schedule], pipeline.stages, pipeline.micro_batches, group)
     return [
         [f"{pipeline.stages.stage(rank, action.chunk)}{action.kind}{action.micro_batch}" for action in order]
         for rank, order in enumerate(orders)
@@ -69,7 +69,7 @@ def test_1f1b_is_torchs_where_torchs_table_is_right() -> None:
 
 def test_1f1b_is_interleaved_1f1b_of_one_chunk_with_a_shorter_warm_up() -> None:
     """Without interleaving a rank has as many micro-batches in flight as there are stages from it to the last."""
-    orders = SCHEDULES["1f1b"].orders(Stages(4), 6)
+    orders = orders_of(SCHEDULES["1f1b"], Stages(4), 6)
     assert ["".join(action.kind for action in order) for order in orders] == [
         "FFFFBFBFBBBB",
         "FFFBFBFBFBBB",
@@ -86,7 +86,7 @@ def test_micro_batches_left_over_make_a_smaller_group_or_a_larger_last_one(
     micro_batches: int, group: int, sizes: list[int]
 ) -> None:
     """A last group smaller than the pipeline would leave rank 0 waiting for its own last stage."""
-    (order, *_) = FORWARD_ONLY.orders(Stages(4, 2), micro_batches, group)
+    (order, *_) = orders_of(forward_only, Stages(4, 2), micro_batches, group)
     expected, first = [], 0
     for size in sizes:
         expected += [(m, chunk) for chunk in (0, 1) for m in range(first, first + size)]
@@ -95,13 +95,13 @@ def test_micro_batches_left_over_make_a_smaller_group_or_a_larger_last_one(
 
 
 def test_a_group_may_be_larger_than_the_pipeline() -> None:
-    by_twos, by_fours = (SCHEDULES["interleaved-1f1b"].orders(Stages(2, 2), 8, group) for group in (2, 4))
+    by_twos, by_fours = (orders_of(SCHEDULES["interleaved-1f1b"], Stages(2, 2), 8, group) for group in (2, 4))
     assert [a.chunk for a in by_twos[0] if a.kind == "F"] == [0, 0, 1, 1] * 4
     assert [a.chunk for a in by_fours[0] if a.kind == "F"] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_evaluation_on_a_v_keeps_few_micro_batches_on_their_way(ranks: int) -> None:
-    for order in FORWARD_ONLY.orders(Stages(ranks, 2, v_shaped=True), 32):
+    for order in orders_of(forward_only, Stages(ranks, 2, v_shaped=True), 32):
         on_their_way = [sum({0: 1, 1: -1}[action.chunk] for action in order[:end]) for end in range(len(order))]
         assert max(on_their_way) <= 2 * ranks - 1

@@ -58,8 +58,8 @@ def test_bubble_of_zb_h1_with_fewer_is_no_smaller(
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_zb_v_never_idles_once_begun(ranks: int) -> None:
-    """With equal times, and enough micro-batches to fill it: all that is lost is that later ranks begin later, which
-    the paper counts as nothing, for their next step begins as much later.
+    """Assume equal times and enough micro-batches. The only bubble is that later ranks start later. The paper does not
+    count it, because their next step starts later, too.
     """
     for micro_batches in range(2 * ranks - 1, 33):
         pipeline = Pipeline("zb-v", ranks, 2, micro_batches)

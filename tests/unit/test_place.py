@@ -22,15 +22,15 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1": "mpirun started 2 .*RANK=.OMPI_COMM_WORLD_RANK",
     "PMI_SIZE=4 PMI_RANK=0": "mpiexec started 4",
     "PMI_SIZE=4 PMI_RANK=0 PALS_RANKID=0": "mpiexec started 4",
-    "PALS_RANKID=0": r"mpiexec started this as number 0 of several \(PALS_RANKID\)",
-    "PMIX_RANK=1": "an MPI launcher started this as number 1",
+    "PALS_RANKID=0": r"mpiexec started this as process 0 of several \(PALS_RANKID\)",
+    "PMIX_RANK=1": "an MPI launcher started this as process 1",
     "MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0": "mpirun_rsh started 2",
     "MVP_COMM_WORLD_SIZE=2 MVP_COMM_WORLD_RANK=0": "mpirun_rsh started 2",
     "JSM_NAMESPACE_SIZE=6 JSM_NAMESPACE_RANK=0": "jsrun started 6",
     "FLUX_JOB_SIZE=2 FLUX_TASK_RANK=0": "flux started 2",
     "LWS_GROUP_SIZE=2 LWS_WORKER_INDEX=0": "a LeaderWorkerSet started 2",
     "PET_NNODES=1:2 PET_NODE_RANK=0": "a training operator started 2",
-    "JOB_COMPLETION_INDEX=0": "an indexed Job of Kubernetes started this as number 0 of several",
+    "JOB_COMPLETION_INDEX=0": "an indexed Job of Kubernetes started this as process 0 of several",
     "JOB_COMPLETION_INDEX=1 OMPI_COMM_WORLD_SIZE=1": "an indexed Job",
     "WORLD_SIZE=1 PMI_SIZE=2": "mpiexec started 2",
     "LOCAL_RANK=1 PMI_SIZE=2": "mpiexec started 2",
@@ -38,7 +38,7 @@ LAUNCHERS = {
 WRONG = {
     "RANK=a WORLD_SIZE=2": "RANK='a': the launcher must give a whole number",
     "RANK=0 WORLD_SIZE=-1": "WORLD_SIZE='-1': the launcher must give a whole number of at least 0",
-    "RANK=0 WORLD_SIZE=": "WORLD_SIZE='', as of a shell variable that is not set",
+    "RANK=0 WORLD_SIZE=": r"WORLD_SIZE='' \(is a shell variable not set\?\)",
     TORCHRUN.replace("LOCAL_RANK=1", "LOCAL_RANK=1.5"): "LOCAL_RANK='1.5'",
     "RANK=0 WORLD_SIZE=0": "WORLD_SIZE=0: must be at least 1",
     TORCHRUN.replace("RANK=5", "RANK=8", 1): "RANK=8: WORLD_SIZE=8 ranks are numbered 0 to 7",
@@ -48,8 +48,8 @@ WRONG = {
     "WORLD_SIZE=8": "WORLD_SIZE=8 without RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun sets them all",
     TORCHRUN.replace("LOCAL_RANK=1 ", ""): "WORLD_SIZE=8 without LOCAL_RANK:",
     TORCHRUN.replace("node1", ""): "WORLD_SIZE=8 without MASTER_ADDR:",
-    TORCHRUN.replace("29500", "auto"): "MASTER_PORT='auto' is no port",
-    TORCHRUN.replace("29500", "65536"): "MASTER_PORT='65536' is no port",
+    TORCHRUN.replace("29500", "auto"): "MASTER_PORT='auto' is not a port",
+    TORCHRUN.replace("29500", "65536"): "MASTER_PORT='65536' is not a port",
 }
 PLACES = {
     "": Place(0, 0, 1),
@@ -72,7 +72,7 @@ def variables(text: str) -> dict[str, str]:
 
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """Of what launchers say, what `text` has and nothing that the tests themselves were started with."""
+    """Set the variables of launchers in `text`, and delete those with which the tests themselves were started."""
     for cases in (LAUNCHERS, WRONG, PLACES):
         for name in {name for case in cases for name in variables(case)}:
             monkeypatch.delenv(name, raising=False)

@@ -1,7 +1,7 @@
-"""What is computed in fp32, or wider, whatever the precision of the model: tests in float64 see no wrong one.
+"""Computations in fp32 or wider, whatever the precision of the model: tests in float64 cannot detect a wrong precision.
 
-Inputs in bf16 and fp16 give what float64 gives for the same numbers, rounded once, at sizes where another rounding
-shows.
+Results for inputs in bf16 and fp16 must equal those of float64 for the same numbers, rounded once, at sizes where
+another rounding is visible.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_a_norms_weight_around_one_keeps_its_digits(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_the_scale_of_embeddings_is_rounded_to_the_weights(dtype: torch.dtype) -> None:
-    """As Gemma was trained; in bf16 the root of 48 is 6.9375."""
+    """Round as Gemma was trained; in bf16 the root of 48 is 6.9375."""
     config = replace(MODEL, hidden_size=48, scale_embeddings=True)
     network = GPT(config, MESH, dtype=dtype)
     initialize(network, seed=1)
@@ -132,7 +132,7 @@ def exact_tables(oracle: Oracle, positions: Tensor, pairs: int) -> tuple[Tensor,
 
 
 def assert_tables_are_near(found: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor], positions: Tensor) -> None:
-    """Within some roundings of the angle to fp32, which grow with the position."""
+    """Allow some roundings of the angle to fp32, which grow with the position."""
     bounds = 3e-7 * (1.0 + positions.t()[..., None, None])
     for ours, theirs in zip(found, exact, strict=True):
         assert ours.dtype == torch.float32
@@ -302,7 +302,7 @@ def small_network(dtype: torch.dtype) -> GPT:
 def test_gradients_of_many_micro_batches_are_added_up_in_fp32(kind: str) -> None:
     """In bf16 256 + 1 is 256."""
     flags = "--bf16 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --micro-batch-size 1 --lr 1"
-    options = data_parallel(parse_arguments(flags.split()).config, MESH, 1)
+    options = data_parallel(parse_arguments(flags.split()).config, MESH)
     network = small_network(torch.bfloat16)
     (bucket, *_) = make_buckets([network], MESH, options)
     parameter = next(slot.parameter for slot in bucket.slots if slot.parameter.dim() == 2)

@@ -1,4 +1,4 @@
-"""What only GPUs have, with stand-ins for them: ranges for nsys, and snapshots of memory."""
+"""Features of GPUs, with stand-ins: ranges for nsys, and snapshots of memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_profile_that_the_end_of_the_run_cuts_off_is_told(last: int, told: boo
         with profiler.step(number):
             pass
     profiler.over()
-    lost = "the profile of steps 3 to 5 is lost: the run ends before they do"
+    lost = "the profile of steps 3 to 5 is lost: the run ends before them"
     assert (lost in stream.getvalue().splitlines()) == told
 
 

@@ -114,8 +114,8 @@ def test_a_prompt_has_tokens_of_the_models_vocabulary() -> None:
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10, max_position_embeddings=4)
     check_prompts(model, [[0, 9], [9, 0, 9, 0]])
     for prompt in ([9, 10], [-1, 9]):
-        tokens = f"prompt 2 of 2 has tokens from {min(prompt)} to {max(prompt)}, and the model's vocabulary is 10"
+        tokens = f"prompt 2 of 2 has tokens from {min(prompt)} to {max(prompt)}, but the model's vocabulary is 10"
         with pytest.raises(ConfigurationError, match=tokens):
             check_prompts(model, [[1], prompt])
-    with pytest.raises(ConfigurationError, match="has 5 tokens, and the model has learnt 4 positions"):
+    with pytest.raises(ConfigurationError, match="has 5 tokens, but the model has learned 4 positions"):
         check_prompts(model, [[1] * 5])

@@ -15,7 +15,7 @@ import pytest
 from megalite.process import host
 from megalite.process.host import kill_sibling, start_of
 
-NOT_OURS = "it is not a process that the same launcher has started for this run"
+NOT_OURS = "it was not started for this run by the same launcher"
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="there is no /proc")
 
@@ -71,7 +71,7 @@ def test_it_never_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None
     own = host._look(os.getpid())
     monkeypatch.setattr(os, "getppid", lambda: own.parent)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: pytest.fail("it was signalled"))
-    assert kill_sibling(os.getpid(), own.start) == "it is the process that was to do it"
+    assert kill_sibling(os.getpid(), own.start) == "it is the process that was to kill it"
 
 
 def test_what_the_signal_goes_to_is_what_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference.text import TextStream, encode_prompt, in_order
+from tests.harness.tokenizers import named_tokenizer
 
-BYTES = build_tokenizer("ByteTokenizer")
+BYTES = named_tokenizer("ByteTokenizer")
 
 
 def stream_text(prompt: list[int], new: list[int]) -> list[str]:
@@ -45,7 +45,7 @@ def test_a_character_is_shown_as_soon_as_it_is_whole() -> None:
 
 def test_a_prompt_that_cannot_be_encoded_is_the_users_error() -> None:
     with pytest.raises(ConfigurationError, match="prompt 'one'"):
-        encode_prompt(build_tokenizer("NullTokenizer", vocab_size=10), "one")
+        encode_prompt(named_tokenizer("NullTokenizer", vocab_size=10), "one")
 
 
 def test_texts_come_in_order_each_after_its_prompt() -> None:

@@ -1,4 +1,4 @@
-"""What the start of a run tells of what a layout changes."""
+"""Messages at the start of a run about effects of its layout."""
 
 from __future__ import annotations
 

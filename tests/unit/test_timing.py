@@ -1,4 +1,4 @@
-"""Which rank is the slowest, by the work that it does and not by how long it waits."""
+"""Choice of the slowest rank, by the time that it works and not by the time that it waits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def test_the_slowest_rank_is_the_one_that_works_longest_and_waits_least() -> Non
     timing = Timing([FAST, FAST, SLOW, FAST], ["n0", "n0", "n1", "n1"])
     figures = timing.figures()
     assert figures["iteration_time_s/slowest_rank"] == 2
-    assert figures["iteration_time_s/slowest_rank_works"] == pytest.approx(0.033)
+    assert figures["iteration_time_s/slowest_rank_work"] == pytest.approx(0.033)
     assert figures["iteration_time_s/forward_and_backward"] == 0.010
     assert timing.line() == (
-        "ms a step, median of 4 ranks: data 1.0, forward and backward 10.0, optimizer 2.0, waiting for others 25.0; "
+        "ms per step, median of 4 ranks: data 1.0, forward and backward 10.0, optimizer 2.0, waiting for others 25.0; "
         "slowest: rank 2 on n1, 33.0 of work against 13.0, most of the difference in forward and backward"
     )
 
 
 def test_one_rank_is_slower_than_none() -> None:
     timing = gather_timing({DATA: 0.1, FORWARD_BACKWARD: 1.0, OPTIMIZER: 0.2}, 10, ParallelMesh())
-    assert timing.line() == "ms a step: data 10.0, forward and backward 100.0, optimizer 20.0"
+    assert timing.line() == "ms per step: data 10.0, forward and backward 100.0, optimizer 20.0"
 
 
 def test_what_is_waited_for_others_is_no_time_of_a_section() -> None:

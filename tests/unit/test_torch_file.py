@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalite.checkpoint import torch_file
-from megalite.checkpoint.file_layout import ByteRange, TensorBox
+from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.parallel.sharding import Box
 from tests.harness.checkpoints import Placed, cuts
 

@@ -1,4 +1,4 @@
-"""What torch keeps private and megalite uses is there, does what is expected of it, and stands in one file."""
+"""Private functions of torch that megalite uses: they exist, do what is expected, and are used in one file only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How torchrun is started in all that is shipped: so that its restarts work, and two jobs on a machine, too.
+"""Commands with torchrun in all shipped files: restarts must work, and so must two jobs on one machine.
 
 torchrun's agents keep one store for all attempts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set, and ranks of the
-next attempt find the addresses of the one before; where there is but one attempt that does not matter. A port that is
-always the same is another job's, one day.
+next attempt find the addresses of the previous one. With a single attempt this does not matter. A fixed port may be in
+use by another job.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_what_later_versions_may_write_is_refused() -> None:
     with pytest.raises(TypeError, match="of_later"):  # read_manifest calls it damaged
         read(training=without() | {"of_later": 1})
     for version in (1, 3):
-        with pytest.raises(CheckpointError, match="it is not of format version 2, the one this program reads"):
+        with pytest.raises(CheckpointError, match="its format version is not 2, the one this program reads"):
             read(version=version)
 
 
@@ -67,7 +67,7 @@ def test_the_page_has_the_versions_of_the_code() -> None:
     page = (ROOT / "docs/versions.md").read_text()
     assert f"has a version of its own: **{manifest.VERSION}** " in page
     assert f"| of manifest version {manifest.VERSION} | read |" in page
-    assert f'"it is not of format version {manifest.VERSION}, the one this program reads"' in page
+    assert f'"its format version is not {manifest.VERSION}, the one this program reads"' in page
     assert f"index version **{indexed_dataset.VERSION}**" in page
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None

@@ -1,4 +1,4 @@
-"""What is said of ranks that are gone or stand still, whatever they have told of themselves."""
+"""Messages about ranks that are dead or hang, whatever they have reported before."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def culprit(stacks: str, shapes: tuple[tuple[int, ...], ...] = ()) -> dict[int, 
 def test_a_hang_of_many_ranks_is_told_in_some_lines() -> None:
     message = hang(0, LATE, peers(900), {}, dict.fromkeys(range(1, 900), 9.0), None, range(900, 1000))
     assert message.count("\n") < 25
-    assert "rank 6 (process 4006 on n0) does not answer" in message
+    assert "rank 6 (process 4006 on n0) has not answered" in message
     assert "... and 893 more like that" in message
 
 
 def test_a_death_of_many_ranks_names_all_in_a_line() -> None:
     message = death([(peer, 1.0) for peer in peers(500).values()])
-    assert "rank 15 (process 4015 on n0) and ranks 16-499 have ended without a word" in message
+    assert "rank 15 (process 4015 on n0) and ranks 16-499 have ended without a message" in message
     assert len(message) < 1500
 
 

@@ -124,7 +124,7 @@ def test_a_rank_that_dies_is_named_with_its_place_and_all_others_end(watch: Begi
     second.dies()
     for rank in (first, third):
         assert rank.wait_for("end") == {"end": 85, "at_once": False, "kill": []}
-    said = r'rank 1 \(process 1001 on n1\) has ended without a word, last heard of in step 7, "optimizer", '
+    said = r'rank 1 \(process 1001 on n1\) has ended without a message, last seen in step 7, "optimizer", '
     assert re.match(said + r"[\d.]+ s before: ", watched.message)
 
 
@@ -138,7 +138,7 @@ def test_a_death_is_told_with_the_age_of_what_is_known(watch: Begin) -> None:
         rank.dies()
     watched.ranks[0].wait_for("end")
     places = r'in step 7, "optimizer" \(rank 1\), ([\d.]+) s before, in step 8, "step" \(rank 2\), ([\d.]+) s before: '
-    ages = re.search(f"have ended without a word, last heard of {places}", watched.message)
+    ages = re.search(f"have ended without a message, last seen {places}", watched.message)
     assert ages is not None, watched.message
     assert all(0.6 <= float(age) < 5.0 for age in ages.groups())
 
@@ -201,7 +201,7 @@ def test_ranks_that_die_together_are_named_together(watch: Begin) -> None:
     for rank in watched.ranks[2:4]:
         rank.dies()
     watched.ranks[0].wait_for("end")
-    assert "rank 2 (process 1002 on n2), rank 3 (process 1003 on n3) have ended without a word" in watched.message
+    assert "rank 2 (process 1002 on n2), rank 3 (process 1003 on n3) have ended without a message" in watched.message
 
 
 def test_a_rank_that_says_why_it_fails_speaks_for_itself(watch: Begin) -> None:
@@ -218,7 +218,7 @@ def test_ranks_that_a_launcher_ends_do_not_hide_the_one_that_died(watch: Begin) 
     for rank in (watched.ranks[2], watched.ranks[0]):
         rank.link.send(fails=85)
     watched.monitor.settle()  # rank 0 ends no sooner
-    assert watched.message.startswith("rank 1 (process 1001 on n1) has ended without a word")
+    assert watched.message.startswith("rank 1 (process 1001 on n1) has ended without a message")
 
 
 def test_the_failure_of_rank_0_is_told_before_it_takes_the_monitor_along(watch: Begin) -> None:
@@ -248,7 +248,7 @@ def test_a_rank_that_gives_no_answer_is_named_and_killed_by_one_beside_it(watch:
     victim = asdict(peer_of(2, ELSEWHERE, "step")) | {"step": 9}
     assert second.wait_for("end")["kill"] == [victim]
     assert 'step 10 hangs: rank 3 (process 1003 on n3) has been in "optimizer" for 61 s' in watched.message
-    assert re.search(r"rank 2 \(process 1002 on n2\) does not answer, for \d+ s: .* in step 9", watched.message)
+    assert re.search(r"rank 2 \(process 1002 on n2\) has not answered for \d+ s: .* in step 9", watched.message)
     assert "rank 1 " not in watched.message
     assert str(tmp_path) in watched.message
 
@@ -259,7 +259,7 @@ def test_nobody_is_asked_to_kill_a_process_of_another_machine(watch: Begin) -> N
     watched.ranks[0].answer()
     end = watched.ranks[0].wait_for("end")
     assert (end["kill"], end["at_once"]) == ([], True)
-    assert "rank 1 (process 1001 on n1) does not answer" in watched.message
+    assert "rank 1 (process 1001 on n1) has not answered" in watched.message
 
 
 def test_a_hang_in_which_all_answer_is_told_once(watch: Begin) -> None:
@@ -280,7 +280,7 @@ def test_a_lost_connection_leads_to_the_rank_that_never_came(watch: Begin) -> No
         rank.answer()
     watched.ranks[0].wait_for("end")
     assert "rank 1 (process 1001 on n1), in step 0: a collective failed" in watched.message
-    assert "rank 2 has never come to rank 0's watchdog" in watched.message
+    assert "rank 2 never connected to rank 0's watchdog" in watched.message
 
 
 def test_who_dies_while_the_others_are_asked_is_the_one(watch: Begin) -> None:
@@ -288,7 +288,7 @@ def test_who_dies_while_the_others_are_asked_is_the_one(watch: Begin) -> None:
     watched.ranks[0].link.send(lost="a collective failed: reset by peer")
     watched.ranks[2].dies()
     watched.ranks[0].wait_for("end")
-    assert watched.message.startswith("rank 2 (process 1002 on n2) has ended without a word")
+    assert watched.message.startswith("rank 2 (process 1002 on n2) has ended without a message")
 
 
 def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> None:
@@ -354,7 +354,7 @@ def test_strangers_disturb_nobody(watch: Begin) -> None:
         watched.ranks[1].link.send(section="save", step=2)
         watched.ranks[1].dies()
         assert watched.ranks[2].wait_for("end")["end"] == 85
-        assert 'last heard of in step 2, "save"' in watched.message
+        assert 'last seen in step 2, "save"' in watched.message
 
 
 SENSELESS: tuple[dict[str, Any], ...] = (
@@ -420,7 +420,7 @@ def test_who_is_no_rank_or_one_that_is_there_is_refused(changed: dict[str, Any],
     watched.ranks[1].link.send(section="save", step=2)
     watched.ranks[1].dies()
     watched.ranks[0].wait_for("end")
-    assert 'last heard of in step 2, "save"' in watched.message
+    assert 'last seen in step 2, "save"' in watched.message
 
 
 def test_who_does_not_say_who_it_is_has_seconds_for_it(watch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:

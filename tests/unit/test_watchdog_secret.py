@@ -98,7 +98,7 @@ def test_what_another_could_have_written_or_can_read_is_no_secret(spoil: Callabl
 def test_no_other_file_is_read(name: str, temporary: Path) -> None:
     (temporary / "id_rsa").write_bytes(b"0" * 64)
     (temporary / "id_rsa").chmod(0o600)
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="not the name"):
         find_secret(name, None)
 
 

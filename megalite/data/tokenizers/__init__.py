@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.data.tokenizers.build import TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers.build import build_tokenizer
 from megalite.data.tokenizers.interface import Tokenizer
 
-__all__ = ["Tokenizer", "TokenizerOptions", "build_tokenizer"]
+__all__ = ["Tokenizer", "build_tokenizer"]

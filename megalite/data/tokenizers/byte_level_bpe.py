@@ -133,7 +133,7 @@ def _pattern(description: dict[str, Any]) -> str:
     steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     last = steps[-1] if steps else {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        raise NotIdentical("its words are not those of a byte-level vocabulary without a space put before a text")
+        raise NotIdentical("it does not split words as a byte-level vocabulary without a leading space does")
     if len(steps) == 1 and last["use_regex"]:
         return GPT2_PATTERN
     if len(steps) == 2 and steps[0]["type"] == "Split" and not last["use_regex"]:
@@ -141,7 +141,7 @@ def _pattern(description: dict[str, Any]) -> str:
         pattern: str = split["pattern"].get("Regex", "")
         if split["behavior"] == "Isolated" and not split["invert"] and pattern in PATTERNS:
             return pattern
-    raise NotIdentical("the regular expression that cuts its words is not a known one")
+    raise NotIdentical("the regular expression that splits its words is not a known one")
 
 
 def _check_normalizer(description: dict[str, Any]) -> None:

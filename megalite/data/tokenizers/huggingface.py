@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         ordinary = tokenizer.get_vocab(with_added_tokens=False)
         if len(set(ordinary.values())) < len(ordinary):
-            raise DataError(f"two tokens of the {identity['type']} have one id: its file is damaged")
+            raise DataError(f"two tokens of the {identity['type']} have the same id: its file is damaged")
         # Some files enable truncation, which would cut documents, or padding.
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -66,8 +66,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters."""
@@ -110,13 +109,11 @@ class HuggingFaceTokenizer:
 
     def token_id(self, name: str) -> int | None:
         """Return the token with this spelling in the vocabulary; None if there is none."""
-        token: int | None = self._tokenizer.token_to_id(name)
-        return token
+        return self._tokenizer.token_to_id(name)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
-        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
-        return text
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the vocabulary file, the number of tokens, and the end of a document."""
@@ -133,19 +130,20 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
     file = folder / "tokenizer.json" if folder else Path(path)
-    what = "a tokenizer.json or the folder that holds it, on this machine (nothing is downloaded)"
+    what = "a tokenizer.json or its folder, on this machine (nothing is downloaded)"
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
         raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({reason(error)})") from error
     named = _named_end(file.parent)
-    ends = _usual_ends(tokenizer) if named is None else [named]
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    ends = [name for name in USUAL_ENDS if name in added] if named is None else [named]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
         found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
         raise DataError(
-            f"{file} does not tell which token ends a document ({found}): put a tokenizer_config.json beside it, with "
-            f'{{"eos_token": "{END_OF_TEXT}"}} or what it is'
+            f"{file} does not say which token ends a document ({found}): put a tokenizer_config.json next to it, with "
+            f'{{"eos_token": "{END_OF_TEXT}"}} or another one'
         )
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     eod = tokenizer.token_to_id(ends[0])
@@ -193,8 +191,3 @@ def _named_end(folder: Path) -> str | None:
         value = value.get("content") if isinstance(value, dict) else value
         name = name if value is None else str(value)
     return name
-
-
-def _usual_ends(tokenizer: Any) -> list[str]:
-    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    return [name for name in USUAL_ENDS if name in added]

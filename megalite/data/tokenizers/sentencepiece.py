@@ -51,13 +51,12 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        return self._processor.encode(text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters, without the space that the model adds before a text."""
         messages = optional_import(
-            "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
+            "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece reports places in a text"
         )
         pieces = messages.SentencePieceText.FromString(self._processor.encode(text, out_type="serialized_proto")).pieces
         places = np.array([(piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 2)
@@ -67,8 +66,7 @@ class SentencePieceTokenizer:
         """Return the tokens of texts."""
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
-        batch: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
-        return batch
+        return self._processor.encode(list(texts), num_threads=1)
 
     @cached_property
     def _words(self) -> WordCache | None:
@@ -88,8 +86,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without control tokens."""
-        text: str = self._processor.decode([int(token) for token in ids])
-        return text
+        return self._processor.decode([int(token) for token in ids])
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the model file, and the number of tokens."""

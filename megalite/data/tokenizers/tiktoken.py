@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import GPT2_PATTERN, LLAMA3_PATTERN, LOWER, UPPER
 from megalite.data.tokenizers.files import LARGEST_VOCABULARY, fingerprint, read_tokenizer_file
@@ -44,9 +45,8 @@ class TikTokenizer:
 
     Args:
         path: the file, in either format.
-        pattern: a name in `PATTERNS`, or a regular expression.
-        num_special_tokens: number of special tokens, for a .json file.
-        special_tokens: names of special tokens; if empty, the default names.
+        flags: `tiktoken_pattern` is a name in `PATTERNS` or a regular expression; `tiktoken_num_special_tokens` is for
+            a .json file; without `tokenizer_special_tokens`, special tokens have their default names.
         vocab_size: number of tokens to use of a .json file, including special tokens; None: all, but at most 2^17, as
             in Megatron-LM.
 
@@ -55,14 +55,8 @@ class TikTokenizer:
         ConfigurationError: the numbers contradict each other or the file, or the pattern is not valid.
     """
 
-    def __init__(
-        self,
-        path: str,
-        pattern: str = "v2",
-        num_special_tokens: int = 1000,
-        special_tokens: Sequence[str] = (),
-        vocab_size: int | None = None,
-    ) -> None:
+    def __init__(self, path: str, flags: TokenizerFlags, vocab_size: int | None) -> None:
+        num_special_tokens, special_tokens = flags.tiktoken_num_special_tokens, flags.tokenizer_special_tokens
         tiktoken = optional_import("tiktoken", "tiktoken>=0.9", "--tokenizer-type TikTokenizer")
         content = read_tokenizer_file(path, "--tokenizer-model", "a .json or .tiktoken file of ranks")
         try:
@@ -76,7 +70,7 @@ class TikTokenizer:
             ordinary = (vocab_size or min(MEGATRON_VOCABULARY, len(ranks) + num_special_tokens)) - num_special_tokens
             if not 256 <= ordinary <= len(ranks):
                 raise ConfigurationError(
-                    f"--vocab-size {ordinary + num_special_tokens} less --tiktoken-num-special-tokens "
+                    f"--vocab-size {ordinary + num_special_tokens} minus --tiktoken-num-special-tokens "
                     f"{num_special_tokens} is not from 256 to the {len(ranks)} tokens of {path}"
                 )
             self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
@@ -92,23 +86,23 @@ class TikTokenizer:
             raise ConfigurationError(
                 f"--vocab-size {vocab_size}, but {path} has {self.vocab_size} tokens: leave it out"
             )
-        self._pattern = PATTERNS.get(pattern, pattern)
+        self._pattern = PATTERNS.get(flags.tiktoken_pattern, flags.tiktoken_pattern)
         try:
             self._encoding = tiktoken.Encoding(
                 "", pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=self._special
             )
         except ValueError as error:
-            names = ", ".join(PATTERNS)
+            known = ", ".join(PATTERNS)
             raise ConfigurationError(
-                f"--tiktoken-pattern {pattern} is none of {names} and no regular expression ({error})"
+                f"--tiktoken-pattern {flags.tiktoken_pattern} is not one of {known}, and not a regular expression "
+                f"({error})"
             ) from error
         self._special_ids = frozenset(self._special.values())
         self._content = fingerprint(content)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        ids: list[int] = self._encoding.encode(text, allowed_special="all")
-        return ids
+        return self._encoding.encode(text, allowed_special="all")
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters."""
@@ -129,8 +123,7 @@ class TikTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
-        text: str = self._encoding.decode([int(token) for token in ids if int(token) not in self._special_ids])
-        return text
+        return self._encoding.decode([int(token) for token in ids if int(token) not in self._special_ids])
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the file's hash, the regular expression, the special tokens and the number of tokens."""
@@ -164,13 +157,13 @@ def _complete(ranks: dict[bytes, int]) -> dict[bytes, int]:
     if not 0 <= min(ranks.values()) <= max(ranks.values()) < LARGEST_VOCABULARY:
         raise ValueError(f"ranks from {min(ranks.values())} to {max(ranks.values())}")
     if len(set(ranks.values())) != len(ranks):
-        raise ValueError("two tokens have one rank")
+        raise ValueError("two tokens have the same rank")
     return ranks
 
 
 def _special_before(names: Sequence[str], count: int) -> dict[str, int]:
     if not set(SPECIAL_TOKENS) <= set(names) or len(set(names)) != len(names):
-        raise ConfigurationError(f"--tokenizer-special-tokens must hold each of {' '.join(SPECIAL_TOKENS)} once")
+        raise ConfigurationError(f"--tokenizer-special-tokens must have each of {' '.join(SPECIAL_TOKENS)} once")
     if not len(names) <= count < LARGEST_VOCABULARY:
         raise ConfigurationError(
             f"--tiktoken-num-special-tokens {count} is not from the {len(names)} special tokens to {LARGEST_VOCABULARY}"

@@ -40,10 +40,10 @@ def refusal(model: bytes) -> str | None:
     except Exception:  # protobuf is missing, or too new or too old for SentencePiece's own module
         return "protobuf, which reads the model's settings, cannot be imported"
     if proto.trainer_spec.model_type != BYTE_PAIR_ENCODING:
-        return "it is no byte-pair encoding"
+        return "it is not a byte-pair encoding"
     normalizer = proto.normalizer_spec
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
-        return "it rewrites the text beyond its spaces"
+        return "it changes more of the text than its spaces"
     if proto.trainer_spec.treat_whitespace_as_suffix:
         return "spaces end its words"
     pieces = {piece.piece: piece.type for piece in proto.pieces}
@@ -52,7 +52,7 @@ def refusal(model: bytes) -> str | None:
     if pieces.get(SPACE) != NORMAL:
         return "it has no piece for a space"
     crossing = next(filter(_crosses_spaces, pieces), None)
-    return crossing and f"its piece {crossing!r} has a space behind another character"
+    return crossing and f"its piece {crossing!r} has a space after another character"
 
 
 def _parsed(model: bytes) -> Any:
@@ -87,17 +87,14 @@ class WordCache:
         return np.fromiter(chain(first, chain.from_iterable(map(self._known.__getitem__, words[1:]))), np.int32)
 
     def _encode_word(self, word: str) -> list[int]:
-        ids: list[int]
         if not self._adds_space:
-            ids = self._processor.encode(word)
-        elif word[0] in (" ", SPACE):
+            return self._processor.encode(word)
+        if word[0] in (" ", SPACE):
             # The model adds a space before every text. It replaces the first space of this word.
-            ids = self._processor.encode(word[1:]) or self._space
-        else:
-            # Encoded after another character, so that the model does not add a space before the word.
-            before = "." if word[0].isalpha() else "a"
-            ids = self._processor.encode(before + word)[len(self._processor.encode(before)) :]
-        return ids
+            return self._processor.encode(word[1:]) or self._space
+        # Encoded after another character, so that the model does not add a space before the word.
+        before = "." if word[0].isalpha() else "a"
+        return self._processor.encode(before + word)[len(self._processor.encode(before)) :]
 
 
 def _letters_stay_apart(proto: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Communication between ranks: collectives do not change their inputs; regions pair a map with its transpose.
+"""Communication between ranks: collectives do not change their inputs, and merge what a vocabulary is split into.
 
 Tested in groups of one, of two (which use a different algorithm), of three and of four.
 """
@@ -6,7 +6,6 @@ Tested in groups of one, of two (which use a different algorithm), of three and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel import collectives, regions
+from megalite.parallel import collectives
 from megalite.parallel.cross_entropy import over_ranks, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import Group, ParallelMesh
 from tests.distributed.layout_expected import on_ranks
@@ -39,47 +38,6 @@ def part(tensor: Tensor, group: Group, dim: int) -> Tensor:
     return tensor.chunk(group.size, dim)[group.rank].contiguous()
 
 
-REGIONS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str, str]] = {
-    # the map, and what its input and output are: the same on every rank, or a value of each rank's own
-    "copy": (regions.copy_to_region, "same", "own"),
-    "reduce": (regions.reduce_from_region, "own", "same"),
-    "gather": (regions.gather_from_region, "own", "same"),
-    "scatter": (regions.scatter_to_region, "same", "own"),
-    "all-gather": (regions.all_gather_sequence, "own", "own"),
-    "reduce-scatter": (regions.reduce_scatter_sequence, "own", "own"),
-}
-
-
-def both_sides(name: str) -> tuple[float, float]:
-    """Return <A x, y> and <x, A^T y> over the spaces of all ranks; replicated values count once."""
-    group = group_of_all()
-    map_, input_kind, output_kind = REGIONS[name]
-    x = random(group.rank if input_kind == "own" else 100, *SHAPE).requires_grad_()
-    before = x.detach().clone()
-    image = map_(x, group)
-    y = random(200 + (group.rank if output_kind == "own" else 100), *image.shape)
-    incoming = y.clone()
-    (transpose,) = torch.autograd.grad(image, x, y)
-    assert torch.equal(x.detach(), before), "the input was written"
-    assert torch.equal(y, incoming), "the incoming gradient was written"
-    if output_kind == "same":
-        assert torch.equal(image, collectives.all_gather(image.detach().unsqueeze(0), group)[0])
-
-    def over_ranks(value: Tensor, kind: str) -> float:
-        total = collectives.all_reduce_(value.detach().view(1).clone(), group).item()
-        return total / (group.size if kind == "same" else 1)
-
-    return over_ranks((image * y).sum(), output_kind), over_ranks((x * transpose).sum(), input_kind)
-
-
-@SIZES
-@pytest.mark.parametrize("name", REGIONS)
-def test_backward_is_the_transpose(name: str, size: int, rank_pools: RankPools) -> None:
-    for left, right in on_ranks(rank_pools, size, both_sides, name):
-        assert abs(left - right) < 1e-12 * max(1.0, abs(left))
-        assert abs(left) > 1e-3
-
-
 def results_of_collectives() -> dict[str, Any]:
     group = group_of_all()
     x = random(group.rank, *SHAPE)
@@ -88,9 +46,7 @@ def results_of_collectives() -> dict[str, Any]:
         "gather": collectives.all_gather(x, group),
         "gather, not contiguous": collectives.all_gather(x.transpose(0, 1), group),
         "scatter": collectives.reduce_scatter(x, group),
-        "gather region": regions.gather_from_region(x, group),
-        "scatter region": regions.scatter_to_region(x, group),
-        "reduce region": regions.reduce_from_region(x, group),
+        "gather the last dimension": collectives.all_gather_last(x, group),
     }
     assert torch.equal(x, before)
     into = x.clone()
@@ -129,11 +85,9 @@ def test_collectives_give_what_their_names_say(size: int, rank_pools: RankPools)
         assert_bits_equal(results["scatter"], rows, "sums are taken in rank order")
         assert_bits_equal(results["scatter into itself"], rows)
         assert_bits_equal(results["gather into itself"], torch.stack(inputs))
-        assert_bits_equal(results["gather region"], torch.cat(inputs, dim=-1))
-        assert_bits_equal(results["scatter region"], inputs[rank].chunk(size, dim=-1)[rank].contiguous())
+        assert_bits_equal(results["gather the last dimension"], torch.cat(inputs, dim=-1))
         assert_bits_equal(results["max"], torch.stack(inputs).amax(0))
         torch.testing.assert_close(results["sum, not contiguous"], in_rank_order, rtol=1e-14, atol=1e-14)
-        torch.testing.assert_close(results["reduce region"], in_rank_order, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(results["sum"], in_rank_order, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(results["sum of one number"], in_rank_order[0, 0, 0], rtol=1e-14, atol=1e-14)
         assert results["sum of integers"].tolist() == [size * 2**53 + sum(range(size)), -size]
