@@ -58,7 +58,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
     try:
         if refusal:
             raise ConfigurationError(refusal)
-        with raise_on_all_ranks(mesh, f"looking at the run directory --save {directory}"):
+        with raise_on_all_ranks(mesh, f"checking the run directory --save {directory}"):
             _await(directory / NAME, holder)
         yield (note,) if note else ()
     finally:

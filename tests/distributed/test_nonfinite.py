@@ -136,7 +136,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         micro_batches = list(local_micro_batches(cell, number, mesh.coordinate("dp")))
         if fault is not None and fault.kind == "mask":
             micro_batches = [_masked(fault, micro_batch) for micro_batch in micro_batches]
-        actions = training.steps.training(len(micro_batches))
+        actions = training.schedules.training(len(micro_batches))
         optimizer.begin_step(len(micro_batches))
         sums = training.engine.run(actions, micro_batches, {LOSS: 0.01}, optimizer)
         skips.append(optimizer.step(rates(cell, number)).skipped)

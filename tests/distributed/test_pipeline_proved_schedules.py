@@ -83,7 +83,7 @@ def test_copies_that_prove_other_lists_are_named(rank_pools: RankPools) -> None:
     """The last rank of a pipeline proves the lists of all its ranks."""
     told = rank_pools(4).run(refusal, "lists", 3)
     assert len(set(told)) == 1
-    assert told[0].startswith("rank 1, 3: the steps, or what")
+    assert told[0].startswith("ranks 1, 3: the steps, or the")
 
 
 def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:

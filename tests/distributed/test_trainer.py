@@ -163,7 +163,7 @@ def unlike(fault: str, layout: str = "--pp 2") -> str:
 
 def test_copies_that_do_something_else_behind_their_lists_are_named(rank_pools: RankPools) -> None:
     (told,) = set(rank_pools(4).run(unlike, "behind"))
-    assert told.startswith("rank 1, 3: declares nothing more, but rank 0 declares gather of parameters among 2 ranks")
+    assert told.startswith("ranks 1, 3: declares nothing more, but rank 0 declares gather of parameters among 2 ranks")
 
 
 def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
@@ -172,7 +172,7 @@ def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
     for layout in ("--pp 2", "--tp 2 --optimizer muon --swiglu --num-layers 1"):
         assert set(pool.run(unlike, "", layout)) == {""}, layout
     (told,) = set(pool.run(unlike, "buckets"))
-    assert told.startswith("rank 1, 3: declares that a bucket of ")
+    assert told.startswith("ranks 1, 3: declares that a bucket of ")
 
 
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:

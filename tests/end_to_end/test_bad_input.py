@@ -425,7 +425,7 @@ def test_a_save_folder_that_is_a_file(place: Place, refused: Refused) -> None:
 
 def test_generation(place: Place, refused: Refused) -> None:
     command = [GENERATE, "--load", place.good]
-    assert "learnt 32 positions" in refused(64, *command, "--prompt", "1 " * 33)
+    assert "learned 32 positions" in refused(64, *command, "--prompt", "1 " * 33)
     assert "is blank" in refused(64, *command, "--prompt", "")
     assert "--temperature" in refused(64, *command, "--prompt", "1", "--temperature", "-1")
     assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0")

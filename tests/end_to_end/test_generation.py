@@ -92,7 +92,7 @@ def test_prompts_come_from_flags_standard_input_and_a_file(
     ("flags", "message"),
     [
         ("", "there is no prompt"),
-        ("--prompt - --prompt -", "--prompt - can be given once"),
+        ("--prompt - --prompt -", "--prompt - can be given only once"),
         ("--prompts {}/none.txt", "none.txt cannot be read"),
         ("--prompts {}/bad.jsonl", "bad.jsonl, line 2: not of the form"),
         ("--prompts {}/number.jsonl", 'number.jsonl, line 1: its "prompt" is not a text'),

@@ -19,7 +19,7 @@ def test_a_run_is_saved_to_a_url_and_goes_on_from_it(run: Run, tmp_path: Path) -
     run(*GPT2, *ZERO, "--save", whole, world_size=2)
     flags = (*GPT2, *ZERO, "--save", url, "--resume", "auto")
     first = run(*flags, "--exit-interval", 2, world_size=2, expected=85)
-    assert f"note: {url} has no locks" in first.stdout
+    assert f"note: {url} is an object store, without locks" in first.stdout
     assert f"saved {url}/iter_0000002" in first.stdout
     assert {path.name for path in (bucket / "run").iterdir()} == {
         "config.yaml",

@@ -65,4 +65,5 @@ def test_the_kernels_give_the_references_loss_and_gradients(name: str, left: str
     assert_number_close(loss.item(), expected.item(), relative=5e-7)
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
     for ours, theirs in zip(found, gradients, strict=True):
-        assert_gradient_close(ours, theirs, norm, relative=2e-6)
+        # fp32: other roundings in one operation change the inputs of all products after it, 2.4e-6 on some CPUs.
+        assert_gradient_close(ours, theirs, norm, relative=5e-6)

@@ -257,7 +257,7 @@ def test_what_cannot_be_is_refused() -> None:
         quantize(numbers(4), torch.float16, 256)
     with pytest.raises(ValueError, match="blocks of 100 elements; choose a power of two from 128 to 2048"):
         quantize(numbers(4), torch.int8, 100)
-    with pytest.raises(ValueError, match="an offset of 4: 8 elements"):
+    with pytest.raises(ValueError, match="an offset of 4: must be a multiple of 8"):
         quantize(numbers(4), torch.int8, 256, seed=1, offset=4)
     codes, scales = quantize(numbers(300), torch.int8, 256)
     with pytest.raises(ValueError, match="1 scales for 300 codes in blocks of 256"):

@@ -86,7 +86,7 @@ def calls_of_a_proof(schedule: str, ranks: int, micro_batches: int) -> int:
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
 def test_the_cost_of_a_proof_is_in_proportion_to_its_actions(schedule: str) -> None:
-    """With 32 ranks, 2 stages on each and 512 micro-batches it is then a second of CPU time."""
+    """A proof for 32 ranks, 2 stages on each and 512 micro-batches is then a second of CPU time."""
     cost = calls_of_a_proof(schedule, 8, 32)
     assert cost < 160 * 8 * 2 * 32  # calls for each forward and its backward
     assert calls_of_a_proof(schedule, 8, 64) < 2.1 * cost
