@@ -352,9 +352,8 @@ def _routing() -> Iterator[Case]:
     for experts, rule in ROUTING:
         inputs = partial(_routing_inputs, experts, rule)
         name = f"{rule.topk} of {experts} by {'pre-' * rule.pre_softmax}{rule.score_function}"
-        yield Case(
-            "routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), traffic=_choice_traffic
-        )
+        chosen = Case("routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), indexed=True)
+        yield replace(chosen, traffic=_choice_traffic)
         yield Case("routing", f"routing_weights {name}", experts, inputs, partial(_weigh, rule), indexed=True)
 
 
