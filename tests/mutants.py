@@ -60,6 +60,8 @@ _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
 _OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _ACTIVATION = "tests/kernels/test_activation.py::test_"
+_ROUTING = "tests/kernels/test_routing.py::test_"
+_PERMUTATION = "tests/kernels/test_permutation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _SELFTEST = "tests/kernels/test_selftest.py::test_"
@@ -351,6 +353,83 @@ MUTANTS = (
         "interleaved=self.rotary_interleaved",
         "interleaved=False",
         _network("llama, neighbours rotated"),
+    ),
+    Mutant(
+        "equal scores are chosen in any order",
+        "kernels/megalite_kernels/routing.py",
+        "scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]",
+        "scores.topk(count).indices",
+        f"{_ROUTING}of_equal_scores_the_first_experts_are_chosen",
+    ),
+    Mutant(
+        "a bias counts in the weights of experts",
+        "kernels/megalite_kernels/routing.py",
+        "        scores = scores + bias\n",
+        "        scores = logits.add_(bias)\n",
+        f"{_ROUTING}experts_are_chosen_by_the_rule",
+    ),
+    Mutant(
+        "a group's score is its best expert's alone",
+        "kernels/megalite_kernels/routing.py",
+        "[..., : rule.group_scores]",
+        "[..., :1]",
+        f"{_ROUTING}experts_are_chosen_by_the_rule",
+    ),
+    Mutant(
+        "the kernel takes one score of each group",
+        "kernels/megalite_kernels/routing_kernels.py",
+        "            total += tl.max(left, 2)\n",
+        "            total = tl.max(left, 2)\n",
+        f"{_ROUTING}experts_are_chosen_by_the_rule",
+    ),
+    Mutant(
+        "the kernel opens one group too many",
+        "kernels/megalite_kernels/routing_kernels.py",
+        "for _ in range(GROUP_TOPK)",
+        "for _ in range(GROUP_TOPK + 1)",
+        f"{_ROUTING}experts_are_chosen_by_the_rule",
+    ),
+    Mutant(
+        "the kernel's weights have no gradient through their sum",
+        "kernels/megalite_kernels/routing_kernels.py",
+        "                gradient -= tl.sum(gradient * weight, 1)[:, None]\n",
+        "",
+        f"{_ROUTING}weights_and_gradients_are_the_rules",
+    ),
+    Mutant(
+        "the kernel forgets the scaling factor in backward",
+        "kernels/megalite_kernels/routing_kernels.py",
+        "incoming[:, None] * SCALE",
+        "incoming[:, None]",
+        f"{_ROUTING}weights_and_gradients_are_the_rules",
+    ),
+    Mutant(
+        "one sigmoid is divided by itself",
+        "kernels/megalite_kernels/routing.py",
+        "        if rule.topk > 1:\n            weights",
+        "        if rule.topk > 0:\n            weights",
+        f"{_ROUTING}weights_and_gradients_are_the_rules",
+    ),
+    Mutant(
+        "a choice without a row takes one",
+        "kernels/megalite_kernels/permutation.py",
+        "torch.where(keys < count, ranks, -1)",
+        "ranks",
+        f"{_PERMUTATION}rows_go_to_their_groups_and_back",
+    ),
+    Mutant(
+        "padding is a copy of the first token",
+        "kernels/megalite_kernels/permutation.py",
+        "torch.where((tokens < 0)[:, None], 0.0,",
+        "torch.where((tokens < -1)[:, None], 0.0,",
+        f"{_PERMUTATION}groups_are_padded_to_a_capacity",
+    ),
+    Mutant(
+        "rows of a group are in no order",
+        "kernels/megalite_kernels/permutation.py",
+        "keys.sort(stable=True)",
+        "keys.flip(0).sort(stable=True)",
+        f"{_PERMUTATION}rows_go_to_their_groups_and_back",
     ),
     Mutant(
         "the rotary kernel turns gradients the way it turned heads",

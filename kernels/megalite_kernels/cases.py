@@ -23,8 +23,10 @@ from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, update_
+from megalite_kernels.permutation import Permutation, group_rows, permute, unpermute
 from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
+from megalite_kernels.routing import RoutingRule, choose_experts, routing_weights
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # 12288 is GPT-3's: its backward has the most sums per program
@@ -76,6 +78,7 @@ class Case:
         tolerance: largest norm of the error relative to the norm of the result; None for the tolerance of the output's
             dtype in `selftest`.
         timed: makes the call to time, if `run` does more than the operation. The call may overwrite its inputs.
+        indexed: True if indices decide what is read, so that some accesses are of single numbers.
     """
 
     operation: str
@@ -87,6 +90,7 @@ class Case:
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
     tolerance: float | None = None
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
+    indexed: bool = False
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -329,6 +333,68 @@ def _dropouts() -> Iterator[Case]:
         yield Case("dropout", f"drop {width} {_dtypes(*dtypes)}", width, inputs, _dropped, keeps_inputs=False)
 
 
+# Mixtral's, Qwen3's and DeepSeek-V3's routing: experts and rule.
+ROUTING = (
+    (8, RoutingRule(2)),
+    (128, RoutingRule(8, pre_softmax=True)),
+    (256, RoutingRule(8, "sigmoid", scaling_factor=2.5, groups=8, group_topk=4, group_scores=2)),
+)
+
+
+def _routing_inputs(experts: int, rule: RoutingRule, tokens: int, device: str) -> list[Tensor]:
+    """Make logits whose scores differ by more than rounding, and experts for each token."""
+    order = torch.rand(tokens, experts, device=device).argsort(dim=-1)
+    logits = 4.0 * order / experts - 2.0
+    return [logits.requires_grad_(), order[:, : rule.topk]]
+
+
+def _routing() -> Iterator[Case]:
+    for experts, rule in ROUTING:
+        inputs = partial(_routing_inputs, experts, rule)
+        name = f"{rule.topk} of {experts} by {'pre-' * rule.pre_softmax}{rule.score_function}"
+        chosen = Case("routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), indexed=True)
+        yield replace(chosen, traffic=_choice_traffic)
+        yield Case("routing", f"routing_weights {name}", experts, inputs, partial(_weigh, rule), indexed=True)
+
+
+def _choose(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
+    return choose_experts(logits, torch.linspace(0.0, 1e-3, logits.shape[1], device=logits.device), rule)
+
+
+def _choice_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
+    return inputs[0].nbytes + outputs[0].nbytes, 0
+
+
+def _weigh(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
+    return routing_weights(logits, experts, rule)
+
+
+def _permutation_inputs(width: int, choices: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Make rows, and the places of each token among `choices` times as many rows."""
+    groups = torch.rand(tokens, 4 * choices, device=device).argsort(dim=-1)[:, :choices]
+    permutation = group_rows(groups, 4 * choices, rows=tokens * choices)
+    return [torch.randn(tokens, width, dtype=dtype, device=device).requires_grad_(), *permutation]
+
+
+def _permute(input: Tensor, *permutation: Tensor) -> Tensor:
+    return permute(input, Permutation(*permutation))
+
+
+def _permute_and_back(input: Tensor, *permutation: Tensor) -> Tensor:
+    return unpermute(permute(input, Permutation(*permutation)), Permutation(*permutation))
+
+
+def _permutations() -> Iterator[Case]:
+    for width, choices, dtype in ((2048, 8, torch.bfloat16), (4096, 2, torch.float32), (7168, 8, torch.bfloat16)):
+        inputs = partial(_permutation_inputs, width, choices, dtype)
+        for run in (_permute, _permute_and_back):
+            name = f"{run.__name__.strip('_')} {choices} times {width} {_dtypes(dtype)}"
+            yield Case("permutation", name, width, inputs, run, keeps_inputs=False, indexed=True)
+
+
 def cases() -> Iterator[Case]:
-    kinds = _norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations
+    kinds = (
+        *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
+        *(_routing, _permutations),
+    )
     return itertools.chain.from_iterable(kind() for kind in kinds)

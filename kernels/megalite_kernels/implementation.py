@@ -28,7 +28,17 @@ import torch
 from torch import Tensor
 
 Operation = Literal[
-    "norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization", "dropout"
+    "norm",
+    "residual_norm",
+    "gelu",
+    "swiglu",
+    "rotary",
+    "cross_entropy",
+    "optimizer",
+    "quantization",
+    "dropout",
+    "routing",
+    "permutation",
 ]
 Choice = Literal["auto", "triton", "reference"]
 

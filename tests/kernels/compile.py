@@ -57,11 +57,12 @@ class Compiled:
     shared: int
     wide: float  # share of the bits of global memory that accesses of 128 bits or more move
     doubles: int  # instructions
+    indexed: bool  # some accesses are of single numbers
 
     def faults(self) -> list[str]:
         found = [f"{self.spills} bytes of spills"] if self.spills else []
         found += [f"{self.doubles} float64 instructions"] if self.doubles else []
-        return found + ([f"{self.wide:.0%} of 128-bit accesses"] if self.wide < WIDE else [])
+        return found + ([f"{self.wide:.0%} of 128-bit accesses"] if self.wide < WIDE and not self.indexed else [])
 
     def __str__(self) -> str:
         row = f"{self.operation:42} {self.kernel:20} {self.target:7} {self.registers:9} {self.spills:6} {self.shared:6}"
@@ -106,7 +107,7 @@ def compile_only(name: str) -> list[Any]:
     return launched
 
 
-def inspect(kernel: Any, operation: str, target: str) -> Compiled:
+def inspect(kernel: Any, case: Case, target: str) -> Compiled:
     name = kernel.metadata.name.strip("_")
     shared = kernel.metadata.shared
     if "cubin" not in kernel.asm:
@@ -115,7 +116,8 @@ def inspect(kernel: Any, operation: str, target: str) -> Compiled:
         spills = read(r"\.vgpr_spill_count:\s+(\d+)") * 4 + read(r"\.private_segment_fixed_size:\s+(\d+)")
         bits = _amd_accesses(text)
         doubles = len(re.findall(r"\bv_(?:add|mul|fma|div_\w+|rcp|rsq|sqrt|cmp_\w+|max|min)_f64", text))
-        return Compiled(operation, name, target, read(r"\.vgpr_count:\s+(\d+)"), spills, shared, _wide(bits), doubles)
+        registers = read(r"\.vgpr_count:\s+(\d+)")
+        return Compiled(case.name, name, target, registers, spills, shared, _wide(bits), doubles, case.indexed)
     text = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -126,7 +128,8 @@ def inspect(kernel: Any, operation: str, target: str) -> Compiled:
     accesses = re.findall(r"\b(?:ld|st)\.global(?:\.[a-zA-Z]\w*(?:::\w+)*)*?(?:\.v(\d))?\.[a-z](\d+)", text)
     bits = [int(count or 1) * int(size) for count, size in accesses]
     doubles = len(re.findall(r"\b(?:add|sub|mul|fma|div|rcp|sqrt|rsqrt|max|min|setp)\.[\w.]*f64", text))
-    return Compiled(operation, name, target, _number(usage, r"REG:(\d+)"), spills, shared, _wide(bits), doubles)
+    registers = _number(usage, r"REG:(\d+)")
+    return Compiled(case.name, name, target, registers, spills, shared, _wide(bits), doubles, case.indexed)
 
 
 def _number(text: str, pattern: str) -> int:
@@ -164,7 +167,7 @@ def compile_target(target: str, only: str = "") -> tuple[list[Compiled], list[st
             launch_all(case, tokens)
             variants.append([kernel.hash for kernel in launched])
             if len(variants) == 1:
-                found += [inspect(kernel, case.name, target) for kernel in launched]
+                found += [inspect(kernel, case, target) for kernel in launched]
         if any(variant != variants[0] for variant in variants):
             faults.append(f"{case.name} on {target} is compiled anew for another number of tokens")
     faults += [f"{row.operation} {row.kernel} on {row.target}: {fault}" for row in found for fault in row.faults()]

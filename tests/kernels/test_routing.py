@@ -1,0 +1,170 @@
+"""The choice of experts and their weights, kernels and reference, against rules that are written out in Python."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite_kernels.implementation import Kernels, use
+from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
+from tests.kernels.interpreter import nan_is_written
+
+EXPERTS = [(8, 4), (20, 4), (7, 1), (1, 1)]  # and groups of them
+IMPLEMENTATIONS = pytest.mark.parametrize("choice", ["triton", "reference"])
+SCORES = pytest.mark.parametrize(
+    "score", [{}, {"pre_softmax": True}, {"score_function": "sigmoid"}], ids=["softmax", "pre_softmax", "sigmoid"]
+)
+
+
+def logits_of(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens + experts)
+    return torch.randn(tokens, experts, generator=generator, dtype=torch.float64).mul_(2.0).to(dtype)
+
+
+def scores_of(row: list[float], rule: RoutingRule) -> list[float]:
+    if rule.score_function == "sigmoid":
+        return [1 / (1 + math.exp(-z)) for z in row]
+    if rule.pre_softmax:
+        return [math.exp(z - max(row)) / sum(math.exp(other - max(row)) for other in row) for z in row]
+    return row
+
+
+def choice_of(row: list[float], bias: list[float], rule: RoutingRule) -> list[int]:
+    """Return the experts of one token, by sorting pairs of score and number."""
+    scores = [score + added for score, added in zip(scores_of(row, rule), bias, strict=True)]
+    members = len(row) // rule.groups
+
+    def score_of_group(group: int) -> float:
+        return sum(sorted(scores[group * members : (group + 1) * members])[-rule.group_scores :])
+
+    groups = sorted(range(rule.groups), key=lambda group: (-score_of_group(group), group))[: rule.group_topk]
+    open_experts = [expert for expert in range(len(row)) if expert // members in groups]
+    return sorted(open_experts, key=lambda expert: (-scores[expert], expert))[: rule.topk]
+
+
+def weights_of(row: list[float], experts: list[int], rule: RoutingRule) -> list[float]:
+    scores = scores_of(row, rule)
+    chosen = [scores[expert] for expert in experts]
+    if rule.score_function == "softmax" and not rule.pre_softmax:
+        chosen = [math.exp(score) / sum(map(math.exp, chosen)) for score in chosen]
+    if rule.score_function == "sigmoid" and rule.topk > 1:
+        chosen = [score / sum(chosen) for score in chosen]
+    return [rule.scaling_factor * score for score in chosen]
+
+
+def rules(experts: int, groups: int, score: dict[str, object]) -> list[RoutingRule]:
+    found = [RoutingRule(topk, **score) for topk in sorted({1, min(2, experts), experts})]  # type: ignore[arg-type]
+    if groups > 1:
+        members = experts // groups
+        for group_topk, group_scores in ((1, 1), (groups - 1, 2)):
+            topk = min(3, group_topk * members)
+            limits = {"groups": groups, "group_topk": group_topk, "group_scores": min(group_scores, members)}
+            found.append(RoutingRule(topk, scaling_factor=2.5, **limits, **score))  # type: ignore[arg-type]
+    return found
+
+
+@IMPLEMENTATIONS
+@SCORES
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("experts", "groups"), EXPERTS)
+def test_experts_are_chosen_by_the_rule(
+    experts: int, groups: int, biased: bool, score: dict[str, object], choice: str
+) -> None:
+    use(Kernels(choice))  # type: ignore[arg-type]
+    logits = logits_of(11, experts)
+    bias = torch.linspace(-0.3, 0.4, experts) if biased else None
+    for rule in rules(experts, groups, score):
+        expected = [
+            choice_of(row, [0.0] * experts if bias is None else bias.tolist(), rule) for row in logits.double().tolist()
+        ]
+        assert choose_experts(logits, bias, rule).tolist() == expected, rule
+
+
+@IMPLEMENTATIONS
+@SCORES
+def test_of_equal_scores_the_first_experts_are_chosen(score: dict[str, object], choice: str) -> None:
+    use(Kernels(choice))  # type: ignore[arg-type]
+    equal = torch.zeros(5, 12)
+    assert choose_experts(equal, None, RoutingRule(5, **score)).tolist() == [[0, 1, 2, 3, 4]] * 5  # type: ignore[arg-type]
+    limited = RoutingRule(4, groups=4, group_topk=2, group_scores=2, **score)  # type: ignore[arg-type]
+    assert choose_experts(equal, None, limited).tolist() == [[0, 1, 2, 3]] * 5
+    pairs = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 0.0]])
+    assert choose_experts(pairs, None, RoutingRule(3, **score)).tolist() == [[1, 3, 2]]  # type: ignore[arg-type]
+    tied_groups = torch.tensor([[1.0, 0.0, 2.0, 2.0, 2.0, 2.0]])
+    limited = RoutingRule(2, groups=3, group_topk=1, group_scores=2, **score)  # type: ignore[arg-type]
+    assert choose_experts(tied_groups, None, limited).tolist() == [[2, 3]]
+
+
+@IMPLEMENTATIONS
+def test_a_logit_that_is_no_number_still_chooses_experts_that_exist(choice: str) -> None:
+    use(Kernels(choice))  # type: ignore[arg-type]
+    logits = logits_of(3, 5)
+    logits[1, 3] = torch.nan
+    logits[2] = -torch.inf
+    with nan_is_written():
+        experts = choose_experts(logits, None, RoutingRule(3))
+    assert experts[1, 0] == 3
+    assert experts[2].tolist() == [0, 1, 2]
+    assert all(len({*row}) == 3 and max(row) < 5 for row in experts.tolist())
+
+
+@IMPLEMENTATIONS
+@SCORES
+@pytest.mark.parametrize(("experts", "groups"), EXPERTS)
+def test_weights_and_gradients_are_the_rules(experts: int, groups: int, score: dict[str, object], choice: str) -> None:
+    use(Kernels(choice))  # type: ignore[arg-type]
+    for rule in rules(experts, groups, score):
+        logits = logits_of(5, experts).requires_grad_()
+        chosen = choose_experts(logits, None, rule)
+        found = routing_weights(logits, chosen, rule)
+        expected = [
+            weights_of(row, its, rule) for row, its in zip(logits.double().tolist(), chosen.tolist(), strict=True)
+        ]
+        torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+        incoming = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+        (gradient,) = torch.autograd.grad(found, logits, incoming)
+        use(Kernels("reference"))
+        wide = logits.detach().double().requires_grad_()
+        (exact,) = torch.autograd.grad(routing_weights(wide, chosen, rule), wide, incoming.double())
+        use(Kernels(choice))  # type: ignore[arg-type]
+        # Eight roundings of fp32; near one, the sigmoid's complement loses some digits.
+        assert (gradient.double() - exact).norm() <= 4e-6 * max(exact.norm(), 1e-3), rule
+
+
+def test_the_references_gradient_is_that_of_differences() -> None:
+    for score in ({}, {"pre_softmax": True}, {"score_function": "sigmoid"}):
+        rule = RoutingRule(2, scaling_factor=1.5, **score)  # type: ignore[arg-type]
+        logits = logits_of(4, 6, torch.float64).requires_grad_()
+        chosen = choose_experts(logits, None, rule)
+        assert torch.autograd.gradcheck(lambda own: routing_weights(own, chosen, rule), logits)  # noqa: B023
+
+
+@IMPLEMENTATIONS
+def test_recorded_experts_have_weights_too(choice: str) -> None:
+    """Routing that is replayed need not be what the logits would choose."""
+    use(Kernels(choice))  # type: ignore[arg-type]
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+    weights = routing_weights(logits, torch.tensor([[0, 2]]), RoutingRule(2))
+    torch.testing.assert_close(weights, torch.softmax(torch.tensor([[0.0, 2.0]]), -1))
+
+
+@IMPLEMENTATIONS
+def test_no_tokens_choose_nothing(choice: str) -> None:
+    use(Kernels(choice))  # type: ignore[arg-type]
+    logits = torch.empty(0, 8, requires_grad=True)
+    experts = choose_experts(logits, None, RoutingRule(2))
+    assert experts.shape == (0, 2)
+    routing_weights(logits, experts, RoutingRule(2)).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad.shape == (0, 8)
+
+
+def test_shares_sum_to_one() -> None:
+    logits = logits_of(5, 6, torch.float64)
+    for function in ("softmax", "sigmoid"):
+        shares = routing_probabilities(logits, function)  # type: ignore[arg-type]
+        assert torch.allclose(shares.sum(-1), torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close(shares, torch.sigmoid(logits) / torch.sigmoid(logits).sum(-1, keepdim=True))
