@@ -59,17 +59,27 @@ class Pending:
         return self.finish()
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """Work of an operation that could not start, because the backend had already noticed that a rank has ended."""
+
+    error: RuntimeError
+
+    def wait(self) -> None:
+        raise self.error
+
+
 def launch(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Start an operation of the backend and return its work handle.
 
-    Raises:
-        CommunicationError: the backend has already noticed that a rank has ended.
+    If the backend has already noticed that a rank has ended, the returned work raises this error when it is waited for,
+    so that `Pending.wait` reports what the rank was doing.
     """
     try:
         return operation(*arguments, **options)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo/" in str(error):  # otherwise the arguments are wrong: a bug
-            raise CommunicationError(f"a collective failed: {_LOST}{str(error).splitlines()[0]}") from error
+            return _Failed(error)
         raise
 
 

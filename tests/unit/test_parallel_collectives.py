@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megalite.errors import CommunicationError
-from megalite.parallel.collectives import launch
+from megalite.parallel.collectives import Pending, launch
 
 
 def raising(error: Exception) -> None:
@@ -23,8 +24,9 @@ def raising(error: Exception) -> None:
     ids=["gloo", "nccl", "network"],
 )
 def test_an_operation_that_finds_a_rank_gone_before_it_begins_says_so(error: Exception) -> None:
-    with pytest.raises(CommunicationError, match="another rank has ended"):
-        launch(raising, error)
+    pending = Pending(launch(raising, error), lambda: torch.zeros(1))
+    with pytest.raises(CommunicationError, match="stage 1 waited for hidden states: another rank has ended"):
+        pending.wait("stage %d waited for hidden states", 1)
 
 
 def test_an_operation_with_wrong_arguments_is_a_defect() -> None:
