@@ -333,7 +333,7 @@ def _dropouts() -> Iterator[Case]:
         yield Case("dropout", f"drop {width} {_dtypes(*dtypes)}", width, inputs, _dropped, keeps_inputs=False)
 
 
-# Mixtral's, Qwen3's and DeepSeek-V3's routing: experts and rule.
+# Experts and rules: Mixtral's, a softmax over all experts before the choice, and DeepSeek-V3's.
 ROUTING = (
     (8, RoutingRule(2)),
     (128, RoutingRule(8, pre_softmax=True)),

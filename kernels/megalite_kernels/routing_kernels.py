@@ -167,7 +167,7 @@ def weigh(
 
 def launch_choose(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Tensor:
     rows, count = as_rows(logits), logits.shape[-1]
-    groups, members = _power_of_two(rule.groups), _power_of_two(count // rule.groups)
+    groups, members = triton.next_power_of_2(rule.groups), triton.next_power_of_2(count // rule.groups)
     experts = torch.empty((len(rows), rule.topk), dtype=torch.int64, device=logits.device)
     tokens = max(ELEMENTS // (groups * members), 1)
     if len(rows):
@@ -203,7 +203,7 @@ def _launch_weigh(
     logits: Tensor, experts: Tensor, weights: Tensor, logits_gradient: Tensor | None, rule: RoutingRule
 ) -> None:
     rows, count = as_rows(logits), logits.shape[-1]
-    lanes = _power_of_two(count)
+    lanes = triton.next_power_of_2(count)
     tokens = max(ELEMENTS // lanes, 1)
     if len(rows):
         weigh[(-(-len(rows) // tokens),)](
@@ -212,7 +212,3 @@ def _launch_weigh(
             *(SMALLEST_SUM, logits_gradient is not None, tokens, lanes),
             num_warps=WARPS,
         )
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

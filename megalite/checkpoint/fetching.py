@@ -8,7 +8,6 @@ bounded memory. Every rank of the node computes from the plan which rank reads w
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from megalite.checkpoint.tensors import packed
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
+from megalite.process.host import cores
 from megalite.process.progress import in_threads
 
 THREADS = 4
@@ -71,7 +71,7 @@ def fetch(
         for block in needed_blocks(saved, (target.box for target in targets))
         if _place_of(block) not in shared
     ]
-    threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // group.size))
+    threads = max(1, min(THREADS, cores() // group.size))
     failure: Exception | None = None
     try:
         in_threads(threads, partial(_read_into_place, path, described, wanted), sorted(own, key=_place_of))

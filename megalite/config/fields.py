@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Annotated, Any, get_args, get_type_hints
 
+from megalite.process.host import cores
 from megalite.small_files import shown
 
 
@@ -40,7 +40,7 @@ Share = Annotated[float, Range("from 0 to 1", lambda value: 0 <= value <= 1)]
 ShareAboveZero = Annotated[float, Range("above 0, at most 1", lambda value: 0 < value <= 1)]
 ShareBelowOne = Annotated[float, Range("at least 0 and below 1", lambda value: 0 <= value < 1)]
 Workers = Annotated[PositiveInt, at_most(1024)]
-CORES = len(os.sched_getaffinity(0))
+CORES = cores()
 """Cores that this process may use, the default number of workers."""
 _FINITE = Range("a finite number", lambda value: isinstance(value, int) or math.isfinite(value))
 _EXACT = Range("at most 2^53", lambda value: isinstance(value, float) or abs(value) <= 2**53)

@@ -28,6 +28,13 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def cores() -> int:
+    """Return the number of cores that this process may use. Only Linux restricts a process to some of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def process_space() -> str:
     """Return a name of the process ID namespace. It is equal for processes that see each other's process IDs."""
     try:

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from megalite.process.host import require_open_files
+from megalite.process.host import cores, require_open_files
 from tests.harness.fork_server import RankFailure
 from tests.harness.forks import in_clean_process
 
@@ -26,3 +26,10 @@ def test_a_limit_that_can_be_raised_is_no_obstacle() -> None:
 def test_a_limit_that_cannot_be_raised_is_told() -> None:
     with pytest.raises(RankFailure, match="ConfigurationError: there are too many open files"):
         in_clean_process(_ask_for_thirty, 10, 20)
+
+
+def test_cores_are_counted_where_no_process_is_restricted_to_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS is such a system. The configuration asks for the cores when it is imported."""
+    assert cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cores() == os.cpu_count()
