@@ -2743,7 +2743,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pickle's functions are imported and called",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         """        if name not in self._records:
             if len""",
         """        if True:
@@ -2753,28 +2753,28 @@ MUTANTS = (
     ),
     Mutant(
         "equal sets in sets of a pickle are compared for ever",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         "    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),",
         "    *(),",
         f"{_PICKLE}a_pickle_takes_no_more_than_its_length_allows",
     ),
     Mutant(
         "a pickle's keys may be of any kind",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         " or not all(map(_is_plain, values)):",
         ":",
         f"{_PICKLE}a_key_is_a_text_or_a_number_of_64_bits",
     ),
     Mutant(
         "a pickle's keys of one hash are compared in pairs",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         "type(key) in (int, tuple)",
         "0",
         f"{_PICKLE}keys_that_are_compared_in_pairs_are_few",
     ),
     Mutant(
         "a long name of a pickle is copied for each class",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         'f"{module_name[:100]}.{global_name[:100]}"',
         'f"{module_name}.{global_name}"[:200]',
         f"{_PICKLE}a_long_name_is_not_copied_for_each_class_of_it",
@@ -2858,7 +2858,7 @@ MUTANTS = (
     ),
     Mutant(
         "a pickle changes a tensor that has been checked",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         "pickle.BUILD[0]: _set_state",
         "pickle.BUILD[0]: _BASE[pickle.BUILD[0]]",
         f"{_PICKLE}a_tensor_lies_within_its_storage",
@@ -3037,7 +3037,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stranger's tensor reaches beyond its bytes",
-        "megalite/conversion/restricted_pickle.py",
+        "megalite/restricted_pickle.py",
         "if elements > storage.length or",
         "if",
         f"{_PICKLE}a_tensor_lies_within_its_storage",
@@ -3289,7 +3289,7 @@ MUTANTS = (
     Mutant(
         "a run that was killed in its last evaluation is taken for finished",
         "megalite/training/pretrain.py",
-        "(not left or over(path, last))",
+        "(not left or _has_finished(path, metrics_path(config, directory), last, mesh))",
         "True",
         f"{_STOP}a_run_killed_before_its_last_evaluation_is_over_finishes_it",
     ),
@@ -4704,7 +4704,7 @@ MUTANTS = (
     ),
     Mutant(
         "damage on the lowest rank hides what is not damage",
-        "megalite/checkpoint/collective_error.py",
+        "megalite/parallel/collective_error.py",
         "failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])",
         "failed = [report for report in reports if report is not None]",
         "tests/distributed/test_checkpoint.py::test_what_is_not_damage_is_told_before_damage",

@@ -5,7 +5,6 @@ Tensors are saved under global names, in global coordinates.
 
 from __future__ import annotations
 
-from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
@@ -27,15 +26,12 @@ from megalite.checkpoint.selection import (
     newest_whole,
     remove_old,
 )
-from megalite.checkpoint.storage import AnyPath, ObjectPath, open_directory, write_atomically
 
 __all__ = [
     "FORMATS",
-    "AnyPath",
     "Candidates",
     "Contents",
     "Manifest",
-    "ObjectPath",
     "Plan",
     "Saver",
     "TrainingState",
@@ -52,11 +48,8 @@ __all__ = [
     "model_config",
     "newest_whole",
     "only_run",
-    "open_directory",
-    "raise_on_all_ranks",
     "read_config",
     "read_manifest",
     "remove_old",
     "saved_section",
-    "write_atomically",
 ]

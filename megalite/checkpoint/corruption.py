@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 
-from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, CorruptCheckpointError
+from megalite.storage import AnyPath
 
 
 class CorruptFileError(CorruptCheckpointError):

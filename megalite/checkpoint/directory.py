@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.storage import AnyPath, ObjectPath, read_small
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
+from megalite.storage import AnyPath, ObjectPath, read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,15})(\.replaced)?")

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
-from megalite.checkpoint.storage import AnyPath
 from megalite.checkpoint.tensors import packed
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
 from megalite.process.host import cores
 from megalite.process.progress import in_threads
+from megalite.storage import AnyPath
 
 THREADS = 4
 """Maximum number of reading threads per rank."""

@@ -16,9 +16,9 @@ from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.selection import check_sizes
-from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.process.progress import Advance, in_threads
+from megalite.storage import AnyPath
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:

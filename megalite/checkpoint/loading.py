@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from megalite.checkpoint.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
 from megalite.checkpoint.manifest import (
     MASTER,
@@ -25,14 +24,15 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.storage import AnyPath
 from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
+from megalite.parallel.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
+from megalite.storage import AnyPath
 
 _SHOWN = 8  # maximum number of problems in one message
 _PRECISION_FLAGS = {

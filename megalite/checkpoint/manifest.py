@@ -36,11 +36,11 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.corruption import unreadable
-from megalite.checkpoint.storage import AnyPath, read_small
 from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.sharding import Box
 from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
+from megalite.storage import AnyPath, read_small
 
 NAME = "manifest.json"
 MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"

@@ -13,9 +13,9 @@ from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, put, read_block
 from megalite.checkpoint.manifest import Block, SavedBox, covers, read_manifest
 from megalite.checkpoint.shard_file import bytes_of, checksum_of, open_to_read
-from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box
+from megalite.storage import AnyPath
 
 _KEPT = 8
 """Number of blocks that a thread keeps. They help if a tensor is read in other boxes than it was saved in."""

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megalite.checkpoint.collective_error import all_gather_text, raise_on_all_ranks
-from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.parallel.collective_error import all_gather_text, raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, ObjectPath
 
 NAME = "lock"
 SEEN_WITHIN = 10.0

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import manifest, shard_file
-from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import OPTIMIZER, Manifest, TrainingState, covers
 from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.shard_file import Checksums, records, write_index
-from megalite.checkpoint.storage import AnyPath, create, sizes
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.sharding import Box
+from megalite.storage import AnyPath, create, sizes
 
 _ADVICE = "Earlier checkpoints are unchanged. Free space, or give another folder with --save"
 _ALIGNMENT = 64  # bytes

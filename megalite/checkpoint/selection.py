@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint.collective_error import check_all_see, raise_on_all_ranks
 from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
 from megalite.checkpoint.manifest import Manifest, read_manifest
-from megalite.checkpoint.storage import AnyPath, sizes
 from megalite.checkpoint.transaction import remove
 from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
+from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, sizes
 
 NEWEST = 2
 """Number of newest checkpoints that are always kept: one to load, and one to fall back to if that is damaged."""

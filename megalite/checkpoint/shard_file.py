@@ -17,9 +17,9 @@ from megalite.checkpoint import manifest
 from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.formats import Format, Placed
 from megalite.checkpoint.manifest import Block, SavedBox, SavedFile, SavedTensor
-from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer, create
 from megalite.checkpoint.tensors import ByteRange
 from megalite.errors import CheckpointError
+from megalite.storage import AnyPath, ObjectPath, Writer, create
 
 _ALONE = 1 << 16  # up to this many bytes, computing the checksum takes less time than using another thread
 

@@ -26,11 +26,11 @@ from pathlib import Path
 
 from megalite.atomic_files import path_in_errors, sync_directory
 from megalite.checkpoint import manifest
-from megalite.checkpoint.collective_error import all_gather_text
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
-from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
+from megalite.parallel.collective_error import all_gather_text
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, ObjectPath
 
 _LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
 _FILE = re.compile(r"(?:rank_\d+|__\d+_\d+)(?:\.([0-9a-f]{8}))?\.(?:safetensors|distcp)")

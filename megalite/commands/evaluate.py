@@ -81,13 +81,13 @@ def main() -> int:
         # Libraries read these variables when they are imported, and importing torch imports some of these libraries.
         os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
-    from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.launch import join, leave
+    from megalite.storage import write_atomically
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))

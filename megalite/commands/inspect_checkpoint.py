@@ -100,8 +100,9 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
 
 
 def open_checkpoint(path: str) -> CheckpointReader:
-    from megalite.checkpoint import directory, open_directory
+    from megalite.checkpoint import directory
     from megalite.checkpoint.reader import CheckpointReader
+    from megalite.storage import open_directory
 
     return CheckpointReader(directory.resolve(open_directory(path)))
 

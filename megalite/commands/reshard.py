@@ -49,13 +49,14 @@ class Arguments:
 def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import FORMATS, directory, model_config, open_directory
+    from megalite.checkpoint import FORMATS, directory, model_config
     from megalite.checkpoint.manifest import OPTIMIZER
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.conversion.layout import weights_of_ranks
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
+    from megalite.storage import open_directory
 
     given = {name: value for name, value in vars(arguments).items() if "parallel" in name and value is not None}
     layout = ParallelConfig(**given) if given else None

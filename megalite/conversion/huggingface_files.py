@@ -17,9 +17,9 @@ from torch import Tensor
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import Family
-from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
+from megalite.restricted_pickle import StoredTensor
 from megalite.small_files import LARGEST, MIB, MOST_AXES, open_regular, parse_json, read_small_file, reason, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

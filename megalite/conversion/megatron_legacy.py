@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megalite.conversion.chunked_files import Chunk
 from megalite.conversion.megatron_names import TOKEN_TABLES, canonical, is_weight
-from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.restricted_pickle import StoredTensor
 from megalite.small_files import shown
 
 _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")

@@ -17,10 +17,10 @@ from torch import Tensor
 from megalite.conversion.chunked_files import Chunk
 from megalite.conversion.mapping import LastTensor
 from megalite.conversion.megatron_names import canonical, is_weight
-from megalite.conversion.restricted_pickle import StoredTensor, read_pickle
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.restricted_pickle import StoredTensor, read_pickle
 from megalite.small_files import MIB, MOST_AXES, read_json, shown
 
 _OF_THE_RUN = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*")

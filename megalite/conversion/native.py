@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megalite.atomic_files import writing
-from megalite.checkpoint import TrainingState, open_directory
+from megalite.checkpoint import TrainingState
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
@@ -23,6 +23,7 @@ from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed
 from megalite.errors import CheckpointError
 from megalite.process.progress import Advance
+from megalite.storage import open_directory
 
 FILE = 5 * 10**9
 """Size in bytes of a file of weights, if no layout is given."""

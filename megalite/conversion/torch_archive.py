@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from megalite.conversion.restricted_pickle import Storage, load, unreadable
+from megalite.restricted_pickle import Storage, load, unreadable
 from megalite.small_files import LARGEST, MIB, open_regular
 
 _NAMES = re.compile(

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
 from megalite.doctor.alike import traits
 from megalite.doctor.bandwidth import Measurement, Timing
@@ -36,6 +35,7 @@ from megalite.process.bounded import aside
 from megalite.process.host import host_name
 from megalite.process.place import Place
 from megalite.process.signals import StopRequest
+from megalite.storage import open_directory
 from megalite.torch_internals import PrefixStore
 
 _GRACE = 5.0

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
 from megalite.doctor.alike import Traits, fingerprints
 from megalite.doctor.bandwidth import Timing
@@ -17,6 +16,7 @@ from megalite.doctor.network import Listener, ReachedFrom, own_address
 from megalite.doctor.node import NodeState, examine_node
 from megalite.doctor.run_directory import Seen, look
 from megalite.errors import MegaliteError
+from megalite.storage import open_directory
 
 
 @dataclass(frozen=True)

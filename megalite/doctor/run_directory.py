@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import AnyPath, write_atomically
 from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
+from megalite.storage import AnyPath, write_atomically
 from megalite.training.builder import make_plan, make_stages
 from megalite.training.data import open_tokenizer, vocab_size
 from megalite.training.memory import in_words

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from megalite import checkpoint
-from megalite.checkpoint import AnyPath
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
@@ -18,6 +17,7 @@ from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, open_directory
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def open_model(load: str | AnyPath) -> TrainedModel:
 
     Raises CheckpointError if there is no model.
     """
-    directory = checkpoint.open_directory(str(load))
+    directory = open_directory(str(load))
     if CheckpointConfig(load=str(directory)).loads_huggingface:
         opened = open_huggingface(Path(str(directory)))
         flags = TokenizerFlags(**opened.data) if opened.data else None

@@ -11,10 +11,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megalite.checkpoint import AnyPath
 from megalite.errors import CheckpointError
 from megalite.lifecycle.startup import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath
 
 SAVE, PROFILE = "SAVE", "PROFILE"
 

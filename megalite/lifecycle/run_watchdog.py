@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.lifecycle.failure import report
 from megalite.lifecycle.rendezvous import hosted_by_launcher
 from megalite.process.host import on_one_machine
 from megalite.process.place import Place
+from megalite.storage import AnyPath
 from megalite.watchdog.sections import Limits, Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
 

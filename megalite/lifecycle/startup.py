@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megalite.config import RunConfig
 from megalite.config.checkpoint import is_url
@@ -21,9 +20,7 @@ from megalite.errors import EXIT_RESUMABLE
 from megalite.lifecycle.deadline import job_end
 from megalite.lifecycle.failure import leave_code
 from megalite.process.place import Place
-
-if TYPE_CHECKING:
-    from megalite.checkpoint import AnyPath
+from megalite.storage import AnyPath, open_directory
 
 STOP = "STOP"
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -64,7 +61,7 @@ class Startup:
         """Start watching for a STOP that appears in --save or is touched: it ends the process with exit code 85."""
         if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
             return
-        path = _directory(save) / STOP
+        path = open_directory(save) / STOP
         self.preexisting_stop = identity(path)
         interval = SECONDS_BETWEEN_REQUESTS if is_url(save) else SECONDS_BETWEEN_LOOKS
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
@@ -100,11 +97,3 @@ def identity(path: AnyPath) -> object:
         return path.modified()
     except OSError:
         return None
-
-
-def _directory(save: str) -> AnyPath:
-    if not is_url(save):
-        return Path(save)
-    from megalite.checkpoint import open_directory  # imports torch, which only object stores need here
-
-    return open_directory(save)

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
-from megalite.checkpoint import FORMATS, AnyPath, Plan, Saver, TrainingState
+from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.process.bounded import aside
+from megalite.storage import AnyPath
 from megalite.training.display import Display
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6

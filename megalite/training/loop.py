@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from megalite import checkpoint
-from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles
@@ -19,6 +17,7 @@ from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
 from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
+from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.metrics import Metrics, MetricsWriter, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
@@ -239,7 +238,7 @@ class TrainingLoop:
 def metrics_path(config: RunConfig, directory: AnyPath | None) -> AnyPath | None:
     """Return the file that the metrics of a run are written to, or None if there is none."""
     if config.logging.metrics_path:
-        return checkpoint.open_directory(config.logging.metrics_path)
+        return open_directory(config.logging.metrics_path)
     return None if directory is None else directory / "metrics.jsonl"
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO, cast
 
-from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
 from megalite.process.place import numbered
 from megalite.small_files import open_regular, reason
+from megalite.storage import AnyPath, ObjectPath
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event

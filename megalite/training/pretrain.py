@@ -8,7 +8,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from megalite import checkpoint
-from megalite.checkpoint import AnyPath, write_atomically
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.conversion.huggingface import open_huggingface
@@ -19,9 +18,11 @@ from megalite.lifecycle.run_watchdog import run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
+from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
@@ -57,7 +58,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     require_backend(config.optimizer)
     choose_kernels(config.kernels)
     require_device(config.profiling, device.local_device(place.local_rank))
-    directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
+    directory = None if config.checkpoint.save is None else open_directory(config.checkpoint.save)
     mesh = take_place(config.parallel, place)
     sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
     if config.profiling.record_memory_history:
@@ -86,21 +87,14 @@ def _begin(
     resume_point = find_resume_point(config.checkpoint, mesh)
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
-    def over(path: AnyPath, last: int) -> bool:
-        """Tell whether the run of this checkpoint has finished, including its last evaluations. Rank 0 decides."""
-        metrics = metrics_path(config, directory)
-        found = mesh.rank == 0 and (
-            has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
-        )
-        return collectives.all_gather_text(str(found), mesh.world(), mesh.device)[0] == str(True)
-
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
         """Return the last step, and the trainer that continues the run, or None if the run has finished."""
         described = checkpoint.check_whole(path, mesh)
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
         left = training.iteration == last and (training.evaluation_left or data.test is not None)
-        if resume_point.position and training.iteration >= last and (not left or over(path, last)):
+        at_end = resume_point.position and training.iteration >= last
+        if at_end and (not left or _has_finished(path, metrics_path(config, directory), last, mesh)):
             return last, None
         build().load(path, described, resume_point)
         return build().iterations, build()
@@ -115,10 +109,18 @@ def _begin(
     if resume_point.model is None:
         how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
         return _Begun(trainer, trainer.iterations, how, None)
-    with checkpoint.raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
+    with raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
         opened = open_huggingface(resume_point.model)
     trainer.load_model(opened)
     return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)
+
+
+def _has_finished(path: AnyPath, metrics: AnyPath | None, last: int, mesh: ParallelMesh) -> bool:
+    """Tell whether the run of this checkpoint has made its last evaluations, too. Rank 0 looks, and all ranks agree."""
+    finished = mesh.rank == 0 and (
+        has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
+    )
+    return collectives.all_gather_text(str(finished), mesh.world(), mesh.device)[0] == str(True)
 
 
 def _run(

@@ -15,13 +15,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megalite import checkpoint
 from megalite.atomic_files import sync_directory, temporary_path
-from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.config.monitoring import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.parallel import collectives, device
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.profile_range import profile_range
 from megalite.pipeline.drawing import write_timeline
@@ -30,6 +29,7 @@ from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
+from megalite.storage import AnyPath, open_directory
 from megalite.torch_internals import dump_memory, record_memory
 from megalite.training.display import Display
 from megalite.watchdog.sections import PROFILE, Sections
@@ -69,7 +69,7 @@ class Profiler:
         self._mesh, self._display, self._sections = mesh, display, sections
         self._log_interval = run.logging.log_interval
         place = run.checkpoint.save or run.logging.tensorboard_dir
-        self._directory = checkpoint.open_directory(place or ".") / "profile"  # nsys alone needs none
+        self._directory = open_directory(place or ".") / "profile"  # nsys alone needs none
         self._steps, self._by_torch = range(0), True
         self._recorder: _Trace | _RangeForNsys | None = None
         if config.profile and config.profile_step_start >= iteration:
@@ -124,7 +124,7 @@ class Profiler:
         if recorder is not None:
             recorder.end()
         try:
-            with checkpoint.raise_on_all_ranks(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
+            with raise_on_all_ranks(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
                 if isinstance(recorder, _Trace):
                     recorder.write(self._directory / f"{name}{self._mesh.rank}.json.gz")
         except CheckpointError as error:  # training does not depend on it

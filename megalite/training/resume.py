@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megalite import checkpoint
-from megalite.checkpoint import AnyPath, Candidates, open_directory
+from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import of_others
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig
@@ -16,6 +16,7 @@ from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, open_directory
 
 
 @dataclass(frozen=True)

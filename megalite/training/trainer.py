@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from megalite import checkpoint
-from megalite.checkpoint import AnyPath, Manifest
+from megalite.checkpoint import Manifest
 from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.blend import Dataset
@@ -21,10 +21,12 @@ from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
 from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.point_to_point import make_links
+from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
 from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
@@ -213,7 +215,7 @@ class Trainer:
 
         Both errors are the same on every rank.
         """
-        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):
+        with raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
         state = checkpoint.load(
             path,
@@ -257,7 +259,7 @@ class Trainer:
 
         Raises CheckpointError, the same on every rank, if the network differs or the model cannot be read.
         """
-        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
+        with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
         self._load_notes = rounding_notes(opened, self.dtype)

@@ -200,7 +200,7 @@ def _read_own(path: Path) -> RankDump:
 
 
 def _read_from_torch(path: Path) -> RankDump:
-    from megalite.conversion.restricted_pickle import load
+    from megalite.restricted_pickle import load
     from megalite.watchdog.flight_recorder import group_records
 
     groups = tuple(group_records(load(io.BytesIO(read_small_file(path)))))

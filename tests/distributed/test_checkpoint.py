@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, directory, shard_file
-from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError, CorruptCheckpointError
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.display import Display

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from megalite.checkpoint import Manifest, TrainingState, saving, shard_file
 from megalite.checkpoint.formats import NATIVE, Format
-from megalite.checkpoint.storage import create
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.parallel.sharding import Box
+from megalite.storage import create
 
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite import checkpoint
-from megalite.checkpoint import FORMATS, AnyPath, Contents, Plan, Saver, TrainingState, storage
+from megalite import checkpoint, storage
+from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
@@ -24,6 +24,7 @@ from megalite.parallel.initialization import initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import LogicalTensor, Normal, Piece
+from megalite.storage import AnyPath
 
 KINDS = ("synchronous", "asynchronous", "torch_dist")
 """Ways to save."""

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite import checkpoint
-from megalite.checkpoint import AnyPath, ObjectPath, directory, open_directory, storage
+from megalite import checkpoint, storage
+from megalite.checkpoint import directory
 from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, ObjectPath, open_directory
 from tests.harness.object_store import ObjectStore
 from tests.harness.saved_run import SavedRun
 
@@ -202,7 +203,7 @@ def test_retention_takes_the_manifest_first(tmp_path: Path) -> None:
 
 
 def newest(run: ObjectPath) -> tuple[int, tuple[str, ...]]:
-    def use(path: checkpoint.AnyPath) -> None:
+    def use(path: AnyPath) -> None:
         checkpoint.check_whole(path, MESH)
         checkpoint.load(path, small_run().network, small_run().optimizer, MESH)
 

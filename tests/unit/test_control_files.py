@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint import AnyPath, open_directory
 from megalite.lifecycle import control_files
 from megalite.lifecycle.control_files import ControlFiles
 from megalite.lifecycle.startup import identity
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath, open_directory
 
 
 @pytest.fixture(params=["files", "objects"])

@@ -22,9 +22,9 @@ import torch
 
 from megalite.conversion.families import LLAMA
 from megalite.conversion.huggingface_files import HuggingFaceFiles
-from megalite.conversion.restricted_pickle import Record, StoredTensor, Unpickler, load, read_pickle
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
+from megalite.restricted_pickle import Record, StoredTensor, Unpickler, load, read_pickle
 
 
 class Reduced:

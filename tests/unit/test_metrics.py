@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite import checkpoint
 from megalite.errors import CheckpointError
+from megalite.storage import open_directory
 from megalite.training.metrics import (
     MetricsWriter,
     Recorded,
@@ -47,7 +47,7 @@ def step(iteration: int, **changes: object) -> StepMetrics:
 
 
 def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = checkpoint.open_directory(f"objects://{tmp_path}/run/metrics.jsonl")
+    path = open_directory(f"objects://{tmp_path}/run/metrics.jsonl")
     file = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         for iteration in (1, 2, 3):

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
-from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, CorruptCheckpointError, MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath
 
 _EXPECTED = (OSError, SafetensorError, MegaliteError)  # any other error is a bug and keeps its traceback
 
