@@ -638,7 +638,7 @@ MUTANTS = (
         "the exact GELU is the tanh form",
         "kernels/megalite_kernels/activation.py",
         '"exact_gelu": F.gelu,',
-        '"exact_gelu": _gelu,',
+        '"exact_gelu": partial(F.gelu, approximate="tanh"),',
         _network("gpt2, exact gelu"),
     ),
     Mutant(
