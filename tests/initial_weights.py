@@ -50,6 +50,11 @@ class Network:
     tied: bool = True
     sandwich: bool = False
     query_key_norm: bool = False
+    expert_layers: tuple[int, ...] = ()
+    experts: int = 0
+    expert_ffn: int = 0
+    shared_ffn: int = 0
+    shared_gate: bool = False
 
     def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
@@ -64,10 +69,34 @@ class Network:
             found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
             found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
             found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
-            inner = (2, self.ffn, self.hidden) if self.gated else (self.ffn, self.hidden)
-            found[mlp + ("gate_up" if self.gated else "up")] = (inner, self.std)
-            found[mlp + "down"] = ((self.hidden, self.ffn), small)
+            if layer not in self.expert_layers:
+                found |= self._feed_forward(mlp, (), self.ffn)
+                continue
+            moe = f"layers.{layer}.moe."
+            found[moe + "router"] = ((self.experts, self.hidden), self.std)
+            found |= self._feed_forward(moe, (self.experts,), self.expert_ffn)
+            if self.shared_ffn:
+                found |= self._feed_forward(moe + "shared.", (), self.shared_ffn)
+            if self.shared_gate:
+                found[moe + "shared_gate"] = ((1, self.hidden), self.std)
         return found
+
+    def _feed_forward(self, name: str, several: tuple[int, ...], ffn: int) -> dict[str, tuple[tuple[int, ...], float]]:
+        inner = (2, ffn, self.hidden) if self.gated else (ffn, self.hidden)
+        small = self.std / math.sqrt(2 * self.layers)
+        return {
+            name + ("gate_up" if self.gated else "up"): ((*several, *inner), self.std),
+            name + "down": ((*several, self.hidden, ffn), small),
+        }
+
+    def _feed_forward_biases(
+        self, name: str, several: tuple[int, ...], ffn: int
+    ) -> dict[str, tuple[tuple[int, ...], float]]:
+        inner = (2, ffn) if self.gated else (ffn,)
+        return {
+            name + ("gate_up_bias" if self.gated else "up_bias"): ((*several, *inner), 0.0),
+            name + "down_bias": ((*several, self.hidden), 0.0),
+        }
 
     def constant(self) -> dict[str, tuple[tuple[int, ...], float]]:
         """Shapes and values of the vectors."""
@@ -84,9 +113,12 @@ class Network:
                 found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
                 found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
                 found[name + "attention.output_bias"] = (self.hidden,), 0.0
-                inner = (2, self.ffn) if self.gated else (self.ffn,)
-                found[name + ("mlp.gate_up_bias" if self.gated else "mlp.up_bias")] = inner, 0.0
-                found[name + "mlp.down_bias"] = (self.hidden,), 0.0
+                if layer not in self.expert_layers:
+                    found |= self._feed_forward_biases(name + "mlp.", (), self.ffn)
+                    continue
+                found |= self._feed_forward_biases(name + "moe.", (self.experts,), self.expert_ffn)
+                if self.shared_ffn:
+                    found |= self._feed_forward_biases(name + "moe.shared.", (), self.shared_ffn)
         for name, width in norms.items():
             found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
             if self.centered:

@@ -40,8 +40,10 @@ def matrices(name: str, tensor: Tensor) -> Tensor | None:
     if kind == "output" and name != "output":
         return tensor.flatten(1, 2).unsqueeze(0)
     if kind == "gate_up":
-        return tensor
-    return tensor.unsqueeze(0) if kind in ("up", "down") else None
+        return tensor.flatten(0, -3)
+    if kind in ("up", "down", "router"):
+        return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
+    return None
 
 
 def from_matrices(name: str, values: Tensor, shape: torch.Size) -> Tensor:

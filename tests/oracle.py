@@ -13,6 +13,8 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
+Layers with experts: experts_oracle.py.
+
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
 Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
 """
@@ -22,15 +24,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
+from tests.experts_oracle import Experts, Record
 
 Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Inputs of the routers besides the hidden states, and what they did, by the name of the layer's weights."""
+
+    biases: Mapping[str, Tensor] = field(default_factory=dict)
+    padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
+    records: dict[str, Record] = field(default_factory=dict)
+
+
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
@@ -64,6 +78,7 @@ class Oracle:
     yarn_whole_pairs: bool = True
     yarn_mscales: tuple[float, float] = (1.0, 0.0)
     yarn_attention_factor: float | None = None
+    experts: Experts | None = None  # of the layers with a router
 
     def logits(
         self,
@@ -72,11 +87,13 @@ class Oracle:
         positions: Tensor,
         document_ids: Tensor | None = None,
         dropout: Dropout = NOTHING_DROPPED,
+        routing: Routing | None = None,
     ) -> Tensor:
         """`[batch, sequence, vocabulary]` from tokens, positions and document ids, each `[batch, sequence]`.
 
         A token sees itself and what comes before it, in its own document if `document_ids` are given.
         """
+        routing = Routing() if routing is None else routing
         sequence = tokens.shape[1]
         visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
         if document_ids is not None:
@@ -92,7 +109,7 @@ class Oracle:
             model = (
                 self if window is None or self.window_rotary_base is None else self.in_windows(self.window_rotary_base)
             )
-            hidden = model.block(weights, layer, hidden, positions, near, dropout)
+            hidden = model.block(weights, layer, hidden, positions, near, dropout, routing)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 
@@ -109,6 +126,7 @@ class Oracle:
         positions: Tensor,
         visible: Tensor,
         dropout: Dropout = NOTHING_DROPPED,
+        routing: Routing | None = None,
     ) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
         layer = f"layers.{number}."
@@ -120,7 +138,11 @@ class Oracle:
             attended = self.norm(weights, layer + "attention_output_norm", attended)
         attended = dropout.attended(number, attended)
         read = hidden if self.parallel_residual else hidden + attended
-        transformed = self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", read))
+        normed = self.norm(weights, layer + "mlp_norm", read)
+        if layer + "moe.router" in weights:
+            transformed = self.moe(weights, layer + "moe.", normed, routing or Routing())
+        else:
+            transformed = self.mlp(weights, layer + "mlp.", normed)
         if sandwich:
             transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
         return hidden + attended + dropout.transformed(number, transformed)
@@ -207,13 +229,27 @@ class Oracle:
 
     def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """The feed-forward half of a layer."""
+        up = project(weights, name + ("gate_up" if self.activation.endswith("glu") else "up"), hidden)
+        return F.linear(self.activate(up), weights[name + "down"]) + weights.get(name + "down_bias", 0)
+
+    def activate(self, up: Tensor) -> Tensor:
+        """The activation of `[..., 2, ffn]` with a gate, else of `[..., ffn]`."""
         if self.activation.endswith("glu"):
-            gate, up = project(weights, name + "gate_up", hidden).unbind(-2)
-            inner = ACTIVATIONS[self.activation](gate) * up
-        else:
-            up = project(weights, name + "up", hidden)
-            inner = ACTIVATIONS[self.activation](up)
-        return F.linear(inner, weights[name + "down"]) + weights.get(name + "down_bias", 0)
+            gate, up = up.unbind(-2)
+            return ACTIVATIONS[self.activation](gate) * up
+        return ACTIVATIONS[self.activation](up)
+
+    def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
+        """The feed-forward half of a layer with experts."""
+        assert self.experts is not None
+        bias = routing.biases.get(name)
+        output = self.experts.layer(weights, name, hidden, self.activate, bias, routing.padding, routing.records)
+        if name + "shared.down" not in weights:
+            return output
+        shared = self.mlp(weights, name + "shared.", hidden)
+        if name + "shared_gate" in weights:
+            shared = shared * torch.sigmoid(F.linear(hidden, weights[name + "shared_gate"]))
+        return output + shared
 
 
 ACTIVATIONS = {

@@ -25,6 +25,16 @@ class Permutation(NamedTuple):
     ends: Tensor
     """[groups], int32: the end of each group's rows, including its padding."""
 
+    @property
+    def of_choices(self) -> Permutation:
+        """The permutation of the choices, [tokens * choices], each of which has at most one place."""
+        rows = torch.arange(self.places.numel(), device=self.places.device)
+        places = self.places.flatten()
+        # The choices without a place are written behind the rows, each to an element of its own.
+        targets = torch.where(places < 0, len(self.tokens) + rows, places)
+        choices = torch.full((len(self.tokens) + len(rows),), -1, device=rows.device).index_copy_(0, targets, rows)
+        return Permutation(choices[: len(self.tokens)], places[:, None], self.ends)
+
 
 def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: int | None = None) -> Permutation:
     """Sort the choices of tokens by group.

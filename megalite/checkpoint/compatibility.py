@@ -18,7 +18,12 @@ from megalite.storage import AnyPath
 Section = TypeVar("Section")
 
 # Fields that change the training or the layout, but not the function that the weights compute.
-_NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
+_NOT_THE_FUNCTION = {
+    *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
+    *("moe_token_dispatcher_type", "moe_router_dtype"),
+}
 
 
 def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
@@ -97,6 +102,12 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
     elif model.yarn_attention_factor is not None:
         values |= dict.fromkeys(("mscale", "mscale_all_dim"))
+    values["moe_layer_freq"] = [layer.feed_forward == "moe" for layer in model.layers]
+    if model.num_experts is None:
+        values |= dict.fromkeys(name for name in values if name.startswith("moe_"))
+    else:
+        values["moe_ffn_hidden_size"] = model.expert_ffn_size
+        values["moe_router_group_scores"] = model.routing_group_scores
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     return values

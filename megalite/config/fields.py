@@ -50,11 +50,12 @@ def range_problems(section: Any) -> Iterator[str]:
     """Yield a line for each number of a section that is not in its range."""
     kind: Any = type(section)
     for name, ranges in _ranges(kind).items():
-        value = getattr(section, name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            missed = [each.words for each in ranges if not each.holds(value)]
-            if missed:
-                yield f"{flag_of(name)} {shown(value)}: must be {missed[0]}"
+        values = getattr(section, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                missed = [each.words for each in ranges if not each.holds(value)]
+                if missed:
+                    yield f"{flag_of(name)} {shown(value)}: must be {missed[0]}"
 
 
 @cache

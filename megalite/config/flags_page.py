@@ -84,7 +84,7 @@ def _value(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{each}`" for each in options)
     if get_origin(kind) is tuple:
-        return f"{'several' if Ellipsis in options else len(options)} × {_WORDS[options[0]]}"
+        return f"{'several' if Ellipsis in options else len(options)} × {_value(options[0])}"
     return _WORDS[kind] if kind in _WORDS else _value(options[0])
 
 

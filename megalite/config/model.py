@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megalite.config.activations import FLAGS, Activation, activation_of
-from megalite.config.attention_windows import MOST_LAYERS, keys_before
+from megalite.config.experts import MOST_EXPERTS, expert_problems
 from megalite.config.fields import (
     NonNegativeFloat,
     PositiveFloat,
@@ -21,6 +21,7 @@ from megalite.config.fields import (
     needs,
     range_problems,
 )
+from megalite.config.layer_patterns import MOST_LAYERS, keys_before, layers_with_experts
 from megalite.errors import ConfigurationError
 
 MAX_BYTES = 2**44
@@ -29,7 +30,8 @@ LEAST_ITEM_BYTES = 2
 """Smallest size of a weight or an activation in bytes."""
 
 Mixer = Literal["attention"]
-FeedForward = Literal["dense"]
+FeedForward = Literal["dense", "moe"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,52 @@ class ModelConfig:
     """Biases in the linear layers (Megatron-LM's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only; for add-bias-linear off."""
+    num_experts: Annotated[PositiveInt, at_most(MOST_EXPERTS)] | None = None
+    """Experts of each layer that is a mixture of experts; unset: every layer is dense."""
+    moe_layer_freq: str | None = None
+    """Layers with experts: N means layers 0, N, 2N, ...; or a list of 1 (with) or 0 per layer, like ([0]*3+[1]*58);
+    unset: all."""
+    moe_ffn_hidden_size: PositiveInt | None = None
+    """Width of each expert; unset: ffn-hidden-size."""
+    moe_router_topk: PositiveInt = 2
+    """Experts that each token chooses."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from a token's logits to the scores of the experts."""
+    moe_router_pre_softmax: bool = False
+    """Softmax over all experts before the choice, without renormalization; off: over the chosen experts."""
+    moe_router_num_groups: PositiveInt | None = None
+    """Groups of consecutive experts, of which a token first chooses moe-router-group-topk; unset: one."""
+    moe_router_group_topk: PositiveInt | None = None
+    """Groups in which a token chooses its experts; needs moe-router-num-groups."""
+    moe_router_group_scores: PositiveInt | None = None
+    """Best scores whose sum is a group's score (DeepSeek-V3: 2); unset: moe-router-topk / moe-router-group-topk."""
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    """Factor of the weights of the chosen experts; unset: 1."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Precision of the router's logits; unset: that of the activations, and fp32 from the scores on."""
+    moe_router_enable_expert_bias: bool = False
+    """Add a bias to the scores for the choice, which rises for experts with too few tokens (arXiv:2408.15664)."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """Change of the bias per step."""
+    moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
+    """Balancing losses: per micro-batch (aux_loss), per sequence (seq_aux_loss), or with the loads of the previous step
+    (global_aux_loss)."""
+    moe_aux_loss_coeff: tuple[NonNegativeFloat, ...] = (0.0,)
+    """Weight of each balancing loss, in the same order."""
+    moe_z_loss_coeff: NonNegativeFloat | None = None
+    """Weight of the mean squared log-sum-exp of the router's logits (arXiv:2202.08906); unset: none."""
+    moe_expert_capacity_factor: PositiveFloat | None = None
+    """Limit of a sequence's tokens per expert, as a multiple of their mean; unset: none is dropped."""
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Tokens that are dropped over the capacity: those with the least weights, or the last ones."""
+    moe_pad_expert_input_to_capacity: bool = False
+    """Pad the rows of each expert to its capacity, so that the host never waits for the number of rows."""
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    """Total width of the shared experts, which process every token; unset: none."""
+    moe_shared_expert_gate: bool = False
+    """Multiply the shared experts' output with a sigmoid gate (Qwen2-MoE)."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
+    """Send a token to all ranks of its experts' group, or only to those that have one of its experts."""
     untie_embeddings_and_output_weights: bool = False
     """Use a separate weight for the output layer instead of the embedding's."""
     vocab_size: PositiveInt | None = None
@@ -169,7 +217,11 @@ class ModelConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Descriptions of all layers. Raises ConfigurationError if a flag that describes them cannot be parsed."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
-        return tuple(LayerSpec(keys_before=before) for before in windows)
+        experts = layers_with_experts(self.num_experts, self.moe_layer_freq, self.num_layers)
+        return tuple(
+            LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
+            for before, has_experts in zip(windows, experts, strict=True)
+        )
 
     @property
     def head_dim(self) -> int:
@@ -189,6 +241,18 @@ class ModelConfig:
         # With a gate there are three matrices, not two, so each has two thirds of the size. Megatron-LM's formula gives
         # 0 below hidden size 24.
         return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.activation.gated else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width of an expert; with a gate, the width of each half."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def routing_group_scores(self) -> int | None:
+        """Number of best scores whose sum is the score of a group of experts; None without groups."""
+        if self.moe_router_group_scores is not None or self.moe_router_group_topk is None:
+            return self.moe_router_group_scores
+        return self.moe_router_topk // self.moe_router_group_topk
 
     @property
     def output_init_std(self) -> float:
@@ -234,6 +298,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
         yield f"--{' and --'.join(chosen).replace('_', '-')} are different activations: choose one"
     if model.window_size is None:
         yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
+    yield from expert_problems(model)
     try:
         _ = model.layers
     except ConfigurationError as error:
@@ -290,6 +355,7 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
     """Yield a line if the weights do not fit on so many ranks."""
     if LEAST_ITEM_BYTES * least_parameters(model) // ranks > MAX_BYTES:
         names = ["num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size"]
+        names += ["num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
         if model.position_embedding_type == "learned_absolute":
             names.append("max_position_embeddings")
         sizes = {flag_of(name): getattr(model, name) for name in names}
@@ -301,8 +367,17 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 def least_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of all matrices, without padding. An unknown vocabulary counts as 0."""
     heads, groups = model.num_attention_heads, model.kv_groups
-    layer = model.hidden_size * (2 * (heads + groups) * model.head_dim + model.activation.matrices * model.ffn_size)
+    attention = 2 * (heads + groups) * model.head_dim
+    try:
+        with_experts = sum(layer.feed_forward == "moe" for layer in model.layers)
+    except ConfigurationError:  # reported elsewhere
+        with_experts = 0
+    widths = (model.num_layers - with_experts) * model.ffn_size
+    if with_experts:
+        assert model.num_experts is not None
+        shared = model.moe_shared_expert_intermediate_size or 0
+        widths += with_experts * (model.num_experts * model.expert_ffn_size + shared)
     rows = (model.vocab_size or 0) * (2 if model.untie_embeddings_and_output_weights else 1)
     if model.position_embedding_type == "learned_absolute":
         rows += model.max_position_embeddings or 0
-    return model.hidden_size * rows + model.num_layers * layer
+    return model.hidden_size * (rows + model.num_layers * attention + model.activation.matrices * widths)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict
 
-from megalite.config.attention_windows import MOST_LAYERS
 from megalite.config.fields import PositiveInt, at_most
+from megalite.config.layer_patterns import MOST_LAYERS
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 

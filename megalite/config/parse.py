@@ -159,11 +159,7 @@ def _field_value(flag: str, kind: Any, values: list[str]) -> Any:
         if kinds[-1] is not Ellipsis and len(values) != len(kinds):
             raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values)[:100] or 'none'}")
         return tuple(_converted(flag, kinds[0], value) for value in values)
-    value = _single(flag, values)
-    reason = megatron_flags.refused_value(flag, value)
-    if reason:
-        raise ConfigurationError(f"--{flag} {value} {reason}")
-    return _converted(flag, wanted, value)
+    return _converted(flag, wanted, _single(flag, values))
 
 
 def _converted(flag: str, kind: Any, text: str) -> Any:
@@ -175,6 +171,8 @@ def _converted(flag: str, kind: Any, text: str) -> Any:
             raise ConfigurationError(f"--{flag} {shown(text)}: expected {wanted}")
     choices = get_args(kind) if get_origin(kind) is Literal else (text,)
     if text not in choices:
+        if reason := megatron_flags.refused_value(flag, text):
+            raise ConfigurationError(f"--{flag} {text} {reason}")
         raise ConfigurationError(
             f"--{flag} {shown(text)}: expected one of {', '.join(choices)}{nearest(text, choices)}"
         )

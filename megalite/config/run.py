@@ -79,7 +79,7 @@ def fits(value: object, kind: Any) -> bool:
         return value in options
     if origin is tuple:
         of_length = options[-1] is Ellipsis or (isinstance(value, list | tuple) and len(value) == len(options))
-        return of_length and isinstance(value, list | tuple) and all(type(each) is options[0] for each in value)
+        return of_length and isinstance(value, list | tuple) and all(fits(each, options[0]) for each in value)
     if kind is float:
         return type(value) is int or (type(value) is float and math.isfinite(value))
     return type(value) is kind

@@ -84,6 +84,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _division(config, world_size),
         profiling_problems(config.profiling, save, tensorboard_dir, training.train_iters, world_size),
         _to_come(config),
+        _experts(config),
         _positions(config),
         relation_problems(model),
         idle_positions(model),
@@ -191,16 +192,38 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 def _to_come(config: RunConfig) -> Iterator[str]:
     """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not yet."""
-    for name, reason in (("context_parallel_size", "context"), ("expert_model_parallel_size", "experts")):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            yield f"{flag_of(name)} {size}: {megatron_flags.reason(reason)}; it takes 1"
-    tensor, of_experts = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
-    if of_experts not in (None, tensor):
-        yield (
-            f"--expert-tensor-parallel-size {of_experts}: {megatron_flags.reason('experts')}; it takes {tensor}, as "
-            "--tensor-model-parallel-size"
-        )
+    if (size := config.parallel.context_parallel_size) > 1:
+        yield f"--context-parallel-size {size}: {megatron_flags.reason('context')}; it takes 1"
+
+
+def _experts(config: RunConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
+    if model.num_experts is None:
+        yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
+        if sizes["expert_tensor_parallel_size"] != tensor:
+            yield from needs(parallel, "expert_tensor_parallel_size", "--num-experts")
+        return
+    if tensor > 1 and not parallel.sequence_parallel:
+        yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
+    divided = [
+        ("num_experts", model.num_experts, "expert_model_parallel_size", sizes["expert_parallel_size"]),
+        (
+            "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size",
+            model.expert_ffn_size,
+            "expert_tensor_parallel_size",
+            sizes["expert_tensor_parallel_size"],
+        ),
+        (
+            "moe_shared_expert_intermediate_size",
+            model.moe_shared_expert_intermediate_size or 0,
+            "tensor_model_parallel_size",
+            tensor,
+        ),
+    ]
+    for name, size, ranks_name, ranks in divided:
+        if size % ranks:
+            yield f"{flag_of(name)} {size} is not divisible by {flag_of(ranks_name)} {ranks}"
 
 
 def _positions(config: RunConfig) -> Iterator[str]:

@@ -197,6 +197,12 @@ def _convert(value: Any, kind: Any) -> Any:
     wanted = get_args(kind)[0] if type(None) in get_args(kind) else kind
     if wanted is float and type(value) in (int, float, str):
         return _number(value)  # YAML 1.1 reads 1e-4 as a string
+    if (
+        wanted == tuple[float, ...]
+        and isinstance(value, list)
+        and all(type(each) in (int, float, str) for each in value)
+    ):
+        return tuple(map(_number, value))
     if not fits(value, kind):
         raise TypeError(_expected(wanted))
     return tuple(value) if isinstance(value, list) else value
@@ -209,8 +215,10 @@ def _expected(kind: Any) -> str:
         return "one of " + ", ".join(options)
     if get_origin(kind) is tuple and Ellipsis not in options:
         return f"a list of {len(options)} whole numbers"
+    if get_origin(kind) is tuple and get_origin(options[0]) is Literal:
+        return "a list of some of " + ", ".join(get_args(options[0]))
     if get_origin(kind) is tuple:
-        return "a list of " + ("whole numbers" if int in options else "texts (numbers in quotes)")
+        return "a list of " + {int: "whole numbers", float: "numbers", str: "texts (numbers in quotes)"}[options[0]]
     words = {int: "a whole number", bool: "true or false", str: "a text (in quotes)", float: "a number"}
     return words[kind]
 

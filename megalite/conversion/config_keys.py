@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.config.activations import ACTIVATIONS, FLAGS, TANH_GELU
-from megalite.config.attention_windows import MOST_LAYERS
+from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.attention_windows import MOST_LAYERS
+from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.model import model_problems, number_problems
 from megalite.config.run import fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType

@@ -20,6 +20,7 @@ class SampleFields(TypedDict):
         positions: int64 [sequence_length].
         document_ids: int64 [sequence_length], number of the document that a token belongs to; tokens attend only
             within their document. None: tokens attend to all tokens before them.
+        padding: bool [sequence_length], true for the tokens that fill up a sample at its end. None: there are none.
     """
 
     tokens: np.ndarray
@@ -27,6 +28,7 @@ class SampleFields(TypedDict):
     loss_mask: np.ndarray
     positions: np.ndarray
     document_ids: np.ndarray | None
+    padding: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ class FieldsDataset:
         loss_mask = np.ones(len(tokens), np.float32)
         if self.eod_mask_loss:
             loss_mask[tokens == self.eod] = 0.0
+        padding = None
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
+            others = np.flatnonzero(tokens != self.pad)
+            length = others[-1] + 1 if len(others) else 0
+            padding = np.arange(len(tokens)) >= length if length < len(tokens) else None
         positions, documents = np.arange(len(tokens), dtype=np.int64), None
         if self.reset_position_ids or self.reset_attention_mask:
             ends = tokens == self.eod
@@ -75,4 +81,5 @@ class FieldsDataset:
             loss_mask=loss_mask,
             positions=positions,
             document_ids=documents if self.reset_attention_mask else None,
+            padding=padding,
         )

@@ -95,12 +95,17 @@ class MicroBatchLoader:
                 f"tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
             )
         documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]
+        padded = [row["padding"] for row in rows]
+        whole = np.zeros(tokens.shape[1], bool)
         return MicroBatchArrays(
             tokens=tokens,
             labels=labels,
             loss_mask=np.stack([row["loss_mask"] for row in rows]),
             positions=np.stack([row["positions"] for row in rows]),
             document_ids=np.stack(documents) if documents else None,
+            padding=None
+            if all(each is None for each in padded)
+            else np.stack([whole if each is None else each for each in padded]),
             sample_ids=samples,
         )
 

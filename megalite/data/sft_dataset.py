@@ -205,7 +205,12 @@ class SFTDataset:
             positions[at:] = np.arange(length - at)
             documents[at:] += 1
         return SampleFields(
-            tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions, document_ids=documents
+            tokens=tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            positions=positions,
+            document_ids=documents,
+            padding=np.arange(length) >= at if at < length else None,
         )
 
 

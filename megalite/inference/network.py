@@ -91,7 +91,11 @@ def choose_layout(
 def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise ConfigurationError if the model cannot be divided into these sizes."""
     tp, pp = tensor_parallel_size, pipeline_parallel_size
-    for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
+    divided = {"attention heads": config.num_attention_heads, "feed-forward width": config.ffn_size}
+    if config.num_experts is not None:
+        divided["expert width"] = config.expert_ffn_size
+        divided["width of the shared experts"] = config.moe_shared_expert_intermediate_size or 0
+    for what, count in divided.items():
         if count % tp:
             raise ConfigurationError(
                 f"{count} {what} cannot be divided among {tp} ranks: choose another --tensor-model-parallel-size"

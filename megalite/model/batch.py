@@ -30,6 +30,7 @@ class MicroBatch:
         loss_mask: [batch, sequence], the weight of each token's loss.
         key: key of the random numbers.
         layout: indices of the tokens in their samples; by default, the rank has full samples.
+        padding: [batch, sequence] bool, true for tokens that only fill up a sample; None if there are none.
     """
 
     tokens: Tensor
@@ -39,6 +40,7 @@ class MicroBatch:
     loss_mask: Tensor | None
     key: RandomKey
     layout: SequenceLayout = _WHOLE
+    padding: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.layout is _WHOLE:
@@ -59,6 +61,7 @@ class LayerContext:
         rows: indices in the sample of the hidden states between layers: a part of the tokens under sequence
             parallelism.
         cache: keys and values of earlier tokens; None if there are none.
+        padding: [tokens of `rows`, batch] bool, true for tokens that only fill up a sample; None if there are none.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -68,6 +71,7 @@ class LayerContext:
     layout: SequenceLayout
     rows: Runs
     cache: KeyValueCache | None = None
+    padding: Tensor | None = None
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from megalite.config.model import FeedForward, Mixer, ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP
+from megalite.model.moe import MoE
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
@@ -50,7 +51,7 @@ class FeedForwardModule(Protocol):
 
 
 MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
-FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP}
+FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP, "moe": MoE}
 
 
 class LayerOutput(NamedTuple):

@@ -104,7 +104,7 @@ class GPT(nn.Module):
         found = []
         for start, stop, recomputed in reversed(self.recompute.spans(len(self.layers))):
             those = inside_forward(list(self.layers)[start:stop])
-            found += [*(those if recomputed else ()), *reversed(those)]
+            found += [*(those if recomputed else ()), *(each for each in reversed(those) if each.has_gradient)]
         return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
@@ -147,7 +147,10 @@ class GPT(nn.Module):
         masks = {window: see(window) for window in self.windows}
         layout = micro_batch.layout
         rows = layout.part(*self.shard)
-        return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache)
+        padding = None
+        if micro_batch.padding is not None:
+            padding = torch.cat([micro_batch.padding[:, run.start : run.stop] for run in rows], dim=1).t()
+        return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache, padding)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
         """Make the attention mask of layers with this window: the keys of the sample that each token sees."""

@@ -16,9 +16,12 @@ from megalite_kernels.activation import FUNCTIONS
 class MLP(nn.Module):
     """Feed-forward layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, context: ParallelContext, layer: int, name: str = "mlp", ffn_size: int | None = None
+    ) -> None:
+        """Build the layer, or the shared experts of a layer with another name and width."""
         super().__init__()
-        name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
+        name, hidden, ffn = f"layers.{layer}.{name}", config.hidden_size, ffn_size or config.ffn_size
         self.activation = FUNCTIONS[config.activation.name]
         draw = Normal(config.init_method_std)
         if config.activation.gated:

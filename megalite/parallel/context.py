@@ -13,8 +13,14 @@ from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor, Sharding
 
-Meaning = Literal["heads", "ffn", "vocabulary"]
-AXES: Mapping[Meaning, tuple[str, ...]] = {"heads": ("tp",), "ffn": ("tp",), "vocabulary": ("tp",)}
+Meaning = Literal["heads", "ffn", "vocabulary", "experts", "expert ffn"]
+AXES: Mapping[Meaning, tuple[str, ...]] = {
+    "heads": ("tp",),
+    "ffn": ("tp",),
+    "vocabulary": ("tp",),
+    "experts": ("ep",),
+    "expert ffn": ("etp",),
+}
 """The mesh axes that split each kind of dimension of a logical tensor."""
 
 
@@ -22,7 +28,7 @@ AXES: Mapping[Meaning, tuple[str, ...]] = {"heads": ("tp",), "ffn": ("tp",), "vo
 class ParallelContext:
     """Parallel settings that all layers of a network share.
 
-    Layers select groups by the meaning of a dimension ("heads", "ffn", "vocabulary"), never by the name of an axis.
+    Layers select groups by the meanings of dimensions ("heads", "ffn", "experts"), never by the names of axes.
 
     Attributes:
         sequence_parallel: True if activations between the matrix products are split along the sequence, over the
@@ -56,9 +62,14 @@ class ParallelContext:
         """
         return ("dp", "cp", *AXES["heads"]) if self.sequence_parallel else ("dp", "cp")
 
-    def group(self, meaning: Meaning) -> Group:
-        """Return the group of ranks that split a dimension of this meaning."""
-        return self.mesh.group(*AXES[meaning])
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The mesh axes that split the tokens of one sample between the layers' matrix products."""
+        return self.token_axes[1:]
+
+    def group(self, *meanings: Meaning) -> Group:
+        """Return the group of ranks that split dimensions of these meanings."""
+        return self.mesh.group(*(axis for meaning in meanings for axis in AXES[meaning]))
 
     def split(
         self, tensor: LogicalTensor, dimensions: Mapping[int, Meaning], *, columns: int = 1, padded: int | None = None

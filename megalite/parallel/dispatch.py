@@ -1,19 +1,29 @@
-"""All-to-all of activation rows for expert parallelism. Forward sends rows, backward returns their gradients.
+"""Dispatch of tokens to the ranks of their experts, and the way back.
 
-Sender and receiver both pass the numbers of rows as Python integers. If only the sender has them, `exchange_counts`
-sends them to the receivers, once per forward pass. Backward reuses them.
+The ranks of ("ep", "etp") share one replica of a layer's experts. A token is sent once to each rank that has one of its
+experts, with the numbers and the weights of its experts. There, a row is made for each of the token's experts on that
+rank; rows are sorted by expert, sending rank and position. On the way back, each rank adds the rows of its experts for
+a token, and the token's own rank adds the ranks' sums in rank order. So the result has the same bits whether a token is
+sent only to the ranks that need it (all-to-all) or to all of them (all-gather).
+
+The host must know the number of rows, for which it waits once per layer and forward pass. With a capacity, it knows
+them beforehand and never waits. Backward and the way back reuse the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
+from megalite.parallel.grouped import Groups
 from megalite.parallel.mesh import Group
+from megalite_kernels.permutation import group_rows, permute, unpermute
 
 
 class _Exchange(torch.autograd.Function):
@@ -49,14 +59,182 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
     return exchanged
 
 
-def exchange_counts(counts: Sequence[int], group: Group, device: torch.device) -> list[int]:
-    """Send an equal number of counts to each rank, in rank order, and return the received counts, sorted by sender.
+class _Gather(torch.autograd.Function):
+    """All-gather of rows, or with `adds` the reduce-scatter, which is its backward."""
 
-    Raises:
-        ValueError: the counts do not divide evenly over the ranks.
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Group, adds: bool) -> Tensor:
+        ctx.group, ctx.adds = group, adds
+        return _added_in_rank_order(rows, group) if adds else collectives.all_gather(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _Gather.apply(gradients[0], ctx.group, not ctx.adds), None, None
+
+
+def _added_in_rank_order(rows: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter rows [size * n, width] to [n, width], adding in fp32 or wider as `unpermute` does."""
+    if group.size == 1:
+        return rows
+    tokens = len(rows) // group.size
+    equal = [tokens] * group.size
+    received = collectives.all_to_all_rows(rows, equal, equal, group).view(group.size, tokens, -1)
+    total = received[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+    for other in received[1:]:
+        total += other
+    return total.to(rows.dtype)
+
+
+class Dispatched(NamedTuple):
+    """The tokens that have reached this rank.
+
+    Attributes:
+        rows: [rows, hidden], one row per token and expert of this rank, sorted by expert.
+        weights: [rows], the weight of the expert for the token; 0 for a row of padding.
+        groups: the rows of each expert.
+        combine: returns each token's sum over its experts, on the token's own rank: [rows, hidden] to [tokens, hidden].
     """
-    if len(counts) % group.size:
-        raise ValueError(f"{len(counts)} counts cannot be divided evenly among {group.size} ranks")
-    each = [len(counts) // group.size] * group.size
-    found: list[int] = collectives.all_to_all_rows(torch.tensor(counts, device=device), each, each, group).tolist()
-    return found
+
+    rows: Tensor
+    weights: Tensor
+    groups: Groups
+    combine: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """Rule by which tokens reach the experts of a layer.
+
+    Attributes:
+        group: the ranks of ("ep", "etp"), in the order of the mesh.
+        experts: number of experts of the layer.
+        parts: number of ranks that share an expert (etp).
+        kind: "alltoall" sends a token to the ranks that need it, "allgather" to all of them.
+    """
+
+    group: Group
+    experts: int
+    parts: int = 1
+    kind: Literal["allgather", "alltoall"] = "alltoall"
+
+    @property
+    def local_experts(self) -> int:
+        """Number of experts of each rank."""
+        return self.experts * self.parts // self.group.size
+
+    def collectives(self, padded: bool) -> list[tuple[str, bool]]:
+        """List the collectives of `dispatch` and `combine` in order, each with whether it has a gradient.
+
+        Args:
+            padded: True if `dispatch` gets a capacity.
+        """
+        if self.group.size == 1:
+            return []
+        back = ("sums of experts", True)
+        if self.kind == "allgather":
+            return [("choices of tokens", False), ("tokens", True), ("weights of experts", True), back]
+        counts = [] if padded else [("counts of tokens", False)]
+        return [*counts, ("choices and weights", True), ("tokens", True), back]
+
+    def dispatch(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None = None) -> Dispatched:
+        """Send tokens [tokens, hidden] to their experts. Every rank has the same number of tokens and choices.
+
+        Args:
+            experts: [tokens, choices], int64: the number of each chosen expert; -1 for none.
+            weights: [tokens, choices], in fp32 or wider.
+            capacity: most tokens of this rank that choose the same expert. The rows of each expert are padded to this
+                many per rank.
+        """
+        if self.group.size == 1:
+            return self._arrange(tokens, experts, weights, lambda rows: rows, capacity)
+        send = self._gather if self.kind == "allgather" else self._exchange
+        return send(tokens, experts, weights, capacity)
+
+    def _gather(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None) -> Dispatched:
+        def gather(rows: Tensor) -> Tensor:
+            gathered: Tensor = _Gather.apply(rows, self.group, False)
+            return gathered
+
+        def back(rows: Tensor) -> Tensor:
+            added: Tensor = _Gather.apply(rows, self.group, True)
+            return added
+
+        numbers = collectives.all_gather(experts, self.group)
+        return self._arrange(gather(tokens), numbers, gather(weights), back, capacity)
+
+    def _exchange(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None) -> Dispatched:
+        ranks, size, local = self._ranks_of(experts), self.group.size, self.local_experts
+        if capacity is None:
+            counts = torch.cat([_counts(ranks, size)[:, None], self._pairs_by_rank(experts)], dim=1)
+            equal = [1] * size
+            arriving = collectives.all_to_all_rows(counts, equal, equal, self.group)
+            # The host waits for the device here, and only here.
+            sent, received, *pairs = torch.stack([counts[:, 0], *arriving.t()]).tolist()
+            by_expert = [sum(each) for each in pairs]
+            sending = group_rows(ranks, size, rows=sum(sent))
+        else:
+            most = min(len(tokens), local * capacity)
+            sent = received = [most] * size
+            sending = group_rows(ranks, size, capacity=most)
+            by_expert = None
+        # Small whole numbers are exact in fp32, so a token's choices and their weights travel as one row.
+        with_numbers = torch.cat([(experts + 1).to(weights.dtype), weights], dim=1)
+        there = exchange_rows(permute(with_numbers, sending), sent, received, self.group)
+        numbers, of_choices = there.tensor_split(2, dim=1)
+        rows = exchange_rows(permute(tokens, sending), sent, received, self.group)
+
+        def back(rows: Tensor) -> Tensor:
+            return unpermute(exchange_rows(rows, received, sent, self.group), sending)
+
+        return self._arrange(rows, numbers.detach().long() - 1, of_choices, back, capacity, by_expert)
+
+    def _arrange(
+        self,
+        rows: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        back: Callable[[Tensor], Tensor],
+        capacity: int | None,
+        by_expert: list[int] | None = None,
+    ) -> Dispatched:
+        """Sort the received rows by expert, once per expert of this rank."""
+        count = self.local_experts
+        own = experts - self.group.rank // self.parts * count
+        own = torch.where((own < 0) | (own >= count) | (experts < 0), -1, own)
+        if capacity is not None:
+            most = capacity * self.group.size
+            permutation = group_rows(own, count, capacity=most)
+            offsets = tuple(range(0, (count + 1) * most, most))
+        else:
+            by_expert = _counts(own, count).tolist() if by_expert is None else by_expert
+            offsets = (0, *accumulate(by_expert))
+            permutation = group_rows(own, count, rows=offsets[-1])
+        of_rows = permute(weights.reshape(-1, 1), permutation.of_choices).squeeze(1)
+
+        def combine(outputs: Tensor) -> Tensor:
+            return back(unpermute(outputs, permutation))
+
+        return Dispatched(permute(rows, permutation), of_rows, Groups(offsets, permutation.ends), combine)
+
+    def _ranks_of(self, experts: Tensor) -> Tensor:
+        """Return the ranks that each token is sent to, ascending and each once: [tokens, choices * parts]; -1: none."""
+        owners = torch.where(experts < 0, -1, experts // self.local_experts).sort(dim=1).values
+        again = torch.zeros_like(owners, dtype=torch.bool)
+        again[:, 1:] = owners[:, 1:] == owners[:, :-1]
+        owners = torch.where(again, -1, owners)[:, :, None]
+        parts = torch.arange(self.parts, device=owners.device)
+        return torch.where(owners < 0, -1, owners * self.parts + parts).flatten(1)
+
+    def _pairs_by_rank(self, experts: Tensor) -> Tensor:
+        """Return the number of this rank's tokens that choose each expert of each rank: [ranks, local experts]."""
+        counts = _counts(experts, self.experts).view(-1, self.local_experts)
+        return counts.repeat_interleave(self.parts, dim=0)
+
+
+def _counts(numbers: Tensor, count: int) -> Tensor:
+    """Count how often each number below `count` occurs. Negative numbers are not counted."""
+    numbers = numbers.flatten()
+    targets = torch.where(numbers < 0, count, numbers)
+    return torch.zeros(count + 1, dtype=torch.int64, device=numbers.device).scatter_add_(
+        0, targets, torch.ones_like(targets)
+    )[:count]

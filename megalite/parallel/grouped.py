@@ -1,42 +1,93 @@
-"""Grouped linear layer: rows are sorted by expert, and each expert's rows are multiplied by its own matrix."""
+"""Grouped linear layers: rows are sorted by expert, and each expert's rows are multiplied by its own matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.parameter import DenseGradient, GroupedProductGradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
+from megalite_kernels.grouped import grouped_product
+
+
+class Groups(NamedTuple):
+    """The rows of each expert: expert e has the rows from offsets[e] to offsets[e + 1].
+
+    Attributes:
+        offsets: [experts + 1], from 0 to the number of rows.
+        ends: offsets[1:] as an int32 tensor on the device; None if only the host has them.
+    """
+
+    offsets: tuple[int, ...]
+    ends: Tensor | None = None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Parameter, offsets: tuple[int, ...], use: int) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Parameter, groups: Groups, use: int) -> Tensor:
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
-        ctx.weight, ctx.offsets, ctx.use = weight, offsets, use
+        ctx.weight, ctx.groups, ctx.use = weight, groups, use
         ctx.save_for_backward(input)
-        matrices = _matrices(weight, input, offsets)
-        output = input.new_empty(len(input), matrices.shape[1])
-        for matrix, rows in zip(matrices, _rows(offsets), strict=True):
-            torch.mm(input[rows], matrix.t(), out=output[rows])
-        return output
+        return _product(input, _matrices(weight, groups).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # a deferred gradient must not keep the graph
-        input_gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
-        for matrix, rows in zip(_matrices(ctx.weight, input, ctx.offsets), _rows(ctx.offsets), strict=True):
-            torch.mm(gradient[rows], matrix, out=input_gradient[rows])
+        input_gradient = _product(gradient, _matrices(ctx.weight, ctx.groups), ctx.groups)
         # Last: accumulating the last gradient may free the weight.
-        product = GroupedProductGradient(gradient, input, ctx.offsets)
+        product = GroupedProductGradient(gradient, input, ctx.groups.offsets)
         return input_gradient, accumulate_grad(ctx.weight, product, ctx.use), None, None
 
 
-def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use: int = 0) -> Tensor:
+class _ActivatedGroupedLinear(torch.autograd.Function):
+    """Product of scale * activation(input) and the weights. Only the input and the scale are saved."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        scale: Tensor,
+        activation: Callable[[Tensor], Tensor],
+        weight: Parameter,
+        groups: Groups,
+    ) -> Tensor:
+        ctx.weight, ctx.activation, ctx.groups = weight, activation, groups
+        ctx.save_for_backward(input, scale)
+        activated = _scaled(activation(input), scale)
+        return _product(activated, _matrices(weight, groups).transpose(1, 2), groups)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, scale = (saved.detach() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            activated = ctx.activation(input.requires_grad_())
+        of_product = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
+        (input_gradient,) = torch.autograd.grad(activated, input, _scaled(of_product, scale))
+        scale_gradient = torch.linalg.vecdot(of_product.to(scale.dtype), activated.detach().to(scale.dtype))
+        product = GroupedProductGradient(gradients[0], _scaled(activated.detach(), scale), ctx.groups.offsets)
+        return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None
+
+
+class _GroupedBias(torch.autograd.Function):
+    """The bias of each row's expert, [rows, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Parameter, groups: Groups, width: int) -> Tensor:
+        ctx.bias, ctx.groups = bias, groups
+        counts = torch.tensor([stop - start for start, stop in pairwise(groups.offsets)], device=bias.device)
+        return bias.view(-1, width).repeat_interleave(counts, dim=0, output_size=groups.offsets[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        sums = [gradients[0][start:stop].sum(dim=0) for start, stop in pairwise(ctx.groups.offsets)]
+        return accumulate_grad(ctx.bias, DenseGradient(torch.stack(sums).view(ctx.bias.shape))), None, None
+
+
+def grouped_linear(input: Tensor, weight: Parameter, groups: Groups, use: int = 0) -> Tensor:
     """Compute rows_e @ W_e.T for each expert e.
 
     The weight's gradient is accumulated once per backward, for all experts together, even without rows.
@@ -44,26 +95,52 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
     Args:
         input: [rows, in], sorted by expert.
         weight: the matrices of this rank's experts, [experts * out, in].
-        offsets: [experts + 1], from 0 to the number of rows: expert e has the rows from offsets[e] to offsets[e + 1].
         use: the number of this use, if the weight is tied.
 
     Returns:
         [rows, out].
 
     Raises:
-        ValueError: the offsets do not cover all rows or do not match the weight's experts, the rows have another width,
+        ValueError: the groups do not cover all rows or do not match the weight's experts, the rows have another width,
             or the weight is not one tensor of experts.
     """
+    _check(input, input.shape[1], weight, groups)
+    found: Tensor = _GroupedLinear.apply(input, weight, groups, use)
+    return found
+
+
+def activated_grouped_linear(
+    input: Tensor, scale: Tensor, activation: Callable[[Tensor], Tensor], weight: Parameter, groups: Groups
+) -> Tensor:
+    """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
+
+    Args:
+        input: [rows, width], sorted by expert, for an activation that maps them to [rows, in].
+        scale: [rows], in fp32 or wider.
+
+    Returns, raises: see `grouped_linear`.
+    """
+    _check(input, weight.sharding.local_shape[-1], weight, groups)
+    found: Tensor = _ActivatedGroupedLinear.apply(input, scale, activation, weight, groups)
+    return found
+
+
+def grouped_bias(bias: Parameter, groups: Groups, width: int) -> Tensor:
+    """Return the bias of each row's expert, [rows, width], from those of this rank's experts, experts * width."""
+    found: Tensor = _GroupedBias.apply(bias, groups, width)
+    return found
+
+
+def _check(input: Tensor, width: int, weight: Parameter, groups: Groups) -> None:
+    offsets = groups.offsets
     if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
         raise ValueError(f"the offsets {list(offsets)[:9]} ... do not rise from 0 to the {len(input)} rows")
-    experts, width = _experts(weight.sharding), weight.sharding.local_shape[-1]
-    if (len(offsets) - 1, input.shape[1]) != (experts, width):
+    experts, expected = _experts(weight.sharding), weight.sharding.local_shape[-1]
+    if (len(offsets) - 1, width) != (experts, expected):
         raise ValueError(
-            f"rows of {len(offsets) - 1} experts with {input.shape[1]} numbers each are given to "
-            f"{weight.sharding.name}, which has {experts} experts for rows of {width}"
+            f"rows of {len(offsets) - 1} experts with {width} numbers each are given to "
+            f"{weight.sharding.name}, which has {experts} experts for rows of {expected}"
         )
-    found: Tensor = _GroupedLinear.apply(input, weight, tuple(offsets), use)
-    return found
 
 
 def _experts(sharding: Sharding) -> int:
@@ -83,10 +160,15 @@ def _experts(sharding: Sharding) -> int:
     return first.box.size[0]
 
 
-def _matrices(weight: Tensor, input: Tensor, offsets: Sequence[int]) -> Tensor:
+def _product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    return grouped_product(rows, matrices, groups.offsets, groups.ends)
+
+
+def _matrices(weight: Tensor, groups: Groups) -> Tensor:
     """View the weight as [experts, out, in]."""
-    return weight.view(len(offsets) - 1, -1, input.shape[1])
+    return weight.detach().view(len(groups.offsets) - 1, -1, weight.shape[-1])
 
 
-def _rows(offsets: Sequence[int]) -> Iterator[slice]:
-    return (slice(start, stop) for start, stop in pairwise(offsets))
+def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
+    """Multiply each row with its scale in the scale's precision, and round once to that of the rows."""
+    return torch.mul(rows, scale[:, None], out=torch.empty_like(rows))

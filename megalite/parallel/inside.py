@@ -13,14 +13,16 @@ class Inside(NamedTuple):
 
     Attributes:
         group: the axes of its group, for example "dp x cp" or "ep".
+        has_gradient: True if its backward runs a collective, too.
     """
 
     name: str
     group: str
+    has_gradient: bool = True
 
 
 def inside_forward(modules: Iterable[nn.Module]) -> list[Inside]:
-    """List the modules' collectives in the order of forward. Backward runs them in reverse order.
+    """List the modules' collectives in the order of forward. Backward runs those with a gradient in reverse order.
 
     A submodule that communicates lists its collectives in an attribute `inside`.
     """

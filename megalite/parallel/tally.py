@@ -15,12 +15,14 @@ from megalite.parallel.mesh import Group
 class _Count(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, along: Tensor, numbers: Tensor, tally: Tally) -> Tensor:
-        ctx.numbers, ctx.tally = numbers, tally
+        # Saved, so that a recomputed forward does not stop before it: then all its collectives run again, as declared.
+        ctx.save_for_backward(numbers)
+        ctx.tally = tally
         return along.view_as(along)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.tally.own += ctx.numbers
+        ctx.tally.own += ctx.saved_tensors[0]
         return gradients[0], None, None
 
 

@@ -29,6 +29,7 @@ def to_micro_batches(
             first_keys=None if fields["document_ids"] is None else first_keys(moved(fields["document_ids"])),
             labels=moved(fields["labels"]),
             loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
+            padding=None if fields["padding"] is None else moved(fields["padding"]),
             key=RandomKey(seed, tuple(fields["sample_ids"])),
         )
         for fields in arrays

@@ -50,7 +50,10 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
         return projections + 2 * query_size * seen  # scores and context
 
     mixers: Mapping[Mixer, Callable[[LayerSpec], float]] = {"attention": attention}
-    feed_forward: Mapping[FeedForward, int] = {"dense": model.activation.matrices * model.hidden_size * model.ffn_size}
+    matrices = model.activation.matrices * model.hidden_size
+    active = model.moe_router_topk * model.expert_ffn_size + (model.moe_shared_expert_intermediate_size or 0)
+    router = model.hidden_size * ((model.num_experts or 0) + model.moe_shared_expert_gate)
+    feed_forward: Mapping[FeedForward, int] = {"dense": matrices * model.ffn_size, "moe": matrices * active + router}
     layers = sum(mixers[layer.mixer](layer) + feed_forward[layer.feed_forward] for layer in model.layers)
     logits = model.hidden_size * padded_vocab_size
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))

@@ -136,6 +136,7 @@ def activation_bytes(
     tensor_parallel_size: int,
     sequence_parallel: bool,
     recompute: Recompute,
+    expert_tensor_parallel_size: int | None = None,
     fused_loss: bool = False,
     stage_layers: StageLayers | None = None,
 ) -> int:
@@ -144,9 +145,10 @@ def activation_bytes(
 
     Each layer keeps inputs, outputs and statistics of both norms; the fused projection (because of the values), the
     rotated queries and keys, the attention core's output and its log-sums; and the two inner tensors of the
-    feed-forward. Recomputed layers keep the input of each span, and a recomputed core keeps no log-sums; recomputed
-    tensors are not counted. Added to this are the final norm, the logits (unless the loss is fused with the output
-    layer) and a few numbers per token.
+    feed-forward. A layer with experts keeps, if their loads are even, the input and the first inner tensor of each of a
+    token's experts, and the router's logits. Recomputed layers keep the input of each span, and a recomputed core keeps
+    no log-sums; recomputed tensors are not counted. Added to this are the final norm, the logits (unless the loss is
+    fused with the output layer) and a few numbers per token.
     """
     item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     tp = tensor_parallel_size
@@ -166,7 +168,12 @@ def activation_bytes(
     if not recompute.attention and model.attn_logit_softcapping is None:
         attention += heads / tp * wide
     mixer: Mapping[Mixer, float] = {"attention": attention}
-    feed_forward: Mapping[FeedForward, float] = {"dense": model.activation.matrices * model.ffn_size / tp * item}
+    matrices = model.activation.matrices
+    feed_forward: Mapping[FeedForward, float] = {
+        "dense": matrices * model.ffn_size / tp * item,
+        "moe": _experts(model, expert_tensor_parallel_size or tp, item, wide) / sp
+        + matrices * (model.moe_shared_expert_intermediate_size or 0) / tp * item,
+    }
     more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # backward does not need their outputs
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
     norms = 2 * norm - shared + more_norms
@@ -185,3 +192,10 @@ def activation_bytes(
     kinds_of_tables = {kind for start, stop, again in spans if not again for kind in own_base[start:stop]}
     tables = len(kinds_of_tables) * model.head_dim * model.rotary_percent * wide if rotary else 0
     return round(tokens * (kept + loss + words + tables))
+
+
+def _experts(model: ModelConfig, parts: int, item: int, wide: int) -> float:
+    """Return the bytes per token that routed experts keep, each split over `parts` ranks that all receive the token."""
+    inner = (model.activation.matrices - 1) * model.expert_ffn_size
+    rows = model.moe_router_topk * (model.hidden_size * parts + inner) * item
+    return rows + 2 * (model.num_experts or 0) * wide

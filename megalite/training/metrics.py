@@ -74,7 +74,10 @@ class TestMetrics(Metrics):
 
 
 _KINDS = StepMetrics, ValidationMetrics, TestMetrics
-_ON_REQUEST = {"decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"}
+_ON_REQUEST = {
+    *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
+    *("max_expert_load", "min_expert_load", "dropped_assignments"),
+}
 """Figures that flags add to the record of a step."""
 
 

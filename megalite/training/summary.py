@@ -47,7 +47,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         kinds["activations"] += ", which leaves out dropout"
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
-        f"{model.hidden_size}",
+        f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} per rank",
         **_pipeline(trainer),
@@ -71,6 +71,13 @@ def _pipeline(trainer: Trainer) -> dict[str, object]:
     layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
     held = (line.partition(": ") for line in ranks)
     return {"pipeline": layers, **{f"  {rank}": stages for rank, _, stages in held}}
+
+
+def _experts(model: ModelConfig) -> str:
+    if model.num_experts is None:
+        return ""
+    layers = sum(layer.feed_forward == "moe" for layer in model.layers)
+    return f"; {layers} layers have {model.num_experts} experts, of which a token uses {model.moe_router_topk}"
 
 
 def _optimizer(trainer: Trainer) -> dict[str, object]:
@@ -109,11 +116,13 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     training, device = trainer.config.training, trainer.mesh.device
     shape = training.micro_batch_size, trainer.config.data.seq_length
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
+    # Equal tokens would all go to the same experts.
+    tokens = torch.arange(zeros.numel(), device=device).view(shape) % (trainer.model_config.vocab_size or 1)
     ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
     first_keys = zeros if trainer.config.data.reset_attention_mask else None
     micro_batch = MicroBatch(
-        zeros, positions, first_keys, zeros, ones, RandomKey(training.seed, tuple(range(shape[0])))
+        tokens, positions, first_keys, zeros, ones, RandomKey(training.seed, tuple(range(shape[0])))
     )
     stages = trainer.schedules.stages
     own = stages.of_rank(trainer.mesh.coordinate("pp"))
@@ -147,6 +156,7 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             tokens=config.training.micro_batch_size * config.data.seq_length,
             dtype=trainer.dtype,
             tensor_parallel_size=trainer.mesh.size("tp"),
+            expert_tensor_parallel_size=trainer.mesh.size("etp"),
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=make_recompute(config),
             fused_loss=config.kernels.fused_linear_cross_entropy,

@@ -32,6 +32,7 @@ from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_notes, seen_samples, vocab_size
 from megalite.training.display import Display
+from megalite.training.expert_loads import expert_loads, node_notes
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.kernels import compile_layers
 from megalite.training.load_report import load_notes, rounding_notes
@@ -314,11 +315,14 @@ class Trainer:
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
+        if self.config.model.num_experts is not None and not update.skipped:
+            figures |= expert_loads(self.chunks, self.config.model.num_layers, self.mesh)
         return figures
 
     def notes(self) -> tuple[str, ...]:
-        """Return messages about the effective settings and the loaded checkpoint."""
+        """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        return (*rates, *self._load_notes, *saves, *profile)
+        experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
+        return (*rates, *self._load_notes, *saves, *profile, *experts)

@@ -16,6 +16,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
+from tests.experts_oracle import Experts
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
 from tests.oracle import Dropout, Oracle
@@ -30,6 +31,23 @@ whose heads lie on two ranks."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; padding only on all ranks but the first."""
 FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
+EXPERTS: dict[str, Experts] = {
+    "mixtral": Experts(topk=2, losses={"aux_loss": 0.5}, z_loss=0.1),
+    "deepseek": Experts(
+        topk=4,
+        score="sigmoid",
+        scaling=2.5,
+        groups=(4, 3, 2),
+        losses={"seq_aux_loss": 0.5, "global_aux_loss": 0.3},
+        bias_rate=0.05,
+    ),
+    "switch": Experts(topk=1, score="pre_softmax", capacity_factor=0.8, losses={"seq_aux_loss": 0.7}, z_loss=0.2),
+}
+"""Families with experts; switch is made of gpt2, with biases and a limited capacity, the others of llama."""
+EXPERT_LAYERS = {"mixtral": (0, 1, 2, 3), "deepseek": (1, 2, 3), "switch": (0, 2)}
+NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4}
+EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20}
+SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12}
 RECOMPUTE = {
     "none": Recompute(),
     "selective": Recompute(attention=True),
@@ -104,7 +122,11 @@ class Cell:
     samples: int = 4  # per step, over all ranks
     documents: bool = False
     loss_mask: str = "ones"  # random: also masks complete samples; nothing: no token counts
+    padding: bool = False  # at the end of some samples, and one of them consists of it
     # the training
+    dispatcher: str = "alltoall"
+    drop_policy: str = "probs"
+    padded_experts: bool = False  # to the capacity
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     steps: int = 1
@@ -211,9 +233,10 @@ def model_config(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
     gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
-    gemma, neox, rotary = gemma2 or gemma3, cell.family == "neox", cell.family != "gpt2"
-    llama = cell.family == "llama" or gemma
+    gemma, neox, rotary = gemma2 or gemma3, cell.family == "neox", cell.family not in ("gpt2", "switch")
+    llama = cell.family in ("llama", "mixtral", "deepseek") or gemma
     return ModelConfig(
+        **expert_options(cell),
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=heads,
@@ -241,7 +264,7 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm or gemma3,
-        swiglu=cell.family == "llama",
+        swiglu=llama and not gemma,
         geglu=gemma,
         add_bias_linear=not llama,
         untie_embeddings_and_output_weights=not cell.tied,
@@ -253,11 +276,43 @@ def model_config(cell: Cell) -> ModelConfig:
     )
 
 
+def expert_options(cell: Cell) -> dict[str, Any]:
+    """Return the options of the layers with experts; none for other families."""
+    if cell.family not in EXPERTS:
+        return {}
+    experts, layers = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
+    groups, chosen, scores = experts.groups or (None, None, None)
+    return {
+        "num_experts": NUM_EXPERTS[cell.family],
+        "moe_layer_freq": str([int(layer in layers) for layer in range(LAYERS)]),
+        "moe_ffn_hidden_size": EXPERT_FFN[cell.family],
+        "moe_router_topk": experts.topk,
+        "moe_router_score_function": "sigmoid" if experts.score == "sigmoid" else "softmax",
+        "moe_router_pre_softmax": experts.score == "pre_softmax",
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_router_group_scores": scores,
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_enable_expert_bias": experts.bias_rate > 0,
+        "moe_router_bias_update_rate": experts.bias_rate,
+        "moe_router_load_balancing_type": tuple(experts.losses),
+        "moe_aux_loss_coeff": tuple(experts.losses.values()),
+        "moe_z_loss_coeff": experts.z_loss or None,
+        "moe_expert_capacity_factor": experts.capacity_factor,
+        "moe_token_drop_policy": cell.drop_policy,
+        "moe_pad_expert_input_to_capacity": cell.padded_experts,
+        "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] or None,
+        "moe_shared_expert_gate": cell.family == "switch",
+        "moe_token_dispatcher_type": cell.dispatcher,
+    }
+
+
 def network(cell: Cell) -> Network:
     """Return the same network as an argument for the drawing of initial weights."""
     heads, groups = KEY_VALUES[cell.key_values]
     gemma = cell.family in ("gemma", "gemma3")
-    plain = cell.family == "llama" or gemma
+    plain = cell.family in ("llama", "mixtral", "deepseek") or gemma
+    family = cell.family
     return Network(
         layers=LAYERS,
         hidden=HIDDEN,
@@ -267,7 +322,7 @@ def network(cell: Cell) -> Network:
         ffn=24,
         vocabulary=VOCABULARIES[cell.vocabulary][0],
         std=0.2,
-        positions=SEQUENCE + 1 if cell.family == "gpt2" else 0,
+        positions=SEQUENCE + 1 if cell.family in ("gpt2", "switch") else 0,
         centered=not plain,
         around_one=gemma,
         biases=not plain,
@@ -275,6 +330,11 @@ def network(cell: Cell) -> Network:
         tied=cell.tied,
         sandwich=gemma,
         query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
+        expert_layers=EXPERT_LAYERS.get(family, ()),
+        experts=NUM_EXPERTS.get(family, 0),
+        expert_ffn=EXPERT_FFN.get(family) or 24,
+        shared_ffn=SHARED_FFN.get(family, 0),
+        shared_gate=family == "switch",
     )
 
 
@@ -308,6 +368,10 @@ def rates(cell: Cell, step: int) -> Rates:
 
 
 def oracle(cell: Cell) -> Oracle:
+    if cell.family in EXPERTS:
+        experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)
+        base = replace(cell, family="gpt2" if cell.family == "switch" else "llama")
+        return replace(oracle(base), experts=experts)
     if cell.family == "gpt2":
         return Oracle()
     if cell.family == "neox":
@@ -357,6 +421,7 @@ class Batch:
     positions: Tensor
     document_ids: Tensor | None
     loss_mask: Tensor
+    padding: Tensor | None
 
 
 def batch(cell: Cell, step: int) -> Batch:
@@ -374,4 +439,11 @@ def batch(cell: Cell, step: int) -> Batch:
         positions = positions - (positions * starts).cummax(1).values
     masks = {"ones": torch.ones(shape), "nothing": torch.zeros(shape), "random": keep.double()}
     masks["random"][[0, 3]] = 0.0  # micro-batches without any token that counts
-    return Batch(text[:, :-1], text[:, 1:], positions, document_ids, masks[cell.loss_mask].to(cell.torch_dtype))
+    mask = masks[cell.loss_mask].to(cell.torch_dtype)
+    padding = None
+    if cell.padding:
+        ends_at = torch.randint(1, SEQUENCE + 1, (cell.samples, 1), generator=generator)
+        ends_at[1] = 0
+        padding = torch.arange(SEQUENCE) >= ends_at
+        mask = mask * ~padding
+    return Batch(text[:, :-1], text[:, 1:], positions, document_ids, mask, padding)

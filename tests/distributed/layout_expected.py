@@ -24,6 +24,7 @@ from tests.distributed.layout_cell import (
     rates,
 )
 from tests.distributed.layout_run import SEED, Held, RankResult, run_cells
+from tests.experts_oracle import Record
 from tests.harness.close import (
     assert_bits_equal,
     assert_gradient_close,
@@ -32,7 +33,7 @@ from tests.harness.close import (
 )
 from tests.harness.rank_pool import RankPools
 from tests.muon import Muon, matrices
-from tests.oracle import loss_sum_and_count
+from tests.oracle import Routing, loss_sum_and_count
 
 Tensors = dict[str, Tensor]
 
@@ -48,6 +49,7 @@ class Result:
     gradient_norms: list[float]
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
+    states: Tensors
     figures: dict[str, float]
 
 
@@ -93,6 +95,7 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
         gradient_norms=first.gradient_norms,
         skipped=first.skipped,
         sample_losses={sample: loss for rank in ranks for sample, loss in rank.sample_losses.items()},
+        states=assemble(rank.states for rank in ranks),
         figures=first.figures,
     )
 
@@ -129,6 +132,7 @@ class Expected:
     final: Tensors
     losses: list[float]
     gradient_norms: list[float]
+    states: Tensors
 
 
 @functools.cache
@@ -139,12 +143,26 @@ def expected(alone: Cell) -> Expected:
     weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
     optimizers = torch_optimizers(alone, weights)
     losses, norms, gradients = [], [], {}
+    states: Tensors = {}
     for step in alone.step_numbers:
         whole = batch(alone, step)
         fields = (whole.tokens, whole.positions, whole.document_ids)
-        logits = oracle(alone).logits(weights, *fields, dropout(alone, step, SEED))
+        biases = {name.removesuffix("expert_bias"): bias for name, bias in states.items() if "expert_bias" in name}
+        routing = Routing(biases, whole.padding)
+        logits = oracle(alone).logits(weights, *fields, dropout(alone, step, SEED), routing)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         loss = total / count.clamp(min=1.0)
+        experts = oracle(alone).experts
+        if experts is not None:
+            loads = [states.get(f"{name}previous_load", _even(record)) for name, record in routing.records.items()]
+            loss = loss + experts.loss(routing.records.values(), alone.micro_batch_size, loads)
+            for name, record in routing.records.items():
+                if experts.bias_rate:
+                    bias = biases.get(name, torch.zeros(record.logits.shape[-1]))
+                    states[f"{name}expert_bias"] = experts.next_bias(bias, record)
+                if "global_aux_loss" in experts.losses:
+                    counts = record.by_score.sum((0, 1))
+                    states[f"{name}previous_load"] = (counts / counts.sum()).float().detach()
         for weight in weights.values():
             weight.grad = None
         loss.backward()
@@ -163,7 +181,12 @@ def expected(alone: Cell) -> Expected:
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(initial, gradients, final, losses, norms)
+    return Expected(initial, gradients, final, losses, norms, states)
+
+
+def _even(record: Record) -> Tensor:
+    experts = record.logits.shape[-1]
+    return torch.full((experts,), 1 / experts)
 
 
 def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer]:
@@ -232,6 +255,9 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     for name in names:
         actual, gradient = result.gradients[name], wanted.gradients[name]
         assert_gradient_close(actual, gradient, wanted.gradient_norms[0], f"gradient of {name}")
+    assert set(result.states) == set(wanted.states)
+    for name, values in wanted.states.items():
+        assert_bits_equal(result.states[name], values, name)
     norm = wanted.gradient_norms[0]
     clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
     for group, expected in norms_by_group(wanted.gradients).items():

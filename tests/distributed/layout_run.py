@@ -32,11 +32,13 @@ from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, 
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box, Constant, Normal
 from megalite.parallel.stage import StageOutput
+from megalite.parallel.state import states_of
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
+from megalite.training import loss_terms as terms
 from megalite.training.kernels import compile_layers
 from tests.distributed.layout_cell import (
     RECOMPUTE,
@@ -84,6 +86,8 @@ class RankResult:
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
     """Loss sums of this rank's micro-batches in the first step, by their first sample."""
+    states: list[Held]
+    """States of the modules after the last step."""
     figures: dict[str, float]
     """Norms by group, of the first step's gradient and of the final parameters; number of zeros in that gradient."""
 
@@ -128,7 +132,8 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     with optimizer.unsharded_parameters():
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
-    return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, figures)
+    states = held_states(network, mesh)
+    return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, states, figures)
 
 
 class Training:
@@ -139,6 +144,7 @@ class Training:
         if cell.compiled is not None:
             compile_layers(chunks, cell.compiled)
         self.network = nn.ModuleList(chunks)
+        self.terms = terms.declared_terms(chunks)
         self.optimizer = make_optimizer(chunks, mesh, cell)
         self.plan = make_plan(mesh, cell)
         self.sample_losses: dict[int, Tensor] = {}
@@ -158,15 +164,16 @@ class Training:
         result."""
         mesh, optimizer = self.mesh, self.optimizer
         micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
-        own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
-        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp", "cp")).item()
+        self.network.train()
+        own = terms.counted(self.terms, micro_batches, mesh.device)
+        counts = terms.total_counts(self.terms, own, mesh)
         optimizer.begin_step(len(micro_batches))
-        factors = {LOSS: 1.0 / count if count else 0.0}
+        factors = terms.loss_multipliers(self.terms, counts, 1.0)
         with several_chunks_of_logits():
             sums = self.engine.run(self.schedules.training(len(micro_batches)), micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
-        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp", "cp"))
-        return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
+        means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
+        return sum(term.weight * means[term.name] for term in self.terms), update
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]
@@ -297,6 +304,7 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBa
             first_keys=None if whole.document_ids is None else first_keys(whole.document_ids[own]),
             labels=whole.labels[own],
             loss_mask=whole.loss_mask[own],
+            padding=None if whole.padding is None else whole.padding[own],
             key=RandomKey(SEED, tuple(sample_numbers(cell, step)[own])),
         )
 
@@ -318,6 +326,18 @@ def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter]
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
         peers = ("edp",) if parameter.sharding.expert else ("dp", "cp")
         sent = values if mesh.rank == mesh.ranks(*peers)[0] else None
+        pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
+    return pieces
+
+
+def held_states(network: nn.Module, mesh: ParallelMesh) -> list[Held]:
+    """Return the boxes of the modules' states, from one data-parallel rank."""
+    pieces = []
+    for state in states_of(network):
+        (piece,) = state.sharding.pieces
+        values = piece.view(state.values).clone()
+        digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        sent = values if mesh.rank == mesh.ranks("dp", "cp")[0] else None
         pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
     return pieces
 

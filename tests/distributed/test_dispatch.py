@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
-from megalite.parallel.dispatch import exchange_counts, exchange_rows
+from megalite.parallel import collectives
+from megalite.parallel.dispatch import Dispatcher, exchange_rows
 from megalite.parallel.mesh import Group
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_collectives import group_of_all, random
@@ -19,17 +25,16 @@ COUNTS = {1: [[3]], 2: [[1, 4], [0, 2]], 3: [[2, 0, 5], [7, 1, 3], [4, 6, 0]]}
 NONE = {size: [[0] * size] * size for size in COUNTS}
 
 
-def exchanged(counts: list[list[int]]) -> tuple[list[int], Tensor, Tensor, Tensor | None]:
-    """Return the announced counts, the rows that arrive, and the gradients that come back, contiguous and as a view."""
+def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the rows that arrive, and the gradients that come back, contiguous and as a view."""
     group = group_of_all()
-    sent = counts[group.rank]
-    received = exchange_counts(sent, group, torch.device("cpu"))
+    sent, received = counts[group.rank], [row[group.rank] for row in counts]
     rows = random(group.rank, WIDTH, sum(sent)).t().requires_grad_()  # not contiguous
     arrived = exchange_rows(rows, sent, received, group)
     arrived.backward(random(10 + group.rank, WIDTH, len(arrived)).t(), retain_graph=True)
     (of_sum,) = torch.autograd.grad(arrived.sum(), rows)
     assert rows.grad is not None
-    return received, arrived.detach(), rows.grad, of_sum
+    return arrived.detach(), rows.grad, of_sum
 
 
 @pytest.mark.parametrize("size", COUNTS)
@@ -40,8 +45,7 @@ def test_rows_arrive_and_gradients_return(which: dict[int, list[list[int]]], siz
     rows = [random(rank, WIDTH, sum(sent)).t().split(sent) for rank, sent in enumerate(counts)]
     received = [[counts[sender][rank] for sender in range(size)] for rank in range(size)]
     gradients = [random(10 + rank, WIDTH, sum(sizes)).t().split(sizes) for rank, sizes in enumerate(received)]
-    for rank, (announced, arrived, returned, of_sum) in enumerate(ranks):
-        assert announced == received[rank]
+    for rank, (arrived, returned, of_sum) in enumerate(ranks):
         assert_bits_equal(arrived, torch.cat([rows[sender][rank] for sender in range(size)]))
         assert_bits_equal(returned, torch.cat([gradients[receiver][rank] for receiver in range(size)]))
         assert_bits_equal(of_sum, torch.ones(sum(counts[rank]), WIDTH, dtype=torch.float64))
@@ -70,17 +74,124 @@ def test_counts_that_do_not_deal_the_rows_are_an_error(
         exchange_rows(random(1, 3, WIDTH), sent, received, group)
 
 
-def test_counts_that_are_not_equally_many_for_each_rank_are_an_error() -> None:
-    with pytest.raises(ValueError, match="3 counts cannot be divided evenly among 2 ranks"):
-        exchange_counts([1, 2, 3], Group(ranks=(0, 1), rank=0), torch.device("cpu"))
+TOKENS, CHOICES = 7, 3
+LAYOUTS = {1: [(5, 1)], 2: [(4, 1), (3, 2)], 4: [(8, 1), (4, 2)]}
+"""(experts, ranks that share one), by number of ranks."""
 
 
-def announced() -> list[int]:
+class Sent(NamedTuple):
+    """Tokens of one rank, with their choices."""
+
+    tokens: Tensor
+    experts: Tensor
+    weights: Tensor
+
+
+def sent_by(rank: int, experts: int, which: str) -> Sent:
+    """Return tokens with choices; -1 stands for none. `which`: "all to one" leaves most experts without rows."""
+    generator = torch.Generator().manual_seed(rank)
+    choices = torch.stack([torch.randperm(experts, generator=generator)[:CHOICES] for _ in range(TOKENS)])
+    if which == "all to one":
+        choices = torch.cat([torch.full((TOKENS, 1), experts - 1), torch.full((TOKENS, CHOICES - 1), -1)], dim=1)
+    elif which == "some dropped":
+        choices[torch.rand(choices.shape, generator=generator) < 0.4] = -1
+        choices[0] = -1
+    return Sent(random(rank, TOKENS, WIDTH), choices, random(100 + rank, TOKENS, CHOICES))
+
+
+def dispatched(experts: int, parts: int, kind: Any, which: str, capacity: int | None) -> dict[str, Any]:
+    """Send tokens to experts that multiply them with (number + 1) / 10, each part with its share, and add them up."""
     group = group_of_all()
-    return exchange_counts([100 * group.rank + n for n in range(2 * group.size)], group, torch.device("cpu"))
+    own = sent_by(group.rank, experts, which)
+    tokens, weights = own.tokens.requires_grad_(), own.weights.requires_grad_()
+    dispatcher = Dispatcher(group, experts, parts, kind)
+    arrived = dispatcher.dispatch(tokens, own.experts, weights, capacity)
+    part = torch.tensor([0.25, 0.75])[group.rank % parts] if parts > 1 else torch.tensor(1.0)
+    outputs = torch.empty_like(arrived.rows)
+    first = group.rank // parts * dispatcher.local_experts
+    for number, (start, stop) in enumerate(pairwise(arrived.groups.offsets)):
+        outputs[start:stop] = arrived.rows[start:stop] * (arrived.weights[start:stop, None] * (first + number + 1) / 10)
+    combined = arrived.combine(outputs * part)
+    combined.backward(random(200 + group.rank, TOKENS, WIDTH))
+    assert arrived.groups.ends is not None
+    return {
+        "output": combined.detach(),
+        "tokens": tokens.grad,
+        "weights": weights.grad,
+        "rows": arrived.rows.detach(),
+        "offsets": arrived.groups.offsets,
+        "ends": arrived.groups.ends,
+    }
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_several_counts_for_each_rank_are_announced(size: int, rank_pools: RankPools) -> None:
-    for rank, found in enumerate(on_ranks(rank_pools, size, announced)):
-        assert found == [100 * sender + 2 * rank + n for sender in range(size) for n in range(2)]
+WHICH = ["all chosen", "some dropped", "all to one"]
+
+
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("capacity", [None, TOKENS], ids=["dropless", "padded"])
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_tokens_reach_their_experts_and_return(
+    size: int, capacity: int | None, which: str, rank_pools: RankPools
+) -> None:
+    """Each token's output is the weighted sum over its experts; both dispatchers give the same bits."""
+    for experts, parts in LAYOUTS[size]:
+        ways = [
+            on_ranks(rank_pools, size, dispatched, experts, parts, kind, which, capacity)
+            for kind in ("alltoall", "allgather")
+        ]
+        for rank, (found, gathered) in enumerate(zip(*ways, strict=True)):
+            tokens, choices, weights = sent_by(rank, experts, which)
+            tokens.requires_grad_()
+            weights.requires_grad_()
+            scale = torch.where(choices < 0, 0.0, (choices.double() + 1) / 10)
+            expected = (weights * scale).sum(1, keepdim=True) * tokens
+            expected.backward(random(200 + rank, TOKENS, WIDTH))
+            wanted = {"output": expected.detach(), "tokens": tokens.grad, "weights": weights.grad}
+            for name, values in wanted.items():
+                torch.testing.assert_close(found[name], values, rtol=1e-12, atol=1e-12)
+            for name in ("output", "tokens", "weights", "rows"):
+                assert_bits_equal(found[name], gathered[name], name)
+            assert list(found["ends"]) == list(found["offsets"][1:]) == list(gathered["offsets"][1:])
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("size", "experts", "parts"), [(1, 3, 1), (2, 4, 1), (4, 4, 2)])
+def test_rows_are_sorted_by_expert_rank_and_position(
+    size: int, experts: int, parts: int, kind: str, rank_pools: RankPools
+) -> None:
+    everything = [sent_by(rank, experts, "all chosen") for rank in range(size)]
+    for rank, found in enumerate(on_ranks(rank_pools, size, dispatched, experts, parts, kind, "all chosen", None)):
+        local = experts * parts // size
+        first = rank // parts * local
+        rows = [
+            tokens[position]
+            for expert in range(first, first + local)
+            for tokens, choices, _ in everything
+            for position in range(TOKENS)
+            if expert in choices[position]
+        ]
+        assert_bits_equal(found["rows"], torch.stack(rows))
+
+
+def rows_sent(kind: Any) -> list[int]:
+    """Return the numbers of rows that each call of the exchange sends, for tokens that choose two experts of a rank."""
+    group = group_of_all()
+    choices = torch.tensor([[0, 1], [2, 3], [0, 1]])
+    sent: list[int] = []
+    real = collectives.all_to_all_rows
+
+    def noting(rows: Tensor, counts: Sequence[int], *rest: Any) -> Tensor:
+        sent.append(sum(counts))
+        return real(rows, counts, *rest)
+
+    with mock.patch.object(collectives, "all_to_all_rows", noting):
+        arrived = Dispatcher(group, 4, 1, kind).dispatch(random(1, 3, WIDTH), choices, random(2, 3, 2))
+        arrived.combine(arrived.rows)
+    return sent
+
+
+def test_a_token_is_sent_once_to_a_rank(rank_pools: RankPools) -> None:
+    """Counts go first; then choices, then tokens; and their sums come back."""
+    first, second = rank_pools(2).run(rows_sent, "alltoall")
+    assert first == [2, 3, 3, 4]
+    assert second == [2, 3, 3, 2]

@@ -65,7 +65,7 @@ class Rows:
 
     def __getitem__(self, sample: int) -> SampleFields:
         row = np.array([self.tokens[sample]])
-        return SampleFields(tokens=row, labels=row, loss_mask=row, positions=row, document_ids=None)
+        return SampleFields(tokens=row, labels=row, loss_mask=row, positions=row, document_ids=None, padding=None)
 
 
 def test_other_data_than_those_of_a_checkpoint_are_told() -> None:

@@ -123,7 +123,7 @@ def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp
         "seen_samples": None,
         "evaluation_left": False,
     }
-    assert checkpoint.read_config(path) == {"model": asdict(MODEL)}
+    assert checkpoint.read_config(path) == json.loads(json.dumps({"model": asdict(MODEL)}))
     assert checkpoint.model_config(path, checkpoint.read_config(path)) == MODEL
 
 

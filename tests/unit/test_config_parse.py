@@ -182,7 +182,7 @@ def test_no_flag_that_is_refused_is_suggested() -> None:
     for name in refused[::10]:
         suggested = failure([*MINIMAL, f"--{name}x"]).partition("did you mean --")[2].rstrip("?")
         assert not suggested or megatron_flags.refusal(suggested) is None
-    assert failure([*MINIMAL, "--num-expert", "2"]) == "unknown flag --num-expert"
+    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz"
     assert failure([*MINIMAL, "--no-rope-fusio"]) == "unknown flag --no-rope-fusio, did you mean --no-rope-fusion?"
 
 

@@ -546,8 +546,7 @@ def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem:
 
 
 CP, EP, ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
-SHORT = {"--cp": CP, "--ep": EP, "--etp": ETP}
-WITH = {CP: "context parallelism", EP: "mixture of experts", ETP: "mixture of experts"}
+EXPERTS = "--num-experts 8"
 INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
 
 
@@ -555,11 +554,6 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
     ("flags", "world_size", "others"),
     [
         ("--cp 2", 2, []),
-        ("--ep 2", 2, []),
-        ("--etp 2", 2, []),
-        ("--tp 2 --etp 1", 2, []),
-        ("--tp 2 --ep 2 --etp 2", 4, []),
-        ("--tp 2 --cp 2 --ep 2 --etp 1", 4, []),
         ("--cp 2", 3, [f"3 ranks cannot be divided into groups of {CP} 2"]),
         (
             "--tp 2 --cp 3 --pp 2",
@@ -567,8 +561,6 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
             [f"4 ranks cannot be divided into groups of --tensor-model-parallel-size 2 x {CP} 3 x "
             "--pipeline-model-parallel-size 2"],
         ),
-        ("--tp 2 --ep 4", 4, [f"4 ranks cannot be divided into groups of --tensor-model-parallel-size 2 x {EP} 4"]),
-        ("--ep 2 --etp 4", 4, [f"4 ranks cannot be divided into groups of {ETP} 4 x {EP} 2"]),
         (
             "--cp 2 --global-batch-size 6",
             4,
@@ -580,24 +572,130 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
             4,
             ["--num-distributed-optimizer-instances 3 does not divide 4 data- and context-parallel ranks"],
         ),
+    ],
+)  # fmt: skip
+def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size: int, others: list[str]) -> None:
+    size = flags.split()[flags.split().index("--cp") + 1]
+    refused = f"{CP} {size}: arrives with context parallelism; it takes 1"
+    assert problems(flags, world_size) == [*others, refused]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ("--ep 2", 2, [f"{EP} needs --num-experts"]),
+        ("--etp 2", 2, [f"{ETP} needs --num-experts"]),
+        ("--tp 2 --etp 1", 2, [f"{ETP} needs --num-experts"]),
+        (f"--tp 2 {EXPERTS}", 2, ["--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"]),
+        (f"--ep 3 {EXPERTS}", 3, [f"--num-experts 8 is not divisible by {EP} 3"]),
+        (f"--etp 4 --ffn-hidden-size 6 {EXPERTS}", 4, [f"--ffn-hidden-size 6 is not divisible by {ETP} 4"]),
         (
-            f"--ep 4 {INSTANCES} 2",
+            f"--etp 4 --moe-ffn-hidden-size 6 {EXPERTS}",
+            4,
+            [f"--moe-ffn-hidden-size 6 is not divisible by {ETP} 4"],
+        ),
+        (
+            f"--tp 2 --sequence-parallel --moe-shared-expert-intermediate-size 5 {EXPERTS}",
+            2,
+            ["--moe-shared-expert-intermediate-size 5 is not divisible by --tensor-model-parallel-size 2"],
+        ),
+        (
+            f"--tp 2 --sequence-parallel --ep 4 {EXPERTS}",
+            4,
+            [f"4 ranks cannot be divided into groups of --tensor-model-parallel-size 2 x {EP} 4"],
+        ),
+        (f"--ep 2 --etp 4 {EXPERTS}", 4, [f"4 ranks cannot be divided into groups of {ETP} 4 x {EP} 2"]),
+        (
+            f"--ep 4 {INSTANCES} 2 {EXPERTS}",
             4,
             ["--num-distributed-optimizer-instances 2 does not divide the 1 data-parallel ranks of the experts"],
         ),
     ],
-)  # fmt: skip
-def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size: int, others: list[str]) -> None:
-    given = flags.split()
-    sizes = [(flag, given[given.index(short) + 1]) for short, flag in SHORT.items() if short in given]
-    tensor = given[given.index("--tp") + 1] if "--tp" in given else "1"
-    takes = {CP: ("1", ""), EP: ("1", ""), ETP: (tensor, ", as --tensor-model-parallel-size")}
-    refused = [
-        f"{flag} {size}: arrives with {WITH[flag]}; it takes {takes[flag][0]}{takes[flag][1]}"
-        for flag, size in sizes
-        if size != takes[flag][0]
+)
+def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected: list[str]) -> None:
+    assert problems(flags, world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
+        (
+            "--moe-router-topk 1",
+            "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax",
+        ),
+        (
+            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax needs --moe-router-score-function softmax",
+        ),
+        (
+            "--moe-router-enable-expert-bias",
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid",
+        ),
+        ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate needs --moe-router-enable-expert-bias"),
+        (
+            "--moe-router-num-groups 3 --moe-router-group-topk 1",
+            "--num-experts 8 is not divisible by --moe-router-num-groups 3",
+        ),
+        ("--moe-router-num-groups 4", "--moe-router-num-groups 4 needs --moe-router-group-topk"),
+        ("--moe-router-group-topk 4", "--moe-router-group-topk needs --moe-router-num-groups"),
+        (
+            "--moe-router-num-groups 2 --moe-router-group-topk 3",
+            "--moe-router-group-topk 3 is more than --moe-router-num-groups 2",
+        ),
+        (
+            "--moe-router-num-groups 8 --moe-router-group-topk 1",
+            "--moe-router-topk 2 is more than the 1 experts of the chosen groups",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-topk 4",
+            "--moe-router-topk 4 is not a multiple of --moe-router-group-topk 3",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-group-scores 3",
+            "--moe-router-group-scores 3 is more than the 2 experts of a group",
+        ),
+        (
+            "--moe-aux-loss-coeff 0.1 0.2",
+            "--moe-aux-loss-coeff has 2 numbers for 1 of --moe-router-load-balancing-type",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
+            "--moe-router-load-balancing-type aux_loss none: give each kind once, and none alone",
+        ),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 needs another --moe-router-load-balancing-type than none",
+        ),
+        ("--moe-aux-loss-coeff -1", "--moe-aux-loss-coeff -1.0: must be at least 0"),
+        (
+            "--moe-pad-expert-input-to-capacity",
+            "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor",
+        ),
+        ("--moe-token-drop-policy position", "--moe-token-drop-policy needs --moe-expert-capacity-factor"),
+        ("--moe-shared-expert-gate", "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"),
+        ("--moe-layer-freq [1]", "--moe-layer-freq '[1]' is for 1 layers, but --num-layers is 4"),
+        (
+            "--moe-layer-freq 0",
+            "--moe-layer-freq '0': expected N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0 for "
+            "each layer, like [1,1,0] or ([1]*2+[0])*4",
+        ),
+    ],
+)
+def test_options_of_experts_fit_each_other(flags: str, expected: str) -> None:
+    assert problems(f"{EXPERTS} {flags}", 1) == [expected]
+
+
+@pytest.mark.parametrize("etp", ["", "--etp 2", "--etp 1"])
+def test_layouts_of_experts_are_taken(etp: str) -> None:
+    resolve(config_of(f"--tp 2 --sequence-parallel --ep 2 {etp} {EXPERTS}"), 4)
+
+
+def test_options_of_experts_need_experts() -> None:
+    assert problems("--moe-router-topk 4 --moe-z-loss-coeff 0.1", 1) == [
+        "--moe-router-topk needs --num-experts",
+        "--moe-z-loss-coeff needs --num-experts",
     ]
-    assert problems(flags, world_size) == [*others, *refused]
 
 
 @pytest.mark.parametrize(("etp", "given"), [("", None), ("--etp 2", 2)])

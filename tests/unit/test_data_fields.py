@@ -31,6 +31,23 @@ def test_without_flags_documents_do_not_show() -> None:
     assert fields["positions"].dtype == np.int64
 
 
+@pytest.mark.parametrize(
+    ("tokens", "padding"),
+    [
+        ([1, 2, 3, 4], None),
+        ([1, 2, 7, 7], [False, False, True]),
+        ([1, 7, 3, 7], None),
+        ([7, 7, 7, 7], [True, True, True]),
+        ([7, 7, 1, 7], None),
+    ],
+)
+def test_padding_is_what_fills_up_the_end(tokens: list[int], padding: list[bool] | None) -> None:
+    """The last token is only a label, so it is no padding of the inputs."""
+    found = FieldsDataset([np.array(tokens)], 9, pad=7)[0]["padding"]
+    assert (None if found is None else found.tolist()) == padding
+    assert FieldsDataset([np.array(tokens)], 9)[0]["padding"] is None
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.booleans(), st.booleans())
 def test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked(

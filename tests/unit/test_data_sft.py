@@ -282,10 +282,13 @@ def test_sequences_hold_conversations_apart_with_loss_on_their_answers(tmp_path:
         fields = train[sample]
         documents = fields["document_ids"]
         assert documents is not None
+        padding = fields["padding"]
+        empty = np.zeros(len(documents), bool)
         for document in range(documents.max() + 1):
             here = documents == document
             assert fields["positions"][here].tolist() == list(range(here.sum()))
             if not fields["loss_mask"][here].any():
+                empty |= here
                 continue  # what was left empty
             inputs, labels = fields["tokens"][here], fields["labels"][here]
             assert inputs[1:].tolist() == labels[:-1].tolist()
@@ -293,6 +296,7 @@ def test_sequences_hold_conversations_apart_with_loss_on_their_answers(tmp_path:
             assert answer[-1] == 256
             seen.append((text[:2], ByteTokenizer().decode(answer)))
             assert text == text[:2] + seen[-1][1]
+        assert (np.zeros(len(documents), bool) if padding is None else padding).tolist() == empty.tolist()
     assert set(seen) == {(f"q{n}", f"answer {n}") for n in range(4)}
     with pytest.raises(IndexError):
         train[len(train)]

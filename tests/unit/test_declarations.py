@@ -91,7 +91,8 @@ def test_the_proof_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "ProvedSchedules", lambda *arguments, **rest: told.update(rest))
     make_proved_schedules(config, mesh, stages, chunks, make_optimizer(config, chunks, mesh), ())
     exchanges = {
-        kind: [name for name, _ in those if name in (OUT, BACK)] for kind, those in told["inside_actions"].items()
+        kind: [each.name for each in those if each.name in (OUT, BACK)]
+        for kind, those in told["inside_actions"].items()
     }
     assert exchanges == {"F": [OUT, BACK] * 3, "B": [BACK, OUT] * 3, "I": [BACK, OUT] * 3, "W": [], "R": []}
 

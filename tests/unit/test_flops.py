@@ -100,3 +100,17 @@ def test_gpt_3_needs_what_its_paper_says() -> None:
 )
 def test_peaks_are_known_by_name_or_not_at_all(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
+
+
+def test_of_the_experts_only_those_that_a_token_uses_count() -> None:
+    """Two of eight, a shared one with its gate, and the router; in one of two layers."""
+    experts = {
+        "num_experts": 8,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 10,
+        "moe_layer_freq": "[0,1]",
+        "moe_shared_expert_intermediate_size": 6,
+        "moe_shared_expert_gate": True,
+    }
+    more = flops_per_token(model(**experts), 40, 10) - flops_per_token(model(), 40, 10)
+    assert more == 3 * 2 * 16 * (3 * (2 * 10 + 6) + 8 + 1 - 3 * 24)

@@ -275,10 +275,9 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
     """In the precision of the mask, fp32 at least, which is none of the model's."""
     tokens = np.zeros((2, 2), np.int64)
     masks = [np.array([[0.3, 1.0], [1.0, 2.0**24]], np.float32), np.array([[1.0, 0.0], [2.0**-20, 1.0]], np.float32)]
-    names = ("tokens", "labels", "positions")
+    names, rest = ("tokens", "labels", "positions"), {"document_ids": None, "padding": None}
     arrays: Any = [
-        {**dict.fromkeys(names, tokens), "loss_mask": mask, "document_ids": None, "sample_ids": range(2, 4)}
-        for mask in masks
+        {**dict.fromkeys(names, tokens), **rest, "loss_mask": mask, "sample_ids": range(2, 4)} for mask in masks
     ]
     batches = to_micro_batches(arrays, 1, torch.bfloat16, torch.device("cpu"))
     for batch, mask in zip(batches, masks, strict=True):

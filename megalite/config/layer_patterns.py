@@ -1,4 +1,4 @@
-"""Layers with sliding-window attention, from Megatron-LM's flags --window-size and --window-attn-skip-freq."""
+"""Layers with sliding windows and layers with experts, from Megatron-LM's flags that describe patterns of layers."""
 
 from __future__ import annotations
 
@@ -28,24 +28,42 @@ def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> 
     return [int(found[1]) if windowed else None for windowed in _windowed(skip_freq, layers)]
 
 
+def layers_with_experts(experts: int | None, layer_freq: str | None, layers: int) -> Sequence[bool]:
+    """Return, for each layer, whether its feed-forward layer consists of experts.
+
+    Raises:
+        ConfigurationError: the flag cannot be parsed, or describes another number of layers.
+    """
+    if experts is None:
+        return [False] * layers
+    if layer_freq is None:
+        return [True] * layers
+    if re.fullmatch(r"\d{1,15}", layer_freq) and int(layer_freq) > 0:
+        return [layer % int(layer_freq) == 0 for layer in range(layers)]
+    words = "N, for the layers 0, N, 2N, ... with experts, or a 1 (with) or a 0"
+    return _pattern("--moe-layer-freq", layer_freq, words, layers)
+
+
 def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
     if skip_freq is None:
         return [True] * layers
     if re.fullmatch(r"\d{1,15}", skip_freq) and int(skip_freq) > 1:
         return [(layer + 1) % int(skip_freq) != 0 for layer in range(layers)]
+    words = "N, for one layer of N without the window, or a 1 (with) or a 0"
+    return _pattern("--window-attn-skip-freq", skip_freq, words, layers)
+
+
+def _pattern(flag: str, text: str, words: str, layers: int) -> Sequence[bool]:
     try:
-        pattern = _list(ast.parse(skip_freq, mode="eval").body)
+        pattern = _list(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: the expression is nested too deep
         pattern = []
     if not pattern:
         raise ConfigurationError(
-            f"--window-attn-skip-freq {shown(skip_freq)}: expected N, for one layer of N without the window, or a 1 "
-            "(with) or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4"
+            f"{flag} {shown(text)}: expected {words} for each layer, like [1,1,0] or ([1]*2+[0])*4"
         )
     if len(pattern) != layers:
-        raise ConfigurationError(
-            f"--window-attn-skip-freq {shown(skip_freq)} is for {len(pattern)} layers, but --num-layers is {layers}"
-        )
+        raise ConfigurationError(f"{flag} {shown(text)} is for {len(pattern)} layers, but --num-layers is {layers}")
     return pattern
 
 

@@ -1,0 +1,66 @@
+"""Relations between the options of mixture-of-experts layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megalite.config.fields import needs
+
+if TYPE_CHECKING:
+    from megalite.config.model import ModelConfig
+
+MOST_EXPERTS = 2**20
+"""Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
+
+
+def expert_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each relation between the options of experts that does not hold."""
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None:
+        yield from needs(model, "moe_*", "--num-experts")
+        return
+    if topk > experts:
+        yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
+    softmax = model.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not model.moe_router_pre_softmax:
+        yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
+    if not softmax and model.moe_router_pre_softmax:
+        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
+    yield from _expert_groups(model, experts)
+    if model.moe_router_enable_expert_bias and softmax:
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
+    if not model.moe_router_enable_expert_bias:
+        yield from needs(model, "moe_router_bias_update_rate", "--moe-router-enable-expert-bias")
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if len(kinds) != len(weights):
+        yield f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} of --moe-router-load-balancing-type"
+    elif len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and none alone"
+    elif kinds == ("none",) and any(weights):
+        yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than none"
+    if model.moe_expert_capacity_factor is None:
+        names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"
+        yield from needs(model, names, "--moe-expert-capacity-factor")
+    if model.moe_shared_expert_intermediate_size is None:
+        yield from needs(model, "moe_shared_expert_gate", "--moe-shared-expert-intermediate-size")
+
+
+def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:
+    groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if groups is None or chosen is None:
+        if groups is not None:
+            yield f"--moe-router-num-groups {groups} needs --moe-router-group-topk"
+        yield from needs(model, "moe_router_group_*", "--moe-router-num-groups")
+        return
+    if experts % groups:
+        yield f"--num-experts {experts} is not divisible by --moe-router-num-groups {groups}"
+    elif chosen > groups:
+        yield f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
+    elif topk > chosen * (experts // groups):
+        yield f"--moe-router-topk {topk} is more than the {chosen * (experts // groups)} experts of the chosen groups"
+    elif (scores := model.moe_router_group_scores) is None:
+        if topk % chosen or topk // chosen > experts // groups:
+            yield f"--moe-router-topk {topk} is not a multiple of --moe-router-group-topk {chosen}"
+    elif scores > experts // groups:
+        yield f"--moe-router-group-scores {scores} is more than the {experts // groups} experts of a group"

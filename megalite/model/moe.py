@@ -1,0 +1,146 @@
+"""Mixture of experts: a feed-forward layer of E experts, of which each token uses k (arXiv:1701.06538).
+
+Experts are split over the ranks ("ep", "etp"), and tokens travel to them (`parallel/dispatch.py`). The token's weight
+for an expert is applied between activation and down-projection, so that neither outputs nor activations need to be
+saved. Shared experts are one dense layer that processes every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.model.batch import LayerContext
+from megalite.model.mlp import MLP
+from megalite.model.router import Router
+from megalite.parallel import collectives
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.dispatch import Dispatcher
+from megalite.parallel.grouped import Groups, activated_grouped_linear, grouped_bias, grouped_linear
+from megalite.parallel.inside import Inside
+from megalite.parallel.mesh import Group
+from megalite.parallel.sharding import Constant, LogicalTensor, Normal
+from megalite.parallel.stage import LossTerm, TermSums
+from megalite_kernels.activation import FUNCTIONS
+
+
+class Experts(nn.Module):
+    """This rank's experts: down(weight * activation(up(x))), or down(weight * activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        name, experts, hidden, ffn = (
+            f"layers.{layer}.moe",
+            config.num_experts,
+            config.hidden_size,
+            config.expert_ffn_size,
+        )
+        self.activation = partial(FUNCTIONS[config.activation.name], bias=None)
+        draw = Normal(config.init_method_std)
+        if config.activation.gated:
+            pattern = "experts two ffn hidden -> (experts two) ffn hidden"
+            up = LogicalTensor(f"{name}.gate_up", (experts, 2, ffn, hidden), draw, True, pattern)
+            up_bias = LogicalTensor(f"{name}.gate_up_bias", (experts, 2, ffn), Constant(0.0), False)
+        else:
+            up = LogicalTensor(
+                f"{name}.up", (experts, ffn, hidden), draw, True, "experts ffn hidden -> experts ffn hidden"
+            )
+            up_bias = LogicalTensor(f"{name}.up_bias", (experts, ffn), Constant(0.0), False)
+        dimension = len(up.shape) - 2
+        pattern = "experts hidden ffn -> experts hidden ffn"
+        down = LogicalTensor(f"{name}.down", (experts, hidden, ffn), Normal(config.output_init_std), True, pattern)
+        down_bias = LogicalTensor(f"{name}.down_bias", (experts, hidden), Constant(0.0), False)
+        self.up = context.parameter(context.split(up, {0: "experts", dimension: "expert ffn"}))
+        self.down = context.parameter(context.split(down, {0: "experts", 2: "expert ffn"}))
+        self.up_bias = self.down_bias = None
+        if config.add_bias_linear:
+            self.up_bias = context.parameter(context.split(up_bias, {0: "experts", dimension: "expert ffn"}))
+            # Only the first rank of an expert adds it, so the ranks' gradients are summed.
+            added_once = replace(context.split(down_bias, {0: "experts"}), grad_is_partial=True)
+            self.down_bias = context.parameter(added_once)
+        self.adds_bias = context.group("expert ffn").rank == 0
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """Apply each row's expert, times its weight: [rows, hidden] and [rows] to [rows, hidden], sorted by expert.
+
+        With expert tensor parallelism, the result is this rank's part of the sum over the inner width.
+        """
+        inner = grouped_linear(rows, self.up, groups)
+        if self.up_bias is not None:
+            inner = inner + grouped_bias(self.up_bias, groups, inner.shape[1])
+        outputs = activated_grouped_linear(inner, weights, self.activation, self.down, groups)
+        if self.down_bias is not None:
+            bias = grouped_bias(self.down_bias, groups, outputs.shape[1])
+            outputs = outputs + (bias * (weights * self.adds_bias)[:, None]).to(outputs.dtype)
+        return outputs
+
+
+class MoE(nn.Module):
+    """Feed-forward layer of routed experts, and of shared experts if there are any."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.router = Router(config, context, layer)
+        self.experts = Experts(config, context, layer)
+        self.shared_experts: MLP | None = None
+        self.shared_gate = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            width = config.moe_shared_expert_intermediate_size
+            self.shared_experts = MLP(config, context, layer, "moe.shared", width)
+            if config.moe_shared_expert_gate:
+                draw = Normal(config.init_method_std)
+                gate = LogicalTensor(f"layers.{layer}.moe.shared_gate", (1, config.hidden_size), draw, True)
+                self.shared_gate = context.parameter(context.replicated(gate))
+        mesh = context.mesh
+        # Without sequence parallelism, all tensor-parallel ranks have the same tokens, and nothing travels.
+        self.replicas = mesh.group("tp") if mesh.size("tp") > 1 and not context.sequence_parallel else None
+        if self.replicas is not None and (mesh.size("ep"), mesh.size("etp")) != (1, mesh.size("tp")):
+            raise ValueError("without sequence parallelism, experts can only be split over the tensor-parallel ranks")
+        group = Group((mesh.rank,), 0) if self.replicas is not None else context.group("experts", "expert ffn")
+        self.dispatcher = Dispatcher(
+            group,
+            config.num_experts,
+            parts=1 if self.replicas is not None else mesh.size("etp"),
+            kind=config.moe_token_dispatcher_type,
+        )
+        self.padded = config.moe_pad_expert_input_to_capacity
+
+    @staticmethod
+    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+        """Declare the loss terms of the routers."""
+        return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the ranks that share the experts."""
+        return [
+            Inside(name, "ep x etp", has_gradient) for name, has_gradient in self.dispatcher.collectives(self.padded)
+        ]
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
+        if self.replicas is not None and torch.is_grad_enabled():
+            raise ValueError(
+                "a layer with experts on several tensor-parallel ranks trains only with sequence parallelism"
+            )
+        experts, weights, counts, terms = self.router(hidden, context)
+        capacity = self.router.capacity(context.layout.length) if self.training and self.padded else None
+        if capacity is not None:
+            capacity = hidden.shape[1] * min(capacity, hidden.shape[0])
+        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), experts, weights, capacity)
+        output = arrived.combine(self.experts(arrived.rows, arrived.weights, arrived.groups)).view_as(hidden)
+        if self.replicas is not None:
+            output = collectives.all_reduce_(output, self.replicas)
+        if self.shared_experts is not None:
+            shared, _ = self.shared_experts(hidden, context)
+            if self.shared_gate is not None:
+                shared = shared * torch.sigmoid(F.linear(hidden, self.shared_gate))
+            output = output + shared
+        return self.router.tally.count(counts, output), terms

@@ -1,0 +1,120 @@
+"""A run with experts: records of its steps, notes, and loads that are the same on every layout."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.optim import statistics
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.state import states_of
+from megalite.training import expert_loads
+from megalite.training.data import open_data
+from megalite.training.summary import summary
+from megalite.training.trainer import Trainer
+from tests.distributed.layout_expected import on_ranks
+from tests.harness.rank_pool import RankPools
+
+STEPS, SKIPPED, EXPERTS, TOPK, LENGTH, BATCH = 3, 1, 4, 2, 8, 4
+FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
+--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+--init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size {BATCH}
+--train-iters {STEPS} --eval-iters 1 --lr 0.02 --lr-decay-style constant --weight-decay 0
+--num-experts {EXPERTS} --moe-router-topk {TOPK} --moe-layer-freq [0,1,1,0] --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 --moe-z-loss-coeff 0.01
+--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1
+--moe-expert-capacity-factor 1"""
+
+
+def infinite(*arguments: Any) -> dict[str, float]:
+    """Return the norms of a gradient that is not finite."""
+    return {"weights": math.inf, "vectors": 0.0, "token_tables": 0.0}
+
+
+def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]], str, list[str]]:
+    """Train steps, one of which is skipped, each followed by an evaluation.
+
+    Returns the records' figures, the states, the summary's line on the model, and notes for ranks on two nodes.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(flags.split()).config, size)
+    mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
+    trainer = Trainer(config, open_data(config), mesh)
+    line = str(summary(trainer)["model"])
+    with mock.patch.object(expert_loads, "host_name", return_value=f"node{rank % 2}"):
+        notes = [note for note in trainer.notes() if "experts" in note]
+    records = []
+    with trainer.loader:
+        for number in range(STEPS):
+            with mock.patch.object(statistics, "norms", infinite if number == SKIPPED else statistics.norms):
+                records.append(dict(trainer.step().extra))
+            trainer.evaluate(trainer.data.train)
+    states = {state.sharding.name: state.values.tolist() for state in states_of(trainer.network)}
+    return records, states, line, notes
+
+
+LAYOUTS = {
+    "recomputed": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
+    "experts apart": (2, "--ep 2 --use-distributed-optimizer"),
+    "parts": (2, "--tp 2 --sequence-parallel --moe-token-dispatcher-type alltoall"),
+    "stages": (4, "--pp 2 --pipeline-schedule zb-v --ep 2"),
+}
+
+
+@cache
+def alone() -> Any:
+    (found,) = on_ranks(RankPools(), 1, trained, FLAGS)
+    return found
+
+
+def test_a_record_has_losses_loads_and_drops() -> None:
+    records, states, line, notes = alone()
+    assert line.endswith("2 layers have 4 experts, of which a token uses 2")
+    assert not notes
+    losses = {"seq_load_balancing_loss", "global_load_balancing_loss", "moe_z_loss", "router_entropy"}
+    loads = {f"{kind}_expert_load/layer_{layer}" for kind in ("max", "min") for layer in (1, 2)}
+    for number, record in enumerate(records):
+        assert set(record) == (losses if number == SKIPPED else losses | loads | {"dropped_assignments"})
+    first = records[0]
+    assert 0 < first["router_entropy"] <= math.log(EXPERTS)
+    assert 0 < first["dropped_assignments"] < 0.5
+    for layer in (1, 2):
+        assert 0 <= first[f"min_expert_load/layer_{layer}"] < 1 < first[f"max_expert_load/layer_{layer}"]
+    # Before the first step, all loads are even, so the loss of two layers is the sum of all shares: 1 for each.
+    assert first["global_load_balancing_loss"] == pytest.approx(2, rel=1e-7)
+    assert set(states) == {
+        f"layers.{layer}.moe.{name}" for layer in (1, 2) for name in ("expert_bias", "previous_load")
+    }
+    for name, values in states.items():
+        if name.endswith("expert_bias"):  # after two updates
+            assert {round(abs(value) / 0.01) for value in values} <= {0, 1, 2}
+            assert any(values)
+        else:
+            counts = [value * BATCH * LENGTH * TOPK for value in values]
+            assert counts == pytest.approx([round(count) for count in counts], abs=1e-4)  # fp32 of whole counts
+            assert sum(values) == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loads_and_states_are_the_same_on_every_layout(layout: str, rank_pools: RankPools) -> None:
+    ranks, more = LAYOUTS[layout]
+    records, states, _, _ = alone()
+    held: dict[str, list[float]] = {}
+    for found, own, _, notes in on_ranks(rank_pools, ranks, trained, f"{FLAGS} {more}"):
+        held |= own
+        for name, values in own.items():
+            assert values == states[name], name
+        for record, wanted in zip(found, records, strict=True):
+            assert record.keys() == wanted.keys()
+            for name, value in wanted.items():
+                exact = "load/" in name or name == "dropped_assignments"
+                assert record[name] == (value if exact else pytest.approx(value, rel=1e-9)), name
+        assert len(notes) == (ranks > 1), notes
+    assert held == states

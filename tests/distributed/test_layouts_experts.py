@@ -1,0 +1,178 @@
+"""Layers with experts on layouts of both views of the ranks: steps against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megalite.parallel import collectives
+from tests.distributed.layout_cell import EXPERTS, Cell, make_cell, rates
+from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, run
+from tests.distributed.layout_run import (
+    Training,
+    held,
+    held_states,
+    initialized_chunks,
+    local_micro_batches,
+    make_meshes,
+)
+from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
+from tests.harness.covering_array import Row
+from tests.harness.rank_pool import RankPools
+
+LAYOUTS: dict[str, Row] = {
+    "alone": {"dp": 1, "recompute": "uniform", "dropout": 0.1},
+    "dp2": {"dp": 2, "zero": 1, "documents": True, "vocabulary": "odd"},
+    "ep2": {"dp": 2, "ep": 2, "loss_mask": "random"},
+    "etp2": {"dp": 2, "etp": 2, "zero": 3, "recompute": "block"},
+    "tp2-sp": {"dp": 1, "tp": 2, "sequence_parallel": True, "recompute": "selective"},
+    "tp2-sp-etp2": {"dp": 1, "tp": 2, "sequence_parallel": True, "etp": 2, "zero": 1},
+    "tp2-sp-ep2": {"dp": 1, "tp": 2, "sequence_parallel": True, "ep": 2, "dropout": 0.1},
+    "pp2": {"dp": 1, "pp": 2, "schedule": "zb-v"},
+    "pp2-ep2": {"dp": 2, "pp": 2, "ep": 2, "schedule": "interleaved-2", "overlap": "reduce", "zero": 2},
+    "pp2-tp2-sp": {"dp": 1, "tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "schedule": "zb-h1"},
+    "ep4": {"dp": 4, "ep": 4, "zero": 3, "overlap": "reduce and gather"},
+    "ep2-etp2": {"dp": 4, "ep": 2, "etp": 2, "zero": 2},
+    "tp2-sp-ep4": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 4, "zero": 1, "recompute": "uniform"},
+    "tp2-sp-ep2-etp2": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2, "optimizer": "muon"},
+    "dp4-instances": {"dp": 4, "ep": 2, "zero": 2, "instances": 2},
+}
+DATA: list[Row] = [{"padding": True}, {"drop_policy": "position"}, {"padded_experts": True, "padding": True}, {}]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
+    """The loads of a step decide the biases and the global balancing loss of the next ones."""
+    turn = list(EXPERTS).index(family) + list(LAYOUTS).index(layout)
+    data = DATA[turn % 4] if family == "switch" else {"padding": turn % 2 == 0}
+    dispatcher = ("alltoall", "allgather")[turn % 2]
+    cell = make_cell(LAYOUTS[layout] | data | {"family": family}, dispatcher=dispatcher, steps=3)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+SAME_BITS: dict[str, list[Row]] = {
+    "dispatchers": [
+        {"dp": 4, "ep": 2, "etp": 2, "dispatcher": dispatcher, "padded_experts": padded}
+        for padded in (False, True)
+        for dispatcher in ("alltoall", "allgather")
+    ],
+    "schedules": [
+        {"dp": 2, "ep": 2, "pp": pp, "schedule": schedule, "tied": False}
+        for pp, schedule in [(1, "1f1b"), (2, "1f1b"), (2, "gpipe"), (2, "zb-h1"), (2, "interleaved-2"), (2, "zb-v")]
+    ],
+    "recomputation": [
+        {"dp": 2, "ep": 2, "recompute": recompute} for recompute in ("none", "selective", "uniform", "block")
+    ],
+    "stages that shard no gradients": [{"dp": 2, "ep": 2, "zero": zero} for zero in (0, 1)],
+    "stages that shard gradients": [{"dp": 4, "ep": 2, "zero": zero} for zero in (2, 3)],
+}
+
+
+@pytest.mark.parametrize("which", SAME_BITS)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> None:
+    """Padding to the capacity changes the number of rows of a product, and so its bits: each way has its own.
+
+    The stages' sums of the balancing losses are added stage by stage: these alone may be rounded in another way.
+    """
+    cells = [make_cell(row | {"family": family}, steps=2) for row in SAME_BITS[which]]
+    if family != "switch":
+        cells = [cell for cell in cells if not cell.padded_experts]
+    results = [run(rank_pools, [cell])[0] for cell in cells]
+    for cell, result in zip(cells[1:], results[1:], strict=True):
+        first = next(n for n, other in enumerate(cells) if other.padded_experts == cell.padded_experts)
+        for loss, other in zip(result.losses, results[first].losses, strict=True):
+            assert_number_close(loss, other, str(cell))
+        assert_same_bits(replace(result, losses=results[first].losses), results[first], str(cell))
+        for name, values in results[first].states.items():
+            assert_bits_equal(result.states[name], values, f"{cell}: {name}")
+
+
+def test_micro_batches_of_another_size_train_the_same(rank_pools: RankPools) -> None:
+    """The terms per sequence, and those with the previous step's loads, do not depend on micro-batches."""
+    cells = [make_cell({"dp": 1, "family": "deepseek", "micro_batch_size": size}, steps=2) for size in (1, 2)]
+    for cell, result in zip(cells, run(rank_pools, cells), strict=True):
+        assert_as_expected(cell, result)
+
+
+def collectives_called(cell: Cell) -> list[tuple[int, int]]:
+    """Return, for forward and backward of a micro-batch, how many collectives run over ep x etp, and those declared."""
+    mesh = make_meshes([cell])[cell.split]
+    (chunk,) = initialized_chunks(mesh, cell)
+    chunk.train()
+    group, calls = mesh.group("ep", "etp"), 0
+
+    def counting(real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += arguments[-1] == group
+            return real(*arguments, **options)
+
+        return call
+
+    names = ("all_to_all_rows", "all_gather")
+    with mock.patch.multiple(collectives, **{name: counting(getattr(collectives, name)) for name in names}):
+        output = chunk({}, next(local_micro_batches(cell, 0, mesh.coordinate("dp"))))
+        forward = calls
+        sum(term.sum() for term in output.terms.values() if term.requires_grad).backward()
+    return [(forward, len(chunk.inside(backward=False))), (calls - forward, len(chunk.inside(backward=True)))]
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("more", [{}, {"recompute": "block"}, {"family": "switch", "padded_experts": True}], ids=str)
+def test_what_layers_do_together_is_declared(more: Row, dispatcher: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"dp": 2, "ep": 2, "family": "mixtral", "dispatcher": dispatcher} | more)
+    for rank in rank_pools(2).run(collectives_called, cell):
+        for called, declared in rank:
+            assert called == declared > 0
+
+
+def resumed(save: Cell, load: Cell, directory: Path) -> Any:
+    """Train a step and save it under one layout; load it and train the next one under another."""
+    meshes = make_meshes([save, load])
+    first = Training(meshes[save.split], save, initialized_chunks(meshes[save.split], save))
+    first.step(0)
+    path = first.save(directory, 1)
+    second = Training(meshes[load.split], load, initialized_chunks(meshes[load.split], load, seed=99))
+    second.load(path)
+    loss, update = second.step(1)
+    with second.optimizer.unsharded_parameters():
+        final = held(second.network, second.mesh, lambda parameter: parameter)
+    return loss, update.gradient_norm, final, held_states(second.network, second.mesh)
+
+
+SPLITS: list[Row] = [
+    {"dp": 4, "ep": 2, "etp": 2, "zero": 3},
+    {"dp": 1, "tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "zero": 1},
+    {"dp": 4, "ep": 4, "zero": 2},
+    {"dp": 4},
+    {"dp": 2, "pp": 2, "schedule": "zb-v", "etp": 2},
+    {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "zero": 3},
+]
+
+
+@pytest.mark.parametrize("family", ["deepseek", "switch"])
+@pytest.mark.parametrize("number", range(len(SPLITS)))
+def test_a_checkpoint_of_experts_goes_on_under_another_layout(
+    number: int, family: str, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    """Each layout saves, and the next one loads; biases and loads go with the weights."""
+    save, load = (make_cell(SPLITS[each % len(SPLITS)] | {"family": family}) for each in (number, number + 1))
+    ranks = rank_pools(4).run(resumed, save, load, tmp_path)
+    wanted = expected(replace(load, steps=2).alone())
+    for loss, norm, _, _ in ranks:
+        assert_number_close(loss, wanted.losses[1], "loss")
+        assert_number_close(norm, wanted.gradient_norms[1], "gradient norm")
+    final = assemble(rank[2] for rank in ranks)
+    for name, values in wanted.final.items():
+        assert_parameter_close(final[name], values, rates(load, 0).learning_rate, name)
+    states = assemble(rank[3] for rank in ranks)
+    assert set(states) == set(wanted.states)
+    for name, values in wanted.states.items():
+        assert_bits_equal(states[name], values, name)

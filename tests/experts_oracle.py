@@ -1,0 +1,171 @@
+"""The oracle of layers with experts: every expert is applied to every token, and nothing is permuted or sent.
+
+It imports nothing of megalite, and takes weights by global logical name:
+
+    layers.{i}.moe.router [experts, hidden]
+    layers.{i}.moe.gate_up [experts, 2, ffn, hidden] (gated) or moe.up [experts, ffn, hidden]    ...gate_up_bias|up_bias
+    layers.{i}.moe.down [experts, hidden, ffn]                                                   ...down_bias
+    layers.{i}.moe.shared.gate_up|up|down, as of a dense feed-forward layer       layers.{i}.moe.shared_gate [1, hidden]
+
+Choices are made token by token in Python: sorted by descending score, then by ascending number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SMALLEST_GAP = 1e-9
+"""The choices of all layouts agree if the scores on both sides of each decision differ by more than rounding."""
+
+
+@dataclass
+class Record:
+    """Decisions of a router on a batch, each [batch, sequence, experts]; `logits` have no masks."""
+
+    logits: Tensor
+    shares: Tensor  # of the scores
+    by_score: Tensor  # 1 for the best experts by score alone
+    routed: Tensor  # 1 for the chosen experts
+    kept: Tensor  # 1 for the chosen experts within capacity
+    real: Tensor  # [batch, sequence]: 1 for tokens that are not padding
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Options of the layers with experts; names and meaning are Megatron-LM's."""
+
+    topk: int
+    score: str = "softmax"  # of the chosen; "pre_softmax": of all; or "sigmoid"
+    scaling: float = 1.0
+    groups: tuple[int, int, int] | None = None  # their number, how many are chosen, how many scores make a group's
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+    losses: Mapping[str, float] = field(default_factory=dict)  # coefficients by kind
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
+
+    def layer(
+        self,
+        weights: Mapping[str, Tensor],
+        name: str,
+        hidden: Tensor,
+        activate: Callable[[Tensor], Tensor],
+        bias: Tensor | None,
+        padding: Tensor | None,
+        records: dict[str, Record],
+    ) -> Tensor:
+        """Apply the routed experts to [batch, sequence, hidden], and note under the layer's name what the router did.
+
+        `activate`: maps [..., 2, ffn] (gated) or [..., ffn] to [..., ffn].
+        """
+        logits = F.linear(hidden, weights[name + "router"])
+        batch, sequence, experts = logits.shape
+        real = torch.ones(batch, sequence, dtype=torch.bool) if padding is None else ~padding
+        scores, shares = logits.softmax(-1), logits.softmax(-1)
+        if self.score == "softmax":
+            scores = logits
+        elif self.score == "sigmoid":
+            scores = logits.sigmoid()
+            shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        by_score, routed = torch.zeros_like(logits), torch.zeros_like(logits)
+        weight = torch.zeros_like(logits)
+        for b in range(batch):
+            for s in range(sequence):
+                by_score[b, s, best(scores[b, s].tolist(), self.topk)] = 1.0
+                biased = scores[b, s] if bias is None else scores[b, s] + bias.to(scores.dtype)
+                chosen = self.choose(biased.tolist())
+                routed[b, s, chosen] = 1.0
+                of_chosen = logits[b, s, chosen]
+                if self.score == "softmax":
+                    of_chosen = of_chosen.softmax(-1)
+                elif self.score == "pre_softmax":
+                    of_chosen = scores[b, s, chosen]
+                else:
+                    of_chosen = of_chosen.sigmoid()
+                    if self.topk > 1:
+                        of_chosen = of_chosen / (of_chosen.sum() + 1e-20)
+                weight[b, s] = weight[b, s].index_add(0, torch.tensor(chosen), of_chosen * self.scaling)
+        by_score, routed = by_score * real[..., None], routed * real[..., None]
+        kept = routed.clone()
+        if self.capacity_factor is not None:
+            capacity = math.ceil(sequence * self.topk / experts * self.capacity_factor)
+            for b in range(batch):
+                for e in range(experts):
+                    takers = [s for s in range(sequence) if routed[b, s, e]]
+                    if self.drop_policy == "probs":
+                        takers.sort(key=lambda s: (-weight[b, s, e].item(), s))
+                    kept[b, takers[capacity:], e] = 0.0
+        records[name] = Record(logits, shares * real[..., None], by_score, routed, kept, real.to(logits.dtype))
+        output = torch.zeros_like(hidden)
+        gated = name + "gate_up" in weights
+        up_name = name + ("gate_up" if gated else "up")
+        for e in range(experts):
+            up = weights[up_name][e]
+            inner = F.linear(hidden, up.flatten(0, -2)).unflatten(-1, up.shape[:-1])
+            if up_name + "_bias" in weights:
+                inner = inner + weights[up_name + "_bias"][e]
+            of_expert = F.linear(activate(inner), weights[name + "down"][e])
+            if name + "down_bias" in weights:
+                of_expert = of_expert + weights[name + "down_bias"][e]
+            output = output + (weight * kept)[..., e : e + 1] * of_expert
+        return output
+
+    def choose(self, scores: Sequence[float]) -> list[int]:
+        """Return the numbers of the chosen experts."""
+        if self.groups is None:
+            return best(scores, self.topk)
+        count, chosen, summed = self.groups
+        size = len(scores) // count
+        groups = [scores[g * size : (g + 1) * size] for g in range(count)]
+        open_groups = best([sum(sorted(group)[-summed:]) for group in groups], chosen)
+        numbers = [e for e in range(len(scores)) if e // size in open_groups]
+        return [numbers[place] for place in best([scores[e] for e in numbers], self.topk)]
+
+    def loss(self, records: Iterable[Record], micro_batch_size: int, loads: Sequence[Tensor] | None) -> Tensor:
+        """Return the weighted balancing and z-losses of a batch, summed over layers.
+
+        `loads`: the share of each expert in the previous step's choices by score alone, for each record.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for number, record in enumerate(records):
+            experts = record.logits.shape[-1]
+            for kind, coefficient in self.losses.items():
+                if kind == "global_aux_loss":
+                    assert loads is not None
+                    shares = record.shares.sum((0, 1)) / record.real.sum()
+                    total = total + coefficient * experts * (loads[number] * shares).sum()
+                    continue
+                size = 1 if kind == "seq_aux_loss" else micro_batch_size
+                of_groups = []
+                for start in range(0, len(record.logits), size):
+                    tokens = record.real[start : start + size].sum()
+                    if not tokens:
+                        continue
+                    fractions = record.by_score[start : start + size].sum((0, 1)) / (self.topk * tokens)
+                    shares = record.shares[start : start + size].sum((0, 1)) / tokens
+                    of_groups.append(experts * (fractions * shares).sum())
+                total = total + coefficient * torch.stack(of_groups).mean()
+            if self.z_loss:
+                squares = record.logits.logsumexp(-1).square() * record.real
+                total = total + self.z_loss * squares.sum() / record.real.sum()
+        return total
+
+    def next_bias(self, bias: Tensor, record: Record) -> Tensor:
+        """Return the bias after a step: fp32, higher for experts with fewer tokens than the mean."""
+        counts = record.kept.sum((0, 1))
+        return bias + self.bias_rate * (counts.mean() - counts).sign().float()
+
+
+def best(scores: Sequence[float], count: int) -> list[int]:
+    """Return the places of the largest scores, largest first; of equal ones the first. Near ties are an error."""
+    order = sorted(range(len(scores)), key=lambda place: (-scores[place], place))
+    if count < len(scores):
+        gap = scores[order[count - 1]] - scores[order[count]]
+        assert gap == 0 or gap > SMALLEST_GAP, "choose another seed: rounding could decide this choice"
+    return order[:count]

@@ -1,0 +1,233 @@
+"""A layer with experts on one process, compared with the oracle: outputs, losses, counts and every gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.model.batch import LayerContext
+from megalite.model.moe import MoE
+from megalite.model.router import Z_LOSS, Router
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.tally import end_step
+from tests.experts_oracle import Experts, Record
+from tests.harness.close import assert_bits_equal
+from tests.oracle import Oracle, Routing
+
+SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 3, 8, 4
+LAYER = "layers.0.moe."
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of megalite's layer, and the same of the oracle's."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    experts: Experts = field(default_factory=lambda: Experts(topk=2))
+    activation: str = "swiglu"
+    padding: bool = False
+    router: float | None = None  # replaces all weights of the router
+    bias: tuple[float, ...] = ()
+
+
+SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid"}
+CASES = {
+    "softmax of the chosen": Case(),
+    "softmax of all": Case({"moe_router_pre_softmax": True}, Experts(2, "pre_softmax")),
+    "sigmoid": Case(SIGMOID, Experts(2, "sigmoid")),
+    "sigmoid of one": Case(SIGMOID | {"moe_router_topk": 1}, Experts(1, "sigmoid")),
+    "scaled": Case({"moe_router_topk_scaling_factor": 2.5}, Experts(2, scaling=2.5)),
+    "all experts": Case({"moe_router_topk": 4}, Experts(4)),
+    "groups": Case(
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_scores": 1},
+        Experts(2, groups=(2, 1, 1)),
+    ),
+    "groups by the sum of two": Case(
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, Experts(2, groups=(2, 1, 2))
+    ),
+    "biased to one": Case(
+        SIGMOID | {"moe_router_enable_expert_bias": True, "moe_router_topk": 1},
+        Experts(1, "sigmoid", bias_rate=1e-3),
+        bias=(0, 0, 100, 0),
+    ),
+    "equal logits": Case({}, Experts(2), router=0.0),
+    "capacity 1": Case({"moe_expert_capacity_factor": 0.1}, Experts(2, capacity_factor=0.1, losses={"aux_loss": 0.3})),
+    "equal logits over capacity": Case(
+        {"moe_expert_capacity_factor": 0.5}, Experts(2, capacity_factor=0.5), router=0.0
+    ),
+    "capacity for all": Case({"moe_expert_capacity_factor": 99.0}, Experts(2, capacity_factor=99.0)),
+    "dropped by position": Case(
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+        Experts(2, capacity_factor=0.5, drop_policy="position"),
+        padding=True,
+    ),
+    "padded experts": Case(
+        {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": True},
+        Experts(2, capacity_factor=0.75),
+        padding=True,
+    ),
+    "biases": Case({"add_bias_linear": True, "swiglu": False}, activation="gelu"),
+    "padded experts with biases": Case(
+        {
+            "add_bias_linear": True,
+            "moe_expert_capacity_factor": 0.75,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_shared_expert_intermediate_size": 12,
+        },
+        Experts(2, capacity_factor=0.75),
+    ),
+    "shared experts": Case({"moe_shared_expert_intermediate_size": 12}),
+    "gated shared experts": Case({"moe_shared_expert_intermediate_size": 12, "moe_shared_expert_gate": True}),
+    "loss per micro-batch": Case({}, Experts(2, losses={"aux_loss": 0.3}), padding=True),
+    "loss per sequence": Case({}, Experts(2, losses={"seq_aux_loss": 0.3}), padding=True),
+    "loss over steps": Case({}, Experts(2, losses={"global_aux_loss": 0.3}), padding=True),
+    "loss of sigmoids": Case(SIGMOID, Experts(2, "sigmoid", losses={"seq_aux_loss": 0.3, "aux_loss": 0.2})),
+    "z-loss": Case({"moe_z_loss_coeff": 0.2}, Experts(2, z_loss=0.2), padding=True),
+    "wide logits": Case({"moe_router_dtype": "fp64"}),
+}
+
+
+def config(case: Case) -> ModelConfig:
+    losses = case.experts.losses
+    plain: dict[str, Any] = {"swiglu": True, "add_bias_linear": False, "num_experts": EXPERTS}
+    if losses:
+        plain |= {"moe_router_load_balancing_type": tuple(losses), "moe_aux_loss_coeff": tuple(losses.values())}
+    return ModelConfig(2, HIDDEN, 2, ffn_hidden_size=10, init_method_std=0.5, **plain | case.options)
+
+
+def padding_of(case: Case) -> Tensor | None:
+    """Return which tokens are padding, [batch, sequence]: some of the first sample, and all of the last."""
+    return torch.arange(SEQUENCE) >= torch.tensor([[4], [SEQUENCE], [0]]) if case.padding else None
+
+
+def layer_of(case: Case) -> MoE:
+    layer = MoE(config(case), ParallelContext(ParallelMesh(), dtype=torch.float64), 0)
+    initialize(layer, 1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=generator)
+        if case.router is not None:
+            layer.router.weight.fill_(case.router)
+        if layer.router.expert_bias is not None:
+            layer.router.expert_bias.values.copy_(torch.tensor(case.bias))
+    return layer
+
+
+def run(case: Case, layer: MoE, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """Return output [batch, sequence, hidden], the weighted loss terms, and the terms."""
+    layout, padding = SequenceLayout.whole(SEQUENCE), padding_of(case)
+    rows = None if padding is None else padding.t()
+    context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs, padding=rows)
+    output, sums = layer(hidden.transpose(0, 1), context)
+    batch = type("Micro", (), {"tokens": torch.empty(BATCH, SEQUENCE), "padding": padding})
+    terms = Router.loss_terms(config(case))
+    assert set(sums) == {term.name for term in terms}
+    loss = sum(term.weight * sums[term.name] / term.count(batch) for term in terms)
+    return output.transpose(0, 1), torch.as_tensor(loss), sums
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_is_the_oracles(name: str) -> None:
+    case = CASES[name]
+    layer = layer_of(case)
+    hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    gradient = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    weights = {
+        piece.tensor.name: piece.view(parameter).detach().clone().requires_grad_()
+        for parameter, piece in named_pieces(layer)
+    }
+    bias = torch.tensor(case.bias) if case.bias else None
+    routing = Routing({LAYER: bias} if bias is not None else {}, padding_of(case))
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, theirs, routing)
+    record = routing.records[LAYER]
+    even = [torch.full((EXPERTS,), 1 / EXPERTS)]
+    expected_loss = case.experts.loss([record], BATCH, even)
+    output, loss, _ = run(case, layer, ours)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-12, atol=1e-12)
+    ((output * gradient).sum() + loss).backward()
+    ((expected * gradient).sum() + expected_loss).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
+    for parameter, piece in named_pieces(layer):
+        assert parameter.grad is not None, piece.tensor.name
+        wanted = weights[piece.tensor.name].grad
+        wanted = torch.zeros_like(weights[piece.tensor.name]) if wanted is None else wanted
+        torch.testing.assert_close(piece.view(parameter.grad), wanted, rtol=1e-11, atol=1e-12)
+    assert layer.router.tally.own.tolist() == counts(record)
+
+
+def counts(record: Record) -> list[int]:
+    """Return what a router counts: tokens per expert, choices per expert by score, and dropped choices."""
+    kept, by_score = (each.sum((0, 1)).long().tolist() for each in (record.kept, record.by_score))
+    return [*kept, *by_score, int(record.routed.sum() - record.kept.sum())]
+
+
+def test_equal_logits_choose_the_first_experts() -> None:
+    layer = layer_of(CASES["equal logits"])
+    run(CASES["equal logits"], layer, torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64))[0].sum().backward()
+    assert layer.router.tally.own[:EXPERTS].tolist() == [BATCH * SEQUENCE, BATCH * SEQUENCE, 0, 0]
+
+
+def test_without_training_nothing_is_dropped_counted_or_lost() -> None:
+    case = CASES["capacity 1"]
+    layer, dropless = layer_of(case), layer_of(CASES["softmax of the chosen"])
+    hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64)
+    layer.eval()
+    dropless.eval()
+    context = LayerContext(None, None, {}, RandomKey(0, ()), SequenceLayout.whole(SEQUENCE), ())
+    output, terms = layer(hidden.transpose(0, 1), context)
+    assert_bits_equal(output, dropless(hidden.transpose(0, 1), context)[0], "output")
+    assert not terms
+    assert not layer.router.tally.own.any()
+
+
+def test_the_bias_rises_for_experts_with_few_tokens_exactly() -> None:
+    """Beyond 2^24 tokens, one token fewer than the mean still raises the bias, and the mean leaves it."""
+    layer = layer_of(CASES["biased to one"])
+    assert layer.router.expert_bias is not None
+    layer.router.expert_bias.values.zero_()
+    mean = 2**40
+    layer.router.tally.own[:EXPERTS] = torch.tensor([mean - 1, mean, mean, mean + 1])
+    end_step([layer.router.tally])
+    rate = config(CASES["biased to one"]).moe_router_bias_update_rate
+    assert_bits_equal(layer.router.expert_bias.values, torch.tensor([rate, 0, 0, -rate]), "bias")
+
+
+def test_memory_is_the_rows_and_their_first_inner_tensors() -> None:
+    """At most 1.1 times topk * tokens * (hidden + 2 * ffn) numbers, with indices and the router's logits."""
+    options = {"num_experts": 8, "moe_router_topk": 2, "swiglu": True, "add_bias_linear": False}
+    large = ModelConfig(2, 128, 2, ffn_hidden_size=256, **options)  # type: ignore[arg-type]
+    layer = MoE(large, ParallelContext(ParallelMesh(), dtype=torch.float32), 0)
+    initialize(layer, 1)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens, layout = 512, SequenceLayout.whole(512)
+    hidden = torch.randn(tokens, 1, 128, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output, _ = layer(hidden, LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs))
+    kept.pop(hidden.untyped_storage().data_ptr(), None)  # the layer's input, which the norm before it keeps
+    assert output.requires_grad
+    assert sum(kept.values()) <= 1.1 * 2 * tokens * (128 + 2 * 256) * 4
+
+
+def test_z_loss_is_a_term_of_its_own() -> None:
+    _, _, terms = run(CASES["z-loss"], layer_of(CASES["z-loss"]), torch.randn(BATCH, SEQUENCE, HIDDEN).double())
+    assert terms[Z_LOSS].requires_grad
