@@ -1498,6 +1498,27 @@ MUTANTS = (
         "tests/distributed/test_layouts_experts.py::test_what_layers_do_together_is_declared",
     ),
     Mutant(
+        "the weights of Qwen's experts add up to 1 if they do not, and the other way round",
+        "megalite/conversion/config_keys.py",
+        """{"moe_router_pre_softmax": not config.get(name, default)}""",
+        """{"moe_router_pre_softmax": bool(config.get(name, default))}""",
+        f"{_FAMILIES}megalite_computes_what_transformers_does[qwen2-moe]",
+    ),
+    Mutant(
+        "the first layer of each group has Qwen's experts",
+        "megalite/conversion/config_keys.py",
+        "layer not in dense and (layer + 1) % step == 0",
+        "layer not in dense and layer % step == 0",
+        f"{_FAMILIES}megalite_computes_what_transformers_does[qwen3-moe]",
+    ),
+    Mutant(
+        "a folder with experts in two forms is read in one of them",
+        "megalite/conversion/huggingface.py",
+        "if others := sorted(files.tensors.keys() - names - {family.head}):",
+        "if others := []:",
+        f"{_FAMILIES}an_expert_that_is_missing_or_there_twice_or_of_another_width_is_refused",
+    ),
+    Mutant(
         "rows that are not contiguous are sent as they lie",
         "megalite/parallel/collectives.py",
         "    rows = rows.contiguous()\n",

@@ -60,7 +60,7 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
 
 def unread(*names: str) -> Keys:
-    """Return the entry for keys that are in some files of a family, but that transformers does not read."""
+    """Return the entry for keys that transformers does not read, or reads only for training."""
     return Keys(names, lambda _: {}, lambda _: {})
 
 
@@ -154,6 +154,50 @@ def soft_cap(name: str, default: float | None) -> Keys:
 
 def _whole(value: float) -> float:
     return int(value) if math.isfinite(value) and value == int(value) else value
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def num_experts(*names: str) -> Keys:
+    """Return the entry for the number of experts, which has the first of these names in files that are written."""
+
+    def read(config: Json) -> dict[str, Any]:
+        values = [config[name] for name in names if config.get(name) is not None]
+        if not values or any(value != values[0] for value in values):
+            raise CheckpointError(f"{names[0]} is missing" if not values else f"{' and '.join(names)} differ")
+        return {"num_experts": values[0]}
+
+    return Keys(names, read, lambda model: {names[0]: model.num_experts})
+
+
+def renormalized(name: str, default: bool) -> Keys:
+    """Return the entry for the key that says if the weights of the chosen experts add up to 1."""
+    return Keys(
+        (name,),
+        lambda config: {"moe_router_pre_softmax": not config.get(name, default)},
+        lambda model: {name: not model.moe_router_pre_softmax},
+    )
+
+
+def sparse_layers() -> Keys:
+    """Return the entry for Qwen's layers with experts: every decoder_sparse_step-th one that is not in a list."""
+
+    def read(config: Json) -> dict[str, Any]:
+        step, dense, layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or [], _layers(config)
+        if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
+            raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
+        with_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
+        if not any(with_experts):
+            raise CheckpointError("no layer has experts")
+        pattern = "[" + ",".join(str(int(each)) for each in with_experts) + "]"
+        return {"moe_layer_freq": None if all(with_experts) else pattern}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        dense = [number for number, layer in enumerate(model.layers) if layer.feed_forward == "dense"]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+    return Keys(("decoder_sparse_step", "mlp_only_layers"), read, write)
 
 
 # ------------------------------------------------------------------------------------------------ rotary embeddings
@@ -306,11 +350,16 @@ def _layer_types(model: ModelConfig) -> list[str]:
     return ["full_attention" if layer.keys_before is None else "sliding_attention" for layer in model.layers]
 
 
-def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
-    """Return for each layer whether it has a window, from layer_types or, if this key is missing, from `otherwise`."""
-    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+def _layers(config: Json) -> int:
+    layers = config["num_hidden_layers"]
     if type(layers) is not int or layers > MOST_LAYERS:
         raise CheckpointError(f"num_hidden_layers is {shown(layers)}, at most {MOST_LAYERS:,} are possible")
+    return layers
+
+
+def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
+    """Return for each layer whether it has a window, from layer_types or, if this key is missing, from `otherwise`."""
+    types, layers = config.get("layer_types"), _layers(config)
     if types is None:
         return [otherwise(layer) for layer in range(layers)]
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
@@ -321,7 +370,7 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
     return [kind == "sliding_attention" for kind in types]
 
 
-def window_everywhere(default: int = 4096) -> Keys:
+def window_everywhere(default: int | None = 4096) -> Keys:
     """Return the entry for Mistral: all layers have a window, or no layer if the key is null."""
 
     def read(config: Json) -> dict[str, Any]:

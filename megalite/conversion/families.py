@@ -5,6 +5,8 @@ Tensor names are those of published checkpoints. `mapping` explains the patterns
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
@@ -90,6 +92,109 @@ QWEN3 = _llama_like(
     keys.head_width(128),
     fixed("attention_bias", False),
     keys.window_from_layer(),
+)
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Return the rules for the experts of a layer one by one, with the names of their three matrices."""
+    each = f"{block}.experts.{{expert}}"
+    inner = "expert_ffn hidden -> 1 expert_ffn hidden"
+    return (
+        Rule(f"{block}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),)),
+        Rule(f"{each}.{gate}.weight", inner, (MappedBox("moe.gate_up", offset=(0,)),)),
+        Rule(f"{each}.{up}.weight", inner, (MappedBox("moe.gate_up", offset=(1,)),)),
+        Rule(f"{each}.{down}.weight", "hidden expert_ffn -> hidden expert_ffn", (MappedBox("moe.down"),)),
+    )
+
+
+_FUSED_EXPERTS = (
+    Rule(f"{_MLP}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),)),
+    Rule(
+        f"{_MLP}.experts.gate_up_proj",
+        "experts (two expert_ffn) hidden -> experts two expert_ffn hidden",
+        (MappedBox("moe.gate_up"),),
+    ),
+    Rule(
+        f"{_MLP}.experts.down_proj",
+        "experts hidden expert_ffn -> experts hidden expert_ffn",
+        (MappedBox("moe.down"),),
+    ),
+)
+_SHARED_GATE_OR_UP = "shared_ffn hidden -> 1 shared_ffn hidden"
+_SHARED_EXPERT = (
+    Rule(f"{_MLP}.shared_expert.gate_proj.weight", _SHARED_GATE_OR_UP, (MappedBox("moe.shared.gate_up", (), (0,)),)),
+    Rule(f"{_MLP}.shared_expert.up_proj.weight", _SHARED_GATE_OR_UP, (MappedBox("moe.shared.gate_up", (), (1,)),)),
+    Rule(
+        f"{_MLP}.shared_expert.down_proj.weight",
+        "hidden shared_ffn -> hidden shared_ffn",
+        (MappedBox("moe.shared.down"),),
+    ),
+    Rule(f"{_MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
+)
+_QWEN_EXPERTS = _experts(_MLP, "gate_proj", "up_proj", "down_proj")
+_OF_TRAINING = keys.unread("router_aux_loss_coef", "output_router_logits")
+_QWEN_KEYS = (
+    keys.num_experts("num_experts", "num_local_experts"),
+    keys.sparse_layers(),
+    keys.renormalized("norm_topk_prob", False),
+    key("moe_intermediate_size", "moe_ffn_hidden_size", written="expert_ffn_size"),
+    _OF_TRAINING,
+)
+
+
+def _with_experts(family: Family, rules: tuple[Rule, ...], *shared: Rule) -> Family:
+    """Return the family with rules for experts one by one, and for shared ones."""
+    fused = (*family.rules, *_FUSED_EXPERTS, *shared)
+    return replace(family, rules=(*family.rules, *rules, *shared), fused=fused)
+
+
+MIXTRAL = _with_experts(
+    _llama_like(
+        "mixtral",
+        "MixtralForCausalLM",
+        _WITHOUT_BIASES,
+        8,
+        keys.head_width(),
+        keys.window_everywhere(None),
+        keys.num_experts("num_local_experts", "num_experts"),
+        key("num_experts_per_tok", "moe_router_topk", 2),
+        fixed("router_jitter_noise", 0.0),
+        _OF_TRAINING,
+    ),
+    _experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
+)
+QWEN2_MOE = _with_experts(
+    _llama_like(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _WITHOUT_BIASES | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        16,
+        keys.head_width(),
+        keys.window_from_layer(),
+        fixed("qkv_bias", True),
+        key("num_experts_per_tok", "moe_router_topk", 4),
+        key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        *_QWEN_KEYS,
+    ),
+    _QWEN_EXPERTS,
+    *_SHARED_EXPERT,
+)
+QWEN3_MOE = _with_experts(
+    _llama_like(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _WITHOUT_BIASES | {"qk_layernorm": True},
+        4,
+        keys.head_width(),
+        fixed("attention_bias", False),
+        fixed("use_sliding_window", False),
+        keys.unread("sliding_window", "max_window_layers"),
+        key("num_experts_per_tok", "moe_router_topk", 8),
+        *_QWEN_KEYS,
+    ),
+    _QWEN_EXPERTS,
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
@@ -234,5 +339,8 @@ GPT_NEOX = Family(
     buffers=r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
 )
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3)
+FAMILIES = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
+)
 """Families in the order in which they are tried. A network may belong to several families."""

@@ -55,6 +55,8 @@ class Family:
     always: Mapping[str, Any]
     """Fields of ModelConfig that are the same for every model of the family."""
     rules: tuple[Rule, ...]
+    fused: tuple[Rule, ...] = ()
+    """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
     prefix: str = ""
     """Prefix of tensor names, which some files leave out."""
     renamed: Mapping[str, str] = field(default_factory=dict)

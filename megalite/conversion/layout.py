@@ -47,6 +47,10 @@ def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.pipeline_model_parallel_size < 1:
         raise ConfigurationError("--pipeline-model-parallel-size must be at least 1")
     size = parallel.tensor_model_parallel_size
-    for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
+    divided = {"attention heads": model.num_attention_heads, "feed-forward width": model.ffn_size}
+    if model.num_experts is not None:
+        divided["expert width"] = model.expert_ffn_size
+        divided["width of the shared experts"] = model.moe_shared_expert_intermediate_size or 0
+    for what, count in divided.items():
         if size < 1 or count % size:
             raise ConfigurationError(f"--tensor-model-parallel-size {size} does not divide the {what}, {count}")

@@ -68,6 +68,28 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "max_position_embeddings": 16384,
         },
     ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        {
+            "head_dim": 6,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 12,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -103,7 +125,7 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
         sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     elif kind is transformers.GPTNeoXConfig:
         del sizes["num_key_value_heads"], sizes["head_dim"]
-    elif kind is transformers.Qwen2Config:
+    elif kind in (transformers.Qwen2Config, transformers.Qwen2MoeConfig):
         del sizes["head_dim"]
         own = {key: value for key, value in own.items() if key != "head_dim"}
     return kind(**(sizes | own | dict(changes or {})))

@@ -170,6 +170,64 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
     assert {field: getattr(model, field) for field in said} == said
 
 
+# ------------------------------------------------------------------------------------------------ experts
+
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_that_are_one_tensor_are_read(folders: Path, name: str, tmp_path: Path) -> None:
+    theirs.save(tmp_path / "fused", name, save_original_format=False)
+    assert any(tensor.endswith("experts.gate_up_proj") for tensor in all_tensors(tmp_path / "fused"))
+    expected = torch.load(folders / f"{name}.pt")
+    assert distance(logits(open_huggingface(tmp_path / "fused"), TOKENS), expected) <= LOGITS
+
+
+def without(folder: Path, into: Path, lost: str, more: dict[str, Tensor] | None = None) -> Path:
+    """A copy of a folder without one tensor, and with more."""
+    tensors = all_tensors(folder)
+    del tensors[lost]
+    into.mkdir()
+    save_file(tensors | (more or {}), into / "model.safetensors")
+    shutil.copy(folder / "config.json", into)
+    return into
+
+
+def test_an_expert_that_is_missing_or_there_twice_or_of_another_width_is_refused(folders: Path, tmp_path: Path) -> None:
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    with pytest.raises(CheckpointError, match=f"{lost} is missing, but the model has"):
+        open_huggingface(without(folders / "qwen3-moe", tmp_path / "missing", lost))
+    wider = {lost: torch.zeros(17, 24)}
+    with pytest.raises(CheckpointError, match=rf"{lost} has shape \[17, 24\], but the model has \[16, 24\]"):
+        open_huggingface(without(folders / "qwen3-moe", tmp_path / "wider", lost, wider))
+    fused = {"model.layers.1.mlp.experts.gate_up_proj": torch.zeros(6, 32, 24)}
+    with pytest.raises(CheckpointError, match=r"experts both one by one and together, such as .*gate_up_proj"):
+        open_huggingface(without(folders / "qwen3-moe", tmp_path / "both", lost, fused))
+    one_more = {lost.replace(".3.", ".6."): torch.zeros(16, 24)}
+    with pytest.raises(CheckpointError, match=r"has weights that qwen3_moe does not have: .*experts\.6"):
+        open_huggingface(without(folders / "qwen3-moe", tmp_path / "more", lost, one_more))
+
+
+REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, but only 0.0 is supported"),
+    "two numbers of experts": ("qwen3-moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts and .* differ"),
+    "no number of experts": ("mixtral", {"num_local_experts": "gone"}, "num_local_experts is missing"),
+    "no layer with experts": ("qwen3-moe", {"decoder_sparse_step": 9}, "no layer has experts"),
+    "no step": ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 or"),
+    "more choices than experts": ("mixtral", {"num_experts_per_tok": 9}, "--moe-router-topk 9 is more than"),
+    "windows of Qwen 3": ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_EXPERTS)
+def test_configs_of_other_experts_are_refused(folders: Path, what: str) -> None:
+    name, changes, words = REFUSED_EXPERTS[what]
+    config = json.loads((folders / name / "config.json").read_text()) | changes
+    family = next(each for each in FAMILIES if each.name == config["model_type"])
+    with pytest.raises(CheckpointError, match=words):
+        family.model({key: value for key, value in config.items() if value != "gone"})
+
+
 # ------------------------------------------------------------------------------------------------ power of these tests
 
 
@@ -190,10 +248,11 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
-@pytest.mark.parametrize("name", ["llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe"])
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    tensors = [tensor for tensor in all_tensors(folders / name) if not re.search(r"\.(0|2|3)\.", tensor)]
+    others = re.compile(rf"(layers|h)\.(?!{2 if name == 'qwen2-moe' else 1}\.)\d")
+    tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
     for tensor in tensors:
@@ -273,6 +332,8 @@ SAID = {
     "gpt2-exact": {"exact_gelu": False},
     "gpt-neox": {"rotary_percent": 0.5, "use_parallel_residual": False},
     "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "mixtral": {"moe_router_pre_softmax": True, "moe_router_topk": 3},
+    "qwen2-moe": {"moe_router_pre_softmax": False},
     "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
 }
 

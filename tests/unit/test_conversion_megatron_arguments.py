@@ -150,3 +150,9 @@ def test_older_arguments_are_understood() -> None:
         num_layers=2, hidden_size=8, num_attention_heads=2, norm_epsilon=1e-6, position_embedding_type="rope",
         add_bias_linear=False, swiglu=True,
     )  # fmt: skip
+
+
+def test_a_network_with_experts_is_not_written() -> None:
+    model = ModelConfig(2, 8, 2, vocab_size=8, max_position_embeddings=8, num_experts=4)
+    with pytest.raises(CheckpointError, match="experts cannot be written for Megatron-LM yet: --saver hf writes them"):
+        arguments_of(model, {}, 8, 8)
