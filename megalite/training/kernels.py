@@ -24,6 +24,7 @@ from megalite.config.kernels import KernelsConfig
 from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
 from megalite.model.gpt import GPT
+from megalite.model.moe import MoE
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
@@ -33,6 +34,7 @@ _UNTRACED: tuple[tuple[type, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
+    (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
 )

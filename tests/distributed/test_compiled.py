@@ -57,6 +57,16 @@ def test_every_layout_is_the_oracles_with_what_one_has_compiled(rank_pools: Rank
     assert graphs == graphs[:1] * len(cells)
 
 
+def test_experts_are_left_out_and_nothing_is_compiled_again(rank_pools: RankPools) -> None:
+    """The numbers of rows differ in each step."""
+    rest = {"family": "mixtral", "dp": 2, "ep": 2, "recompute": "uniform", "compiled": "aot_eager"}
+    cell = make_cell(rest, steps=2)
+    (first, longer), graphs = run(rank_pools, [cell, replace(cell, steps=3)])
+    assert_as_expected(cell, first)
+    assert_as_expected(replace(cell, steps=3), longer)
+    assert graphs[0] == graphs[1] > 0
+
+
 @pytest.mark.wide
 def test_tensor_and_sequence_parallel_layers_are_the_oracles(rank_pools: RankPools) -> None:
     """Cells with biases, learned positions and LayerNorm."""

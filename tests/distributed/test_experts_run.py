@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -118,3 +119,25 @@ def test_loads_and_states_are_the_same_on_every_layout(layout: str, rank_pools: 
                 assert record[name] == (value if exact else pytest.approx(value, rel=1e-9)), name
         assert len(notes) == (ranks > 1), notes
     assert held == states
+
+
+def located(flags: str) -> str | None:
+    """Train a step in which the router of layer 2 overflows; return the report."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(flags.split()).config, size)
+    trainer = Trainer(config, open_data(config), ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
+    for chunk in trainer.chunks:
+        for number, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer):
+            if number == 2:
+                layer.mlp.router.weight.data.fill_(1e308)
+    with trainer.loader:
+        assert trainer.step().skipped
+        return trainer.locate_not_finite()
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (4, "--pp 2 --ep 2")])
+def test_a_router_that_overflows_is_located(ranks: int, layout: str, rank_pools: RankPools) -> None:
+    (report, *_) = on_ranks(rank_pools, ranks, located, f"{FLAGS} {layout}")
+    where = r"ranks 2 \(.*\), 3" if ranks == 4 else "rank 0"
+    assert report is not None
+    assert re.search(rf"NaN came first on {where} .*in the output of layer 2, mlp, router;", report), report
