@@ -74,7 +74,11 @@ def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: in
 def _copied(input: Tensor, tokens: Tensor) -> Tensor:
     if not len(input):
         return input.new_zeros(len(tokens), input.shape[1])
-    return torch.where((tokens < 0)[:, None], 0.0, input.index_select(0, tokens.clamp(min=0)))
+    absent = tokens < 0
+    copied = input.index_select(0, tokens.clamp(min=0))
+    if absent.device.type == "cpu" and not absent.any():  # most have no padding; on a GPU, asking would wait
+        return copied
+    return torch.where(absent[:, None], 0.0, copied)
 
 
 def _added(rows: Tensor, places: Tensor) -> Tensor:
