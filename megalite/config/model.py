@@ -364,6 +364,19 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
         yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {holding} can hold"
 
 
+def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
+    """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them."""
+    widths = {"attention heads": model.num_attention_heads, "feed-forward width": model.ffn_size}
+    if model.num_experts is not None:
+        widths |= {"expert width": model.expert_ffn_size}
+        widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
+    return [
+        f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
+        for what, width in widths.items()
+        if ranks < 1 or width % ranks
+    ]
+
+
 def least_parameters(model: ModelConfig) -> int:
     """Return the number of parameters of all matrices, without padding. An unknown vocabulary counts as 0."""
     heads, groups = model.num_attention_heads, model.kv_groups

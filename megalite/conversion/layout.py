@@ -10,6 +10,7 @@ import torch
 from megalite.checkpoint import Contents, Plan
 from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megalite.config.model import uneven_widths
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import make_chunks
@@ -46,11 +47,5 @@ def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
     """Raise ConfigurationError if the model cannot be divided equally among the ranks."""
     if parallel.pipeline_model_parallel_size < 1:
         raise ConfigurationError("--pipeline-model-parallel-size must be at least 1")
-    size = parallel.tensor_model_parallel_size
-    divided = {"attention heads": model.num_attention_heads, "feed-forward width": model.ffn_size}
-    if model.num_experts is not None:
-        divided["expert width"] = model.expert_ffn_size
-        divided["width of the shared experts"] = model.moe_shared_expert_intermediate_size or 0
-    for what, count in divided.items():
-        if size < 1 or count % size:
-            raise ConfigurationError(f"--tensor-model-parallel-size {size} does not divide the {what}, {count}")
+    if problems := uneven_widths(model, parallel.tensor_model_parallel_size):
+        raise ConfigurationError("\n".join(problems))

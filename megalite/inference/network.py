@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
+from megalite.config.model import uneven_widths
 from megalite.config.pipeline_layout import StageLayers
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
@@ -91,15 +92,8 @@ def choose_layout(
 def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise ConfigurationError if the model cannot be divided into these sizes."""
     tp, pp = tensor_parallel_size, pipeline_parallel_size
-    divided = {"attention heads": config.num_attention_heads, "feed-forward width": config.ffn_size}
-    if config.num_experts is not None:
-        divided["expert width"] = config.expert_ffn_size
-        divided["width of the shared experts"] = config.moe_shared_expert_intermediate_size or 0
-    for what, count in divided.items():
-        if count % tp:
-            raise ConfigurationError(
-                f"{count} {what} cannot be divided among {tp} ranks: choose another --tensor-model-parallel-size"
-            )
+    if problems := uneven_widths(config, tp):
+        raise ConfigurationError("\n".join(problems))
     if pp > config.num_layers:
         raise ConfigurationError(
             f"{pp} stages are more than the model's {config.num_layers} layers: choose a smaller "

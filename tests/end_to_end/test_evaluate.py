@@ -168,7 +168,7 @@ def refused(*flags: object, message: str) -> None:
         ),
         ("--text {texts}/text.jsonl --json-keys title", "text.jsonl:1: no field 'title' (--json-keys)"),
         ("--text {texts}/text.jsonl --data-path 1 {texts}/bare_text_document", "--text has no weight in the blend"),
-        ("--text {texts}/text.jsonl --tp 3", "4 attention heads cannot be divided among 3 ranks"),
+        ("--text {texts}/text.jsonl --tp 3", "--tensor-model-parallel-size 3 does not divide the attention heads, 4"),
         ("--text {texts}/text.jsonl --pp 2", "1 ranks cannot be divided"),
         ("--text {texts}/text.jsonl --pp 3", "3 stages are more than the model's 2 layers"),
     ],
