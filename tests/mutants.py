@@ -420,8 +420,8 @@ MUTANTS = (
     Mutant(
         "padding is a copy of the first token",
         "kernels/megalite_kernels/permutation.py",
-        "torch.where((tokens < 0)[:, None], 0.0,",
-        "torch.where((tokens < -1)[:, None], 0.0,",
+        "return torch.where(absent[:, None], 0.0, copied)",
+        "return copied",
         f"{_PERMUTATION}groups_are_padded_to_a_capacity",
     ),
     Mutant(
