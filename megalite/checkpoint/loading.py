@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -102,16 +102,24 @@ def load(
     return manifest.training
 
 
-def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
+def load_weights(
+    source: Source,
+    what: str,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    mesh: ParallelMesh,
+    fresh: Container[str] = (),
+) -> None:
     """Set the weights and the modules' state from a source, cast to the dtypes of this network.
 
     Every rank calls it. The optimizer starts fresh. Padding becomes zero. The source has each weight under its logical
-    name, and state under `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is
-    another model.
+    name, and state under `state/NAME`; without the state in `fresh`, which then keeps its initial values. Raises
+    CheckpointError, the same on every rank, if `what` cannot be read or is another model.
     """
     with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
         held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
+        held = [(name, region) for name, region in held if name.removeprefix(STATE) not in fresh]
         _raise_if_any(_difference(name, source.tensors.get(name), region.part) for name, region in held)
         _zero_the_rest(module, optimizer, state=False)
         for name, region in held:

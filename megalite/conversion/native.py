@@ -20,7 +20,7 @@ from megalite.config import DataConfig, OptimizerConfig, ParallelConfig, RunConf
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
-from megalite.conversion.opened import OpenedModel, Renamed
+from megalite.conversion.opened import OpenedModel, Renamed, states_of_training
 from megalite.errors import CheckpointError
 from megalite.process.progress import Advance
 from megalite.storage import open_directory
@@ -43,7 +43,9 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
-    if state := [name for name in reader.tensors if name.startswith(STATE)]:
+    model = model_config(reader.path, config)
+    state = [name for name in reader.tensors if name.startswith(STATE)]
+    if state and (state := [name for name in state if name.removeprefix(STATE) not in states_of_training(model)]):
         raise CheckpointError(f"{reader.path} has {', '.join(state[:8])}: no other format can store such state")
     names = {}
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
@@ -53,7 +55,7 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     tokenizer = {each.name: value for each in fields(TokenizerFlags) if (value := getattr(data, each.name))}
     return OpenedModel(
         f"megalite, {reader.path}",
-        model_config(reader.path, config),
+        model,
         Renamed(reader, names),
         tokenizer,
         data.seq_length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
+from megalite.parallel.state import states_of
 
 _SHOWN = 8
 _NAMES = 300
@@ -50,6 +51,16 @@ def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a network's logical tensors by name, in the order of the network."""
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     return {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
+
+
+def states_of_training(model: ModelConfig) -> set[str]:
+    """Return the names of modules' state that only training needs: the loads that a balancing loss remembers."""
+    without = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    names = [
+        {state.sharding.name for state in states_of(GPT(each, ParallelMesh(device=torch.device("meta"))))}
+        for each in (model, without)
+    ]
+    return names[0] - names[1]
 
 
 def check_sizes(folder: Path, model: ModelConfig) -> None:

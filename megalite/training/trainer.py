@@ -13,7 +13,7 @@ from torch import nn
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import RunConfig
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.model.head import LM_LOSS
@@ -262,7 +262,8 @@ class Trainer:
         """
         with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
-        checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
+        fresh = states_of_training(self.model_config)
+        checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
         self._load_notes = rounding_notes(opened, self.dtype)
 
     # ------------------------------------------------------------------------------------------------ metrics

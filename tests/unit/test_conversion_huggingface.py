@@ -24,6 +24,8 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Kind
 from megalite.commands.convert import report
 from megalite.config import DataConfig, ModelConfig
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
 from megalite.conversion import families
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
@@ -34,7 +36,12 @@ from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
+from megalite.parallel.state import states_of
+from megalite.training.data import open_data
+from megalite.training.display import Display
+from megalite.training.trainer import Trainer
 from tests.harness import huggingface as theirs
 from tests.harness.checkpoints import write as write_checkpoint
 from tests.harness.huggingface import CONFIGS
@@ -181,6 +188,28 @@ def test_experts_that_are_one_tensor_are_read(folders: Path, name: str, tmp_path
     assert any(tensor.endswith("experts.gate_up_proj") for tensor in all_tensors(tmp_path / "fused"))
     expected = torch.load(folders / f"{name}.pt")
     assert distance(logits(open_huggingface(tmp_path / "fused"), TOKENS), expected) <= LOGITS
+
+
+FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 66 --num-layers 4 --hidden-size 24
+    --ffn-hidden-size 40 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 8
+    --position-embedding-type rope --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --window-size 4,0 --hidden-dropout 0 --attention-dropout 0 --seq-length 16
+    --micro-batch-size 1 --lr 1e-3 --train-iters 1 --eval-iters 0 --num-experts 4 --rotary-base 1000000
+    --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1"""
+
+
+def test_loads_that_a_loss_remembers_begin_anew_and_stay_behind(folders: Path, tmp_path: Path) -> None:
+    config = resolve(parse_arguments([*FLAGS.split(), "--save", str(tmp_path / "run")]).config, 1)
+    trainer = Trainer(config, open_data(config), ParallelMesh(), tmp_path / "run")
+    trainer.load_model(open_huggingface(folders / "mixtral"))
+    states = list(states_of(trainer.network))
+    assert len(states) == 4
+    for state in states:
+        assert state.values.tolist() == [0.25] * 4
+    with trainer.loader, Display(1, 1, enabled=False) as display:
+        trainer.step()
+        trainer.save(display, last=True)
+    assert write_out(open_megalite(tmp_path / "run"), tmp_path / "out").name == "mixtral"
 
 
 def without(folder: Path, into: Path, lost: str, more: dict[str, Tensor] | None = None) -> Path:
