@@ -2174,8 +2174,8 @@ MUTANTS = (
     Mutant(
         "a conversion drops the state of modules",
         "megalite/conversion/native.py",
-        "if state := [name for name in reader.tensors if name.startswith(STATE)]:",
-        "if state := []:",
+        "not in states_of_training(model)]):",
+        "not in states_of_training(model)]) and False:",
         f"{_STATE}it_is_not_dropped_on_the_way_to_another_format",
     ),
     Mutant(

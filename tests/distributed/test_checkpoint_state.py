@@ -25,6 +25,7 @@ from megalite.checkpoint.plan import held_states
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import Cut, cut_by_weights, write_checkpoint
 from megalite.checkpoint.tensors import Kind
+from megalite.config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.conversion.native import open_megalite
 from megalite.errors import CheckpointError
@@ -445,7 +446,9 @@ def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
     assert torch.equal(values["state/toy.router.counts"], read(alone)["state/toy.router.counts"])
 
 
-def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
+def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8, max_position_embeddings=8)
+    monkeypatch.setattr("megalite.conversion.native.model_config", lambda path, config: model)
     with pytest.raises(CheckpointError, match=r"has state/toy.router.bias, .*: no other format can store"):
         open_megalite(alone)
 
