@@ -49,6 +49,7 @@ def test_from_hugging_face_onto_ranks_and_back(name: str, tmp_path: Path, rank_p
     for found in rank_pools(4).run(conversion_run.logits_of, tmp_path / "theirs", tokens, tp=2, pp=2):
         assert (found - expected).abs().max() <= LOGITS
     arguments = flags(tmp_path / "theirs", tmp_path / "run", steps=1)
+    arguments = [*arguments, "--sequence-parallel"]  # which experts need
     rank_pools(4).run(conversion_run.train, arguments, tp=2, pp=2, steps=0)
     model = export(tmp_path / "run", tmp_path / "ours")
     assert (theirs.logits(model, tokens) - expected).abs().max() <= LOGITS

@@ -432,4 +432,4 @@ def test_generation(place: Place, refused: Refused) -> None:
     assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1")
     assert "'one'" in refused(64, *command, "--prompt", "one")
     assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
-    assert "3 ranks" in refused(64, *command, "--prompt", "1", world_size=3)
+    assert "--tensor-model-parallel-size 3 does not divide" in refused(64, *command, "--prompt", "1", world_size=3)
