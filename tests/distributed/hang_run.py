@@ -34,8 +34,11 @@ def leave_dump(rank: int, folder: Path, record: Snapshot) -> None:
 
 
 def operations(record: Snapshot) -> int:
-    """Return the number of operations that the rank has begun."""
-    return sum(group.collectives + group.messages for group in record.groups)
+    """Return the number of operations that the rank has begun: recorded collectives, and messages.
+
+    torch counts a collective just before it records it, and a dump between the two would show only the number.
+    """
+    return sum((group.operations[-1].number if group.operations else 0) + group.messages for group in record.groups)
 
 
 class Place:
