@@ -108,6 +108,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     else:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
         values["moe_router_group_scores"] = model.routing_group_scores
+        values["moe_router_topk_scaling_factor"] = model.topk_scaling_factor
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     return values

@@ -53,6 +53,7 @@ def load(
     plan: Plan | None = None,
     state: bool = True,
     casts: bool = False,
+    optional: Container[str] = (),
 ) -> TrainingState:
     """Set the weights, the modules' state, and the optimizer's state (if given) from the checkpoint in folder `path`.
 
@@ -65,6 +66,8 @@ def load(
         state: if False, the optimizer starts fresh, and its master weights become copies of the loaded weights.
         casts: allow weights that were saved in another precision. They are rounded once, from the most precise saved
             values.
+        optional: modules' state, as `state/NAME`, that may be missing in the network, or in the checkpoint: it then
+            keeps its initial values.
 
     Raises:
         CorruptCheckpointError: a file is damaged. It is the same error on every rank. Some weights and state may
@@ -81,13 +84,14 @@ def load(
             if optimizer is not None:
                 _check_optimizer(manifest, optimizer, state, casts)
             chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
+            chosen = [(name, r) for name, r in chosen if name in manifest.tensors or name not in optional]
             _raise_if_any(_mismatch(manifest, name, region.part, casts) for name, region in chosen)
             wanted = _wanted(manifest, chosen)
             dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
         if described is None:
             check_all_see(str(manifest.checksum), path, mesh)
         kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
-        _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
+        _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds, optional)
         _zero_the_rest(module, optimizer, state)
         failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
         with raise_on_all_ranks(mesh, doing):
@@ -119,7 +123,7 @@ def load_weights(
     with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
         held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
-        held = [(name, region) for name, region in held if name.removeprefix(STATE) not in fresh]
+        held = [(name, region) for name, region in held if name not in fresh]
         _raise_if_any(_difference(name, source.tensors.get(name), region.part) for name, region in held)
         _zero_the_rest(module, optimizer, state=False)
         for name, region in held:
@@ -258,10 +262,15 @@ def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
 
 
 def _check_all_used(
-    manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: AnyPath, prefixes: tuple[str, ...]
+    manifest: Manifest,
+    ours: set[str],
+    mesh: ParallelMesh,
+    path: AnyPath,
+    prefixes: tuple[str, ...],
+    optional: Container[str],
 ) -> None:
     """Raise CheckpointError on every rank if the checkpoint holds a tensor that no rank loads."""
-    names = [name for name in manifest.tensors if name.startswith(prefixes)]
+    names = [name for name in manifest.tensors if name.startswith(prefixes) and name not in optional]
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
     used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
     flags = collectives.all_reduce_(used, mesh.world(), "max").tolist()

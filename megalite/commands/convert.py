@@ -92,7 +92,7 @@ def main() -> None:
     print(f"{written}: from {opened.what}, {tensors:,} tensors, {size:,} bytes")
     if not opened.data or (arguments.saver == "hf" and opened.folder is None):
         print("without a tokenizer: --tokenizer-model names a folder that has one")
-    if note := watched.note():
+    for note in (*opened.notes, *watched.notes()):
         print(note, file=sys.stderr)
     if arguments.verify:
         report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))

@@ -248,6 +248,11 @@ class ModelConfig:
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
+    def topk_scaling_factor(self) -> float:
+        """Factor of the weights of the chosen experts."""
+        return 1.0 if self.moe_router_topk_scaling_factor is None else self.moe_router_topk_scaling_factor
+
+    @property
     def routing_group_scores(self) -> int | None:
         """Number of best scores whose sum is the score of a group of experts; None without groups."""
         if self.moe_router_group_scores is not None or self.moe_router_group_topk is None:

@@ -200,6 +200,78 @@ def sparse_layers() -> Keys:
     return Keys(("decoder_sparse_step", "mlp_only_layers"), read, write)
 
 
+def leading_dense(name: str, default: int) -> Keys:
+    """Return the entry for the number of layers without experts, which are the first ones."""
+
+    def read(config: Json) -> dict[str, Any]:
+        dense, layers = config.get(name, default), _layers(config)
+        if type(dense) is not int or not 0 <= dense < layers:
+            raise CheckpointError(f"{name} is {shown(dense)} for {layers} layers")
+        return {"moe_layer_freq": f"[{','.join(['0'] * dense + ['1'] * (layers - dense))}]" if dense else None}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {name: next((number for number, layer in enumerate(model.layers) if layer.feed_forward == "moe"), 0)}
+
+    return Keys((name,), read, write)
+
+
+def shared_experts(name: str, width: str) -> Keys:
+    """Return the entry for the number of shared experts, each as wide as a routed one, whose width is key `width`."""
+
+    def read(config: Json) -> dict[str, Any]:
+        count = config.get(name, 1)
+        if type(count) is not int or count < 1:
+            raise CheckpointError(f"{name} is {shown(count)}, it must be a whole number above 0")
+        return {"moe_shared_expert_intermediate_size": count * config[width]}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {name: max((model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size, 1)}
+
+    return Keys((name,), read, write)
+
+
+def prediction_layers(name: str) -> Keys:
+    """Return the entry for the number of layers that predict further tokens, none of which megalite has."""
+
+    def read(config: Json) -> dict[str, Any]:
+        count = config.get(name) or 0
+        if type(count) is not int or not 0 <= count <= MOST_LAYERS:
+            raise CheckpointError(f"{name} is {shown(count)}, which is no number of layers")
+        return {}
+
+    return Keys((name,), read, lambda _: {name: 0})
+
+
+def expert_groups() -> Keys:
+    """Return the entry for groups of experts, whose score is the sum of their two best (DeepSeek-V3, GLM-4.5)."""
+
+    def read(config: Json) -> dict[str, Any]:
+        groups, chosen = config.get("n_group", 1), config.get("topk_group", 1)
+        if groups == 1:
+            return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"))
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": 2}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return {"n_group": model.moe_router_num_groups or 1, "topk_group": model.moe_router_group_topk or 1}
+
+    return Keys(("n_group", "topk_group"), read, write)
+
+
+def normalized_scores(name: str, topk: str) -> Keys:
+    """Return the entry for the key that says if the scores of the chosen experts, `topk` in number, add up to 1.
+
+    megalite normalizes them if there are several, and never a single one.
+    """
+
+    def read(config: Json) -> dict[str, Any]:
+        several = config[topk] != 1
+        if config.get(name, True) != several:
+            raise CheckpointError(f"{name} is {shown(config.get(name, True))}, but only {shown(several)} is supported")
+        return {}
+
+    return Keys((name,), read, lambda model: {name: model.moe_router_topk != 1})
+
+
 # ------------------------------------------------------------------------------------------------ rotary embeddings
 #
 # Keys are written with the names in published checkpoints, which every version of transformers reads (`rope_theta`,

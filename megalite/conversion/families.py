@@ -58,9 +58,20 @@ _RMS_NORM = {"normalization": "RMSNorm", "hidden_dropout": 0.0}
 _WITHOUT_BIASES = _RMS_NORM | {"add_bias_linear": False}
 
 
-def _llama_like(name: str, architecture: str, always: dict[str, object], groups: int | None, *own: Keys) -> Family:
-    """Return a family similar to Llama. `groups`: number of key-value heads if config.json does not have it."""
-    shared = (keys.activation("hidden_act", "silu", gated=True), keys.rotary(), tied(False))
+def _llama_like(
+    name: str,
+    architecture: str,
+    always: dict[str, object],
+    groups: int | None,
+    *own: Keys,
+    rotary: Keys | None = None,
+) -> Family:
+    """Return a family similar to Llama.
+
+    `groups`: number of key-value heads if config.json does not have it. `rotary`: entry for rotary embeddings; None:
+    that of Llama.
+    """
+    shared = (keys.activation("hidden_act", "silu", gated=True), rotary or keys.rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
     return Family(name, architecture, all_keys, always, _LLAMA_RULES, prefix="model.")
 
@@ -122,17 +133,18 @@ _FUSED_EXPERTS = (
         (MappedBox("moe.down"),),
     ),
 )
-_SHARED_GATE_OR_UP = "shared_ffn hidden -> 1 shared_ffn hidden"
-_SHARED_EXPERT = (
-    Rule(f"{_MLP}.shared_expert.gate_proj.weight", _SHARED_GATE_OR_UP, (MappedBox("moe.shared.gate_up", (), (0,)),)),
-    Rule(f"{_MLP}.shared_expert.up_proj.weight", _SHARED_GATE_OR_UP, (MappedBox("moe.shared.gate_up", (), (1,)),)),
-    Rule(
-        f"{_MLP}.shared_expert.down_proj.weight",
-        "hidden shared_ffn -> hidden shared_ffn",
-        (MappedBox("moe.shared.down"),),
-    ),
-    Rule(f"{_MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
-)
+
+
+def _shared_experts(block: str) -> tuple[Rule, ...]:
+    """Return the rules for the matrices of the shared experts, with the name of their block."""
+    inner = "shared_ffn hidden -> 1 shared_ffn hidden"
+    return (
+        Rule(f"{block}.gate_proj.weight", inner, (MappedBox("moe.shared.gate_up", (), (0,)),)),
+        Rule(f"{block}.up_proj.weight", inner, (MappedBox("moe.shared.gate_up", (), (1,)),)),
+        Rule(f"{block}.down_proj.weight", "hidden shared_ffn -> hidden shared_ffn", (MappedBox("moe.shared.down"),)),
+    )
+
+
 _QWEN_EXPERTS = _experts(_MLP, "gate_proj", "up_proj", "down_proj")
 _OF_TRAINING = keys.unread("router_aux_loss_coef", "output_router_logits")
 _QWEN_KEYS = (
@@ -179,7 +191,8 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *_SHARED_EXPERT,
+    *_shared_experts(f"{_MLP}.shared_expert"),
+    Rule(f"{_MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
 )
 QWEN3_MOE = _with_experts(
     _llama_like(
@@ -195,6 +208,40 @@ QWEN3_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
+)
+GLM4_MOE = replace(
+    _with_experts(
+        _llama_like(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            _WITHOUT_BIASES
+            | {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_dtype": "fp32",
+            },
+            8,
+            keys.head_width(),
+            key("rms_norm_eps", "norm_epsilon", 1e-5),
+            key("attention_bias", "add_qkv_bias", False),
+            key("use_qk_norm", "qk_layernorm", False),
+            keys.num_experts("n_routed_experts", "num_local_experts"),
+            key("num_experts_per_tok", "moe_router_topk", 8),
+            key("moe_intermediate_size", "moe_ffn_hidden_size", 1408, written="expert_ffn_size"),
+            key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, written="topk_scaling_factor"),
+            keys.leading_dense("first_k_dense_replace", 1),
+            keys.shared_experts("n_shared_experts", "moe_intermediate_size"),
+            keys.expert_groups(),
+            keys.normalized_scores("norm_topk_prob", "num_experts_per_tok"),
+            keys.prediction_layers("num_nextn_predict_layers"),
+            _OF_TRAINING,
+            rotary=keys.rotary(share="partial_rotary_factor", default_share=0.5),
+        ),
+        _QWEN_EXPERTS,
+        *_shared_experts(f"{_MLP}.shared_experts"),
+        Rule(f"{_MLP}.gate.e_score_correction_bias", "experts -> experts", (MappedBox("state/moe.expert_bias"),)),
+    ),
+    prediction_layers="num_nextn_predict_layers",
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
@@ -340,7 +387,15 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GLM4_MOE),
     *(GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3),
 )
 """Families in the order in which they are tried. A network may belong to several families."""
+
+LACKING = {
+    "deepseek_v2": "multi-head latent attention",
+    "deepseek_v3": "multi-head latent attention",
+    "gpt_oss": "attention sinks, a bias of the router, and its clamped activation",
+    "olmoe": "a norm of the queries and keys over all heads together",
+}
+"""Model types that are refused, with the parts of the network that megalite lacks."""

@@ -65,6 +65,11 @@ class Family:
     """Name of the output layer. Files of a tied model may also have it, if it equals the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
     """Pattern for the names of tensors that are not weights."""
+    prediction_layers: str | None = None
+    """Key of config.json for the number of layers after the last one, which predict further tokens.
+
+    megalite does not have such layers: they are left out on reading, with a note.
+    """
 
     def model(self, config: Json) -> ModelConfig:
         """Return the network that a config.json describes.
@@ -94,6 +99,16 @@ class Family:
         if model is None or problems:
             raise CheckpointError("\n".join(f"  {problem}" for problem in problems))
         return model
+
+    def left_out(self, config: Json) -> str | None:
+        """Return a pattern for the names of the tensors of prediction layers; None if the model has none.
+
+        `config` is one that `model` accepts.
+        """
+        if self.prediction_layers is None or not (count := config.get(self.prediction_layers)):
+            return None
+        layers = "|".join(str(config["num_hidden_layers"] + layer) for layer in range(count))
+        return rf"model\.layers\.({layers})\..*"
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json of a network.

@@ -15,10 +15,10 @@ from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.tensors import numbers_as_numbers, packed, widest
+from megalite.checkpoint.tensors import numbers_as_numbers, packed
 from megalite.config import ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion.families import FAMILIES
+from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
@@ -44,13 +44,13 @@ def open_huggingface(folder: Path) -> OpenedModel:
     config = read_json(folder / "config.json", largest=LARGEST_CONFIG)
     family = _family(folder, config)
     try:
-        model = family.model(config)
+        model, left_out = family.model(config), family.left_out(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
     logical = logical_tensors(model)
     forms = {frozenset(each.name for each in form): form for form in _forms(family, model, logical)}
-    files = HuggingFaceFiles(folder, family, frozenset().union(*forms))
+    files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
     if others := sorted(files.tensors.keys() - names - {family.head}):
         raise CheckpointError(f"{folder} has experts both one by one and together, such as {others[0]}")
@@ -67,7 +67,13 @@ def open_huggingface(folder: Path) -> OpenedModel:
                 "are tied: set tie_word_embeddings to false there if they are not"
             )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
-    return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
+    notes: tuple[str, ...] = ()
+    if files.left_out:
+        first = min(files.left_out, key=numbers_as_numbers)
+        left_out = f"{len(files.left_out):,} tensors of layers that predict further tokens (MTP), such as {first}"
+        notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
+    what = f"{family.name}, {folder}"
+    return OpenedModel(what, model, source, data, length, folder, is_huggingface=True, notes=notes)
 
 
 def _forms(family: Family, model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[list[FileTensor]]:
@@ -82,6 +88,8 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
             return family
+    if (lacking := LACKING.get(str(config.get("model_type")))) is not None:
+        raise CheckpointError(f"{folder / 'config.json'} is {config['model_type']}, for which megalite lacks {lacking}")
     known = ", ".join(family.architecture for family in FAMILIES)
     named = ", ".join(map(str, architectures[:8]))[:200] or "without an architecture"
     what = f"{shown(config.get('model_type'))}, {named}"
@@ -127,7 +135,7 @@ def write_huggingface(
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
     kinds = files.tensors
-    config["torch_dtype"] = dtype_name(widest(kinds.values()))
+    config["torch_dtype"] = dtype_name(dtype or opened.dtype)
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
     names = packed(sorted(kinds, key=numbers_as_numbers), lambda name: kinds[name].size, shard)
     shards = [[(name, kinds[name].whole) for name in group] for group in names]

@@ -40,13 +40,17 @@ _Tensors = dict[str, tuple[Kind, Callable[[], Tensor]]]
 class HuggingFaceFiles:
     """Weights in a folder, by their names in the family's table."""
 
-    def __init__(self, folder: Path, family: Family, expected: frozenset[str]) -> None:
-        """Open the files. `expected` has the names that the table has for this model.
+    def __init__(self, folder: Path, family: Family, expected: frozenset[str], left_out: str | None = None) -> None:
+        """Open the files.
+
+        `expected`: names that the table has for this model. `left_out`: pattern for the names of tensors of prediction
+        layers.
 
         Raises CheckpointError if a file is unreadable or has further weights.
         """
         self._read: dict[str, Callable[[], Tensor]] = {}
         self.tensors: dict[str, Kind] = {}
+        self.left_out: list[str] = []
         unknown = []
         for tensors in _open(folder):
             for name, (kind, read) in tensors.items():
@@ -58,6 +62,8 @@ class HuggingFaceFiles:
                         has = f"{folder} has {name} with the dtype {dtype_name(kind.dtype)}"
                         raise CheckpointError(f"{has}, supported are {', '.join(_DTYPES)}")
                     self._read[ours], self.tensors[ours] = read, kind
+                elif left_out is not None and re.fullmatch(left_out, name):
+                    self.left_out.append(name)
                 elif not re.fullmatch(family.buffers, name):
                     unknown.append(name)
         if unknown:

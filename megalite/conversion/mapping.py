@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megalite.checkpoint.manifest import covers, dtype_name
+from megalite.checkpoint.manifest import STATE, covers, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
@@ -36,7 +36,7 @@ class MappedBox:
     """Box of a logical tensor, stored in a tensor of the files."""
 
     tensor: str
-    """Name of the logical tensor, without `layers.N.` in a rule that applies per layer.
+    """Name of the logical tensor, without `layers.N.` in a rule that applies per layer. State is `state/NAME`.
 
     In a rule that applies per expert, the first axis of the logical tensor is the experts. All other fields of this
     class leave out this axis.
@@ -145,28 +145,36 @@ def _file_tensors(
     rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
 ) -> list[FileTensor]:
     """Return the tensors of a rule in one layer: one tensor, one per expert, or none if the rule does not apply."""
-    prefix = "" if layer is None else f"layers.{layer}."
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
-    if not all(prefix + piece.tensor in logical for piece in pieces):
+    names = [_logical_name(piece.tensor, layer) for piece in pieces]
+    if not all(name in logical for name in names):
         return []
     lengths = axis_lengths(model)
     axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
     shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
     found = []
-    for expert in range(logical[prefix + pieces[0].tensor][0]) if "{expert}" in rule.file else (None,):
+    for expert in range(logical[names[0]][0]) if "{expert}" in rule.file else (None,):
         boxes = []
-        for piece in pieces:
+        for logical_name, piece in zip(names, pieces, strict=True):
             index, offset = piece.index, piece.offset
             if expert is not None:  # the box has an axis of experts, of length 1
                 index, offset = (None, *index), (expert, *offset)
             view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, index)
             size = tuple(view(torch.empty(shape, device="meta")).shape)
             corner = (*offset, *(0,) * (len(size) - len(offset)))
-            boxes.append((prefix + piece.tensor, Box(corner, size), view))
+            boxes.append((logical_name, Box(corner, size), view))
         if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
             raise ValueError(f"the pieces of {rule.file} are not all of it")
         found.append(FileTensor(rule.file.format(layer=layer, expert=expert), shape, tuple(boxes)))
     return found
+
+
+def _logical_name(tensor: str, layer: int | None) -> str:
+    """Return the name of a logical tensor that a rule names, in a layer or outside the layers."""
+    if layer is None:
+        return tensor
+    kind = STATE if tensor.startswith(STATE) else ""
+    return f"{kind}layers.{layer}.{tensor.removeprefix(STATE)}"
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
@@ -247,13 +255,19 @@ class ToFiles:
     def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
         """Create the source.
 
-        `dtype`: dtype to cast to; None: no cast, or the widest dtype if a tensor is made of several.
+        `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
+        state is never cast.
         """
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = LastTensor()
         self.tensors = {
-            tensor.name: Kind(tensor.shape, dtype or widest(logical.tensors[name] for name, _, _ in tensor.boxes))
+            tensor.name: Kind(
+                tensor.shape,
+                dtype
+                if dtype is not None and not tensor.boxes[0][0].startswith(STATE)
+                else widest(logical.tensors[name] for name, _, _ in tensor.boxes),
+            )
             for tensor in mapping
         }
 

@@ -17,7 +17,7 @@ from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, numbers_as_numbers
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
@@ -177,7 +177,7 @@ def write_megatron(
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
     mapping = file_tensors(RULES, model, logical_tensors(model))
-    files = ToFiles(opened.source, mapping, dtype or widest(opened.source.tensors.values()))
+    files = ToFiles(opened.source, mapping, dtype or opened.dtype)
     stacked = _Stacked(files, model.num_layers, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)

@@ -15,12 +15,11 @@ from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.checkpoint.tensors import widest
 from megalite.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
-from megalite.conversion.opened import OpenedModel, Renamed, states_of_training
+from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
 from megalite.errors import CheckpointError
 from megalite.process.progress import Advance
 from megalite.storage import open_directory
@@ -44,10 +43,11 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
     model = model_config(reader.path, config)
-    state = [name for name in reader.tensors if name.startswith(STATE)]
-    if state and (state := [name for name in state if name.removeprefix(STATE) not in states_of_training(model)]):
-        raise CheckpointError(f"{reader.path} has {', '.join(state[:8])}: no other format can store such state")
-    names = {}
+    names = {name: name for name in reader.tensors if name.startswith(STATE)}
+    if names:
+        names = {name: name for name in names if name not in states_of_training(model)}
+        if others := [name for name in names if name not in logical_tensors(model)]:
+            raise CheckpointError(f"{reader.path} has {', '.join(others[:8])}: no other format can store such state")
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
@@ -87,9 +87,9 @@ def write_megalite(
     written; None: files of equal size. Raises CheckpointError if the disk fails, or if the directory already has this
     checkpoint.
     """
-    kinds = opened.source.tensors
-    dtype = dtype or widest(kinds.values())
-    source = Renamed(opened.source, {MODEL + name: name for name in kinds}, dtype)
+    dtype = dtype or opened.dtype
+    names = {name if name.startswith(STATE) else MODEL + name: name for name in opened.source.tensors}
+    source = Renamed(opened.source, names, dtype)
     if layout is None:
         cut = cut_evenly(source.tensors, -(-sum(kind.size for kind in source.tensors.values()) // FILE))
     else:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.tensors import Kind, Source
+from megalite.checkpoint.manifest import STATE
+from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.config.model import least_parameters
 from megalite.errors import CheckpointError
@@ -45,22 +46,33 @@ class OpenedModel:
     """Hugging Face folder with the tokenizer and related files, if there is one."""
     is_huggingface: bool = False
     """True if the weights are in that folder, too."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user, such as on weights that were left out."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Widest dtype of the weights. Modules' state, which is always fp32, does not count."""
+        return widest(kind for name, kind in self.source.tensors.items() if not name.startswith(STATE))
 
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's logical tensors by name, in the order of the network."""
-    network = GPT(model, ParallelMesh(device=torch.device("meta")))
-    return {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
+    """Return the shapes of a network's logical tensors by name, in the order of the network.
+
+    Modules' state on which the network's function depends follows as `state/NAME`.
+    """
+    without_losses = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    network = GPT(without_losses, ParallelMesh(device=torch.device("meta")))
+    weights = {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
+    states = (piece.tensor for state in states_of(network) for piece in state.sharding.pieces)
+    return weights | {STATE + tensor.name: tensor.shape for tensor in states}
 
 
 def states_of_training(model: ModelConfig) -> set[str]:
     """Return the names of modules' state that only training needs: the loads that a balancing loss remembers."""
-    without = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
-    names = [
-        {state.sharding.name for state in states_of(GPT(each, ParallelMesh(device=torch.device("meta"))))}
-        for each in (model, without)
-    ]
-    return names[0] - names[1]
+    if model.num_experts is None:
+        return set()
+    network = GPT(model, ParallelMesh(device=torch.device("meta")))
+    return {STATE + state.sharding.name for state in states_of(network)} - logical_tensors(model).keys()
 
 
 def check_sizes(folder: Path, model: ModelConfig) -> None:
@@ -80,13 +92,16 @@ def check_sizes(folder: Path, model: ModelConfig) -> None:
 
 
 class Renamed:
-    """Tensors of a source under other names, optionally cast to another dtype (a `Source`)."""
+    """Tensors of a source under other names, with the weights optionally cast to another dtype (a `Source`)."""
 
     def __init__(self, source: Source, names: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
         """Create the source. `names` has the name of each tensor in `source`, by its new name."""
         self._source, self._names = source, names
         kinds = {name: source.tensors[old] for name, old in names.items()}
-        self.tensors = {name: Kind(kind.shape, dtype or kind.dtype) for name, kind in kinds.items()}
+        self.tensors = {
+            name: Kind(kind.shape, torch.float32 if name.startswith(STATE) else dtype or kind.dtype)
+            for name, kind in kinds.items()
+        }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`."""
@@ -110,13 +125,13 @@ class Watched:
         if values.numel() and not all(math.isfinite(end.item()) for end in values.aminmax()):
             self._found.add(name)
 
-    def note(self) -> str | None:
-        """Return a warning about the tensors that were read so far; None if all values are finite."""
+    def notes(self) -> tuple[str, ...]:
+        """Return a warning about the tensors that were read so far; none if all values are finite."""
         if not self._found:
-            return None
+            return ()
         names = sorted(self._found)
         more = ", ..." if len(names) > _SHOWN else ""
         return (
             f"WARNING: {len(names):,} of {len(self.tensors):,} tensors have NaN or infinities: "
-            f"{', '.join(names[:_SHOWN])}{more}"
+            f"{', '.join(names[:_SHOWN])}{more}",
         )

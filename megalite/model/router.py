@@ -202,7 +202,7 @@ def routing_rule(config: ModelConfig) -> RoutingRule:
         topk=config.moe_router_topk,
         score_function=config.moe_router_score_function,
         pre_softmax=config.moe_router_pre_softmax,
-        scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
+        scaling_factor=config.topk_scaling_factor,
         groups=config.moe_router_num_groups or 1,
         group_topk=config.moe_router_group_topk or 1,
         group_scores=config.routing_group_scores or 1,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import TrainingState
-from megalite.checkpoint.manifest import dtype_name
+from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
 
@@ -21,7 +21,9 @@ _OTHERWISE = {
         recompute_granularity recompute_method recompute_num_layers manual_gc manual_gc_interval manual_gc_eval""",
     "optimizer": "optimizer_backend store_param_remainders",
 }
-_OF_THE_MODEL = ["hidden_dropout", "attention_dropout"]  # `check_compatible` compares the other fields
+_OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""
+# `check_compatible` compares the other fields of the model.
 
 
 def load_notes(
@@ -56,7 +58,8 @@ def load_notes(
 
 def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
     """Return a note if the weights are rounded to the precision of this run."""
-    wider = {kind.dtype for kind in opened.source.tensors.values() if torch.promote_types(kind.dtype, dtype) != dtype}
+    kinds = (kind for name, kind in opened.source.tensors.items() if not name.startswith(STATE))
+    wider = {kind.dtype for kind in kinds if torch.promote_types(kind.dtype, dtype) != dtype}
     if not wider:
         return ()
     saved = ", ".join(sorted(map(dtype_name, wider)))
@@ -69,7 +72,7 @@ def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
     A field that exists only in one of the two versions of the program is left out.
     """
     ours = json.loads(json.dumps(asdict(config)))
-    compared = {"model": _OF_THE_MODEL}
+    compared = {"model": _OF_THE_MODEL.split()}
     for section, others in _OTHERWISE.items():
         compared[section] = [name for name in ours[section] if name not in others.split()]
     return tuple(

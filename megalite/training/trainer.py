@@ -218,6 +218,8 @@ class Trainer:
         """
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
+        optional = states_of_training(self.model_config)
+        optional |= states_of_training(checkpoint.model_config(path, described.config))
         state = checkpoint.load(
             path,
             self.network,
@@ -227,6 +229,7 @@ class Trainer:
             plan=self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
+            optional=optional,
         )
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
@@ -264,7 +267,7 @@ class Trainer:
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
         fresh = states_of_training(self.model_config)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
-        self._load_notes = rounding_notes(opened, self.dtype)
+        self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
 
     # ------------------------------------------------------------------------------------------------ metrics
 

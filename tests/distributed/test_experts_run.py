@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from megalite.checkpoint.manifest import read_manifest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.optim import statistics
@@ -18,6 +20,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.state import states_of
 from megalite.training import expert_loads
 from megalite.training.data import open_data
+from megalite.training.display import Display
+from megalite.training.resume import find_resume_point
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
@@ -141,3 +145,31 @@ def test_a_router_that_overflows_is_located(ranks: int, layout: str, rank_pools:
     where = r"ranks 2 \(.*\), 3" if ranks == 4 else "rank 0"
     assert report is not None
     assert re.search(rf"NaN came first on {where} .*in the output of layer 2, mlp, router;", report), report
+
+
+def saved(flags: str, folder: str) -> dict[str, list[float]]:
+    """Train to the end of a run and save it; return the states and the notes on loading."""
+    config = resolve(parse_arguments([*flags.split(), "--save", folder, "--save-interval", "1"]).config, 1)
+    trainer = Trainer(config, open_data(config), ParallelMesh(), Path(folder))
+    resume_point = find_resume_point(config.checkpoint, ParallelMesh())
+    for path in resume_point.candidates.paths[:1]:
+        trainer.load(path, read_manifest(path), resume_point)
+    with trainer.loader, Display(1, 1, enabled=False) as display:
+        while trainer.iteration < trainer.iterations:
+            trainer.step()
+        trainer.save(display, last=True)
+    return {state.sharding.name: state.values.tolist() for state in states_of(trainer.network)}
+
+
+def test_a_run_that_resumes_may_begin_or_stop_to_remember_loads(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    flags = FLAGS.replace(f"--train-iters {STEPS}", "")
+    without = flags.replace(" global_aux_loss", "").replace("0.1 0.1", "0.1")
+    of_bias = {f"layers.{layer}.moe.expert_bias" for layer in (1, 2)}
+    of_loads = {f"layers.{layer}.moe.previous_load" for layer in (1, 2)}
+    assert saved(f"{flags} --train-iters 1", folder).keys() == of_bias | of_loads
+    resumed = f"--load {folder} --resume auto --override-opt-param-scheduler"
+    second = saved(f"{without} --train-iters 2 {resumed}", folder)
+    assert second.keys() == of_bias
+    assert max(map(abs, second["layers.1.moe.expert_bias"])) > 0.015  # two updates: the first was not lost
+    assert saved(f"{flags} --train-iters 2 {resumed}", folder) == second | dict.fromkeys(of_loads, [0.25] * EXPERTS)

@@ -190,17 +190,57 @@ def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path)
     assert "step 3/3" in train("megatron_style.sh", f"{save}-data", *data, EXTRA_FLAGS=f"{extra} --split 90,10,0")
 
 
+WITH_EXPERTS = {
+    "mixtral_8x7b.yaml": (32000, 46702.8),
+    "qwen1.5_moe_a2.7b.yaml": (151936, 14315.8),
+    "qwen3_30b_a3b.yaml": (151936, 30532.1),
+    "glm4.5_air.yaml": (151552, 106852.2),
+    "switch_base_8.yaml": (32128, 307.8),
+}
+"""Vocabulary and millions of parameters of each recipe with experts, counted by transformers if it has the model."""
+
+
+def tokens(vocabulary: int) -> list[str]:
+    """Return flags for random tokens of a vocabulary, which includes the end of document."""
+    return words(f"--mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary - 1}")
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: str) -> None:
+    small = words(
+        "--num-layers 2 --kv-channels 8 --num-experts 4 --moe-layer-freq 1 --moe-ffn-hidden-size 16 --ep 2 --pp 1"
+    )
+    fields = parse_arguments(recipe_flags(name, tmp_path, *tokens(60))).config.model
+    if fields.group_query_attention:
+        small += words("--num-query-groups 1")
+    if fields.moe_router_topk > 2:
+        small += words("--moe-router-topk 2")
+    if fields.moe_shared_expert_intermediate_size is not None:
+        small += words("--moe-shared-expert-intermediate-size 16")
+    out = train(name, *tokens(60), *TINY, *small)
+    assert "step 3/3" in out
+    assert "2 layers have 4 experts" in out
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "millions"),
-    [("gpt2_124m.sh", (), 124.4), ("llama_160m.yaml", MOCK_LLAMA, 162.4), ("megatron_style.sh", (), 8030)],
+    [
+        ("gpt2_124m.sh", (), 124.4),
+        ("llama_160m.yaml", MOCK_LLAMA, 162.4),
+        ("megatron_style.sh", (), 8030),
+        *((name, tuple(tokens(vocabulary)), millions) for name, (vocabulary, millions) in WITH_EXPERTS.items()),
+    ],
 )
 def test_recipes_are_of_the_size_they_name(
     name: str, arguments: tuple[str, ...], millions: float, tmp_path: Path
 ) -> None:
-    config = resolve(parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 2)
+    config = resolve(
+        parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 64 if name in WITH_EXPERTS else 2
+    )
     assert config.model.vocab_size is not None
     model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document is added
     mesh = ParallelMesh(rank=0, world_size=1, tensor_parallel_size=1, device=torch.device("meta"))
+    config = replace(config, parallel=replace(config.parallel, pipeline_model_parallel_size=1))
     chunks = make_chunks(config, model, mesh, make_stages(config))
     assert abs(count_parameters(chunks, mesh) / 1e6 - millions) < 0.001 * millions
 

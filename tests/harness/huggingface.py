@@ -90,6 +90,32 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "glm4-moe": (
+        transformers.Glm4MoeConfig,
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm4-moe-one": (
+        transformers.Glm4MoeConfig,
+        {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 8,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -152,6 +178,9 @@ def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
             last = name in ("model.norm.weight", "transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight")
             weight = (values * 0.3 + norm) * (0.2 if last else 1.0)
             parameter.copy_(weight - float(norm and around_one))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return model
 
 

@@ -23,7 +23,7 @@ from megalite.checkpoint.manifest import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensors import Kind
 from megalite.commands.convert import report
-from megalite.config import DataConfig, ModelConfig
+from megalite.config import DataConfig, ModelConfig, ParallelConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.conversion import families
@@ -179,7 +179,7 @@ def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path
 
 # ------------------------------------------------------------------------------------------------ experts
 
-WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe")
+WITH_EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "glm4-moe")
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -210,6 +210,56 @@ def test_loads_that_a_loss_remembers_begin_anew_and_stay_behind(folders: Path, t
         trainer.step()
         trainer.save(display, last=True)
     assert write_out(open_megalite(tmp_path / "run"), tmp_path / "out").name == "mixtral"
+
+
+@pytest.mark.parametrize("form", ["per expert", "fused"])
+def test_layers_that_predict_further_tokens_are_left_out_with_a_note(folders: Path, tmp_path: Path, form: str) -> None:
+    source = folders / "glm4-moe"
+    if form == "fused":
+        theirs.save(tmp_path / "fused", "glm4-moe", save_original_format=False)
+        source = tmp_path / "fused"
+    further = {
+        f"model.layers.{layer}.{name}": torch.zeros(24)
+        for layer in (4, 5)
+        for name in ("eh_proj.weight", "mlp.experts.0.up_proj.weight", "shared_head.norm.weight")
+    }
+    folder = rewrite(source, tmp_path / "with", all_tensors(source) | further)
+    with pytest.raises(CheckpointError, match=r"has weights that glm4_moe does not have: model\.layers\.4\.eh_proj"):
+        open_huggingface(folder)
+    folder = edit(folder, tmp_path / "described", num_nextn_predict_layers=2)
+    ended = convert("--loader", "hf", "--saver", "megalite", "--load-dir", folder, "--save-dir", tmp_path / "run")
+    assert ended.code == 0
+    assert re.search(r"note: .* has 6 tensors of layers .*\(MTP\), such as model\.layers\.4\.eh_proj", ended.stderr)
+    assert distance(logits(open_megalite(tmp_path / "run"), TOKENS), torch.load(folders / "glm4-moe.pt")) <= LOGITS
+    write_out(open_megalite(tmp_path / "run"), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_the_bias_of_the_choice_stays_precise(folders: Path, tmp_path: Path, saved: torch.dtype) -> None:
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    tensors = {key: values.bfloat16() for key, values in all_tensors(folders / "glm4-moe").items()}
+    tensors[name] = all_tensors(folders / "glm4-moe")[name].to(saved)
+    opened = open_huggingface(rewrite(folders / "glm4-moe", tmp_path / "source", tensors))
+    assert opened.dtype == torch.bfloat16
+    write_megalite(opened, tmp_path / "run", dtype=None, layout=ParallelConfig(), workers=1, advance=no_progress)
+    native = open_megalite(tmp_path / "run")
+    assert native.source.tensors["state/layers.2.moe.expert_bias"].dtype == torch.float32
+    assert native.source.tensors["layers.2.moe.router"].dtype == torch.bfloat16
+    write_out(native, tmp_path / "out", dtype=torch.float16)
+    written = all_tensors(tmp_path / "out")
+    assert torch.equal(written[name], tensors[name].float())
+    assert written["model.norm.weight"].dtype == torch.float16
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("kind", families.LACKING)
+def test_networks_that_megalite_lacks_parts_of_are_refused_with_these_parts(
+    folders: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = edit(folders / "llama", tmp_path / "other", model_type=kind, architectures=["OtherForCausalLM"])
+    with pytest.raises(CheckpointError, match=f"is {kind}, for which megalite lacks {families.LACKING[kind]}"):
+        open_huggingface(folder)
 
 
 def without(folder: Path, into: Path, lost: str, more: dict[str, Tensor] | None = None) -> Path:
@@ -244,6 +294,12 @@ REFUSED_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no layer with experts": ("qwen3-moe", {"decoder_sparse_step": 9}, "no layer has experts"),
     "no step": ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 or"),
     "more choices than experts": ("mixtral", {"num_experts_per_tok": 9}, "--moe-router-topk 9 is more than"),
+    "weights of one expert that add up to 1": ("glm4-moe-one", {"norm_topk_prob": True}, "but only False is supported"),
+    "weights that do not add up to 1": ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    "no layer with experts after the dense ones": ("glm4-moe", {"first_k_dense_replace": 4}, "is 4 for 4 layers"),
+    "no shared experts": ("glm4-moe", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+    "groups that do not divide": ("glm4-moe", {"n_group": 3}, "--moe-router-num-groups 3"),
+    "no number of prediction layers": ("glm4-moe", {"num_nextn_predict_layers": -1}, "is no number of layers"),
     "windows of Qwen 3": ("qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is"),
 }
 
@@ -277,10 +333,12 @@ class Planted(HuggingFaceFiles):
         return _changed(values) if name == self.planted else values
 
 
-@pytest.mark.parametrize("name", ["llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe"]
+)
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
-    others = re.compile(rf"(layers|h)\.(?!{2 if name == 'qwen2-moe' else 1}\.)\d")
+    others = re.compile(rf"(layers|h)\.(?!{2 if name in ('qwen2-moe', 'glm4-moe') else 1}\.)\d")
     tensors = [tensor for tensor in all_tensors(folders / name) if not others.search(tensor)]
     assert len(tensors) > 10
     monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
