@@ -37,6 +37,15 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """Inputs of a router besides the hidden states."""
+
+    bias: Tensor | None = None  # [experts]
+    padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
+    replayed: Tensor | None = None  # [batch, sequence, topk], -1 for the router's choice
+
+
+@dataclass(frozen=True)
 class Experts:
     """Options of the layers with experts; names and meaning are Megatron-LM's."""
 
@@ -56,8 +65,7 @@ class Experts:
         name: str,
         hidden: Tensor,
         activate: Callable[[Tensor], Tensor],
-        bias: Tensor | None,
-        padding: Tensor | None,
+        inputs: Inputs,
         records: dict[str, Record],
     ) -> Tensor:
         """Apply the routed experts to [batch, sequence, hidden], and note under the layer's name what the router did.
@@ -66,7 +74,8 @@ class Experts:
         """
         logits = F.linear(hidden, weights[name + "router"])
         batch, sequence, experts = logits.shape
-        real = torch.ones(batch, sequence, dtype=torch.bool) if padding is None else ~padding
+        bias, replayed = inputs.bias, inputs.replayed
+        real = torch.ones(batch, sequence, dtype=torch.bool) if inputs.padding is None else ~inputs.padding
         scores, shares = logits.softmax(-1), logits.softmax(-1)
         if self.score == "softmax":
             scores = logits
@@ -80,6 +89,8 @@ class Experts:
                 by_score[b, s, best(scores[b, s].tolist(), self.topk)] = 1.0
                 biased = scores[b, s] if bias is None else scores[b, s] + bias.to(scores.dtype)
                 chosen = self.choose(biased.tolist())
+                if replayed is not None and replayed[b, s].min() >= 0:
+                    chosen = replayed[b, s].tolist()
                 routed[b, s, chosen] = 1.0
                 of_chosen = logits[b, s, chosen]
                 if self.score == "softmax":

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dropout_rule import Dropout as Dropout
-from tests.experts_oracle import Experts, Record
+from tests.experts_oracle import Experts, Inputs, Record
 
 Weights = Mapping[str, Tensor]
 
@@ -43,6 +43,7 @@ class Routing:
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     padding: Tensor | None = None  # [batch, sequence], true for tokens that fill up a sample
     records: dict[str, Record] = field(default_factory=dict)
+    replayed: Mapping[str, Tensor] = field(default_factory=dict)  # [batch, sequence, topk], -1 for the router's choice
 
 
 NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
@@ -242,8 +243,8 @@ class Oracle:
     def moe(self, weights: Weights, name: str, hidden: Tensor, routing: Routing) -> Tensor:
         """The feed-forward half of a layer with experts."""
         assert self.experts is not None
-        bias = routing.biases.get(name)
-        output = self.experts.layer(weights, name, hidden, self.activate, bias, routing.padding, routing.records)
+        inputs = Inputs(routing.biases.get(name), routing.padding, routing.replayed.get(name))
+        output = self.experts.layer(weights, name, hidden, self.activate, inputs, routing.records)
         if name + "shared.down" not in weights:
             return output
         shared = self.mlp(weights, name + "shared.", hidden)

@@ -78,6 +78,10 @@ class TrainingConfig:
     """Steps between such collections; 0: only before evaluations."""
     manual_gc_eval: bool = True
     """Collect garbage also before each evaluation, if manual-gc is on."""
+    moe_record_routing: str | None = None
+    """Folder into which each training step writes the experts that its tokens chose, one file per sample."""
+    moe_replay_routing: str | None = None
+    """Folder with such files, or an inference engine's: tokens take these experts instead of choosing."""
 
     @property
     def dtype(self) -> str:
@@ -108,6 +112,12 @@ def training_problems(training: TrainingConfig) -> Iterator[str]:
     if training.manual_gc_interval and not training.manual_gc:
         yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
     yield from _ramp(training)
+    records, replays = training.moe_record_routing, training.moe_replay_routing
+    for flag, folder in (("--moe-record-routing", records), ("--moe-replay-routing", replays)):
+        if folder is not None and "://" in folder:
+            yield f"{flag} {folder}: give a folder of a file system"
+    if records is not None and records == replays:
+        yield f"--moe-record-routing {records} is the folder of --moe-replay-routing: give another"
 
 
 def _ramp(training: TrainingConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
+from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import micro_batch_samples
 from megalite.data.verification import Verification
 from megalite.errors import DataError
@@ -19,9 +20,12 @@ class MicroBatchArrays(SampleFields):
 
     Attributes:
         sample_ids: global number of each sample: its position in the order in which the run consumes samples.
+        replayed: [micro_batch_size, sequence_length, layers with experts, topk], the recorded choices of experts; None
+            if none are replayed.
     """
 
     sample_ids: range
+    replayed: np.ndarray | None
 
 
 @dataclass(eq=False)
@@ -38,6 +42,7 @@ class MicroBatchLoader:
         vocab_size: tokens must be below it; data without a record of its tokenizer may have larger ones.
         num_workers: threads that read the next step's micro-batches during this step; 0: read when requested.
         verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
+        routing: records of routing to replay; None: none.
     """
 
     dataset: Dataset[SampleFields]
@@ -48,6 +53,7 @@ class MicroBatchLoader:
     vocab_size: int
     num_workers: int = 0
     verification: Verification | None = None
+    routing: RoutingRecords | None = None
 
     def __post_init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
@@ -107,6 +113,9 @@ class MicroBatchLoader:
             if all(each is None for each in padded)
             else np.stack([whole if each is None else each for each in padded]),
             sample_ids=samples,
+            replayed=None
+            if self.routing is None
+            else np.stack([self.routing.read(sample, tokens.shape[1]) for sample in samples]),
         )
 
     def close(self) -> None:

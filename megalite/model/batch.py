@@ -31,6 +31,10 @@ class MicroBatch:
         key: key of the random numbers.
         layout: indices of the tokens in their samples; by default, the rank has full samples.
         padding: [batch, sequence] bool, true for tokens that only fill up a sample; None if there are none.
+        replayed: [batch, sequence, layers with experts, topk] int64, the experts that routers take instead of choosing;
+            -1 where they choose. None: they always choose.
+        choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
+            among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
     """
 
     tokens: Tensor
@@ -41,6 +45,8 @@ class MicroBatch:
     key: RandomKey
     layout: SequenceLayout = _WHOLE
     padding: Tensor | None = None
+    replayed: Tensor | None = None
+    choices: dict[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.layout is _WHOLE:
@@ -62,6 +68,8 @@ class LayerContext:
             parallelism.
         cache: keys and values of earlier tokens; None if there are none.
         padding: [tokens of `rows`, batch] bool, true for tokens that only fill up a sample; None if there are none.
+        replayed: [tokens of `rows`, batch, layers with experts, topk], as in `MicroBatch`.
+        choices: as in `MicroBatch`.
     """
 
     rotary: tuple[Tensor, Tensor] | None
@@ -72,6 +80,8 @@ class LayerContext:
     rows: Runs
     cache: KeyValueCache | None = None
     padding: Tensor | None = None
+    replayed: Tensor | None = None
+    choices: dict[int, Tensor] | None = None
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

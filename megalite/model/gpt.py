@@ -147,10 +147,25 @@ class GPT(nn.Module):
         masks = {window: see(window) for window in self.windows}
         layout = micro_batch.layout
         rows = layout.part(*self.shard)
-        padding = None
-        if micro_batch.padding is not None:
-            padding = torch.cat([micro_batch.padding[:, run.start : run.stop] for run in rows], dim=1).t()
-        return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache, padding)
+
+        def own_rows(values: Tensor | None) -> Tensor | None:
+            """Return the rows of [batch, sequence, ...] values, as [tokens of `rows`, batch, ...]."""
+            if values is None:
+                return None
+            return torch.cat([values[:, run.start : run.stop] for run in rows], dim=1).transpose(0, 1)
+
+        return LayerContext(
+            rotary,
+            windowed_rotary,
+            masks,
+            micro_batch.key,
+            layout,
+            rows,
+            cache,
+            padding=own_rows(micro_batch.padding),
+            replayed=own_rows(micro_batch.replayed),
+            choices=micro_batch.choices,
+        )
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
         """Make the attention mask of layers with this window: the keys of the sample that each token sees."""

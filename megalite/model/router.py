@@ -57,6 +57,7 @@ class Router(nn.Module):
     """Router of one layer.
 
     Attributes:
+        number: number of this router among those of the network.
         expert_bias: [experts], fp32: the bias of the choice; None without.
         previous_load: [experts], fp32: the share of each expert in the choices of the previous step; None without
             global_aux_loss.
@@ -68,6 +69,7 @@ class Router(nn.Module):
         super().__init__()
         assert config.num_experts is not None
         name, self.experts = f"layers.{layer}.moe", config.num_experts
+        self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
         self.config, self.rule, self.sample_group = (
             config,
             routing_rule(config),
@@ -123,10 +125,15 @@ class Router(nn.Module):
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
         by_score = choose_experts(logits, None, RoutingRule(self.rule.topk)).view(*shape, -1)
         chosen = choose_experts(logits, bias, self.rule)
+        if context.replayed is not None:
+            replayed = context.replayed[:, :, self.number].flatten(0, 1)
+            chosen = torch.where(replayed < 0, chosen, replayed)
         weights = routing_weights(logits, chosen, self.rule)
         chosen = chosen.view(*shape, -1)
         if padding is not None:
             by_score, chosen = (each.masked_fill(padding[:, :, None], -1) for each in (by_score, chosen))
+        if context.choices is not None:
+            context.choices[self.number] = chosen.int()
         routed = (chosen >= 0).sum()
         if self.training and (capacity := self.capacity(context.layout.length)) is not None:
             chosen = _within(chosen, weights.detach(), capacity, self.config.moe_token_drop_policy, self.sample_group)

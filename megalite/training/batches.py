@@ -30,6 +30,7 @@ def to_micro_batches(
             labels=moved(fields["labels"]),
             loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
             padding=None if fields["padding"] is None else moved(fields["padding"]),
+            replayed=None if fields["replayed"] is None else moved(fields["replayed"]),
             key=RandomKey(seed, tuple(fields["sample_ids"])),
         )
         for fields in arrays

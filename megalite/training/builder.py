@@ -16,6 +16,7 @@ from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, 
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
+from megalite.data.routing_records import RoutingRecords
 from megalite.model import gpt
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
@@ -39,7 +40,11 @@ from megalite.training.data import RunData
 
 
 def make_loader(
-    config: RunConfig, mesh: ParallelMesh, data: RunData, dataset: Dataset[SampleFields]
+    config: RunConfig,
+    mesh: ParallelMesh,
+    data: RunData,
+    dataset: Dataset[SampleFields],
+    routing: RoutingRecords | None = None,
 ) -> MicroBatchLoader:
     return MicroBatchLoader(
         dataset,
@@ -49,6 +54,7 @@ def make_loader(
         vocab_size=data.tokenizer.vocab_size,
         num_workers=config.data.num_workers,
         verification=data.verification,
+        routing=routing,
     )
 
 

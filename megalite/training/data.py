@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -14,10 +15,12 @@ from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
+from megalite.data.routing_records import RoutingRecords
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
+from megalite.errors import DataError
 
 PROBES = 16
 """Number of samples whose checksums a checkpoint keeps."""
@@ -34,6 +37,8 @@ class RunData:
     notes: tuple[str, ...] = ()
     verification: Verification | None = None
     """Check of the token files in the background, while the run starts and trains."""
+    routing: RoutingRecords | None = None
+    """Records of routing that training replays."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -94,8 +99,19 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
     train, valid, test, notes = _open_datasets(config, tokenizer, samples, verification)
     if train is None:
         raise ValueError("a run of no steps has no data")
+    replayed = training.moe_replay_routing
+    routing = None if replayed is None else routing_records(config, replayed)
+    if routing is not None and routing.is_empty:
+        raise DataError(f"--moe-replay-routing {replayed} has no records: they are files like {routing.path(0).name}")
     verification.begin()
-    return RunData(tokenizer, train, valid, test, notes, verification)
+    return RunData(tokenizer, train, valid, test, notes, verification, routing)
+
+
+def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
+    """Return the records of routing in a folder, for the network of the run."""
+    model = config.model
+    layers = tuple(layer.feed_forward == "moe" for layer in model.layers)
+    return RoutingRecords(Path(folder), layers, model.num_experts or 0, model.moe_router_topk)
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:

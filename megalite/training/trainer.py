@@ -30,7 +30,15 @@ from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
 from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.data import RunData, global_batch_size, last_iteration, order_notes, seen_samples, vocab_size
+from megalite.training.data import (
+    RunData,
+    global_batch_size,
+    last_iteration,
+    order_notes,
+    routing_records,
+    seen_samples,
+    vocab_size,
+)
 from megalite.training.display import Display
 from megalite.training.expert_loads import expert_loads, node_notes
 from megalite.training.flops import flops_per_token, peak_flops
@@ -41,7 +49,8 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint
-from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SECOND_RUN, Sections
+from megalite.training.routing_recorder import RoutingRecorder
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
 
 class Trainer:
@@ -93,7 +102,12 @@ class Trainer:
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
-        self.loader = builder.make_loader(config, mesh, data, data.train)
+        self.loader = builder.make_loader(config, mesh, data, data.train, data.routing)
+        self.routing_recorder: RoutingRecorder | None = None
+        if config.training.moe_record_routing is not None:
+            records = routing_records(config, config.training.moe_record_routing)
+            sample_group = mesh.group(*self.chunks[0].context.sample_axes)
+            self.routing_recorder = RoutingRecorder(records, mesh, sample_group)
         self.plan = builder.make_plan(config, self.model_config, mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
@@ -108,6 +122,8 @@ class Trainer:
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
             micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+        if self.routing_recorder is not None:
+            micro_batches = self.routing_recorder.begin_step(micro_batches, is_first=self.consumed_samples == 0)
         own_counts = loss_terms.counted(self.terms, micro_batches, self.mesh.device)
         counts = loss_terms.total_counts(self.terms, own_counts, self.mesh)
 
@@ -123,6 +139,9 @@ class Trainer:
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
+        if self.routing_recorder is not None:
+            with self.sections(SAVE):
+                self.routing_recorder.end_step(micro_batches)
         losses = loss_terms.means(loss_terms.total_sums(self.terms, sums, self.mesh), counts)
         scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
 from megalite.checkpoint.manifest import read_manifest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.data.routing_records import RoutingRecords
+from megalite.errors import ConfigurationError, DataError
 from megalite.optim import statistics
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.state import states_of
@@ -173,3 +176,105 @@ def test_a_run_that_resumes_may_begin_or_stop_to_remember_loads(tmp_path: Path) 
     assert second.keys() == of_bias
     assert max(map(abs, second["layers.1.moe.expert_bias"])) > 0.015  # two updates: the first was not lost
     assert saved(f"{flags} --train-iters 2 {resumed}", folder) == second | dict.fromkeys(of_loads, [0.25] * EXPERTS)
+
+
+def routed(flags: str, steps: int) -> list[float]:
+    """Train steps; return the losses and the norms of the gradients."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(flags.split()).config, size)
+    mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
+    trainer = Trainer(config, open_data(config), mesh)
+    found = []
+    with trainer.loader:
+        for _ in range(steps):
+            metrics = trainer.step()
+            found += [metrics.lm_loss, metrics.grad_norm]
+            trainer.evaluate(trainer.data.train)  # which neither records nor replays
+    return found
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Return a folder with the records of a run of one process, and what the run computed."""
+    folder = tmp_path_factory.mktemp("routing") / "records"
+    ((*found,),) = on_ranks(RankPools(), 1, routed, f"{FLAGS} --moe-record-routing {folder}", STEPS)
+    return folder, found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_records_are_the_same_on_every_layout(
+    layout: str, rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
+) -> None:
+    ranks, more = LAYOUTS[layout]
+    on_ranks(rank_pools, ranks, routed, f"{FLAGS} {more} --moe-record-routing {tmp_path / 'records'}", STEPS)
+    assert files(tmp_path / "records") == files(recorded[0])
+    assert len(files(recorded[0])) == STEPS * BATCH
+
+
+def test_a_run_that_replays_its_own_records_is_the_same_bit_for_bit(
+    recorded: tuple[Path, list[float]], rank_pools: RankPools, tmp_path: Path
+) -> None:
+    folder, expected = recorded
+    flags = f"{FLAGS} --moe-replay-routing {folder} --moe-record-routing {tmp_path / 'again'}"
+    (found,) = on_ranks(rank_pools, 1, routed, flags, STEPS)
+    assert found == expected
+    assert files(tmp_path / "again") == files(folder)
+
+
+def other_choices(folder: Path) -> None:
+    """Write choices at random for all samples, some tokens without."""
+    generator = np.random.default_rng(1)
+    records = RoutingRecords(folder, (False, True, True, False), EXPERTS, TOPK)
+    folder.mkdir()
+    for sample in range(STEPS * BATCH):
+        chosen = generator.random((LENGTH - 1, 2, EXPERTS)).argsort(-1)[..., :TOPK]
+        chosen[generator.random((LENGTH - 1, 2)) < 0.2] = -1
+        records.write(sample, chosen)
+
+
+def test_other_choices_train_the_same_on_every_layout(
+    rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
+) -> None:
+    other_choices(tmp_path / "given")
+    flags = f"{FLAGS} --moe-replay-routing {tmp_path / 'given'}"
+    (expected,) = on_ranks(rank_pools, 1, routed, f"{flags} --moe-record-routing {tmp_path / 'alone'}", STEPS)
+    assert expected != recorded[1]
+    for layout, (ranks, more) in LAYOUTS.items():
+        folder = tmp_path / layout.replace(" ", "-")
+        for found in on_ranks(rank_pools, ranks, routed, f"{flags} {more} --moe-record-routing {folder}", STEPS):
+            assert found == pytest.approx(expected, rel=1e-10), layout
+        assert files(folder) == files(tmp_path / "alone")
+    for sample in range(STEPS * BATCH):
+        given, taken = (np.load(tmp_path / name / f"{sample:012d}.npy") for name in ("given", "alone"))
+        assert np.array_equal(taken[: LENGTH - 1][given >= 0], given[given >= 0])
+        assert (taken >= 0).all()
+
+
+def test_records_of_an_earlier_run_are_not_mixed_with_others(
+    recorded: tuple[Path, list[float]], rank_pools: RankPools, tmp_path: Path
+) -> None:
+    before = files(recorded[0])
+    with pytest.raises(ConfigurationError, match=r"has records of an earlier run: give another folder"):
+        routed(f"{FLAGS} --moe-record-routing {recorded[0]}", 1)
+    assert files(recorded[0]) == before
+    with pytest.raises(DataError, match=r"has no records: they are files like 000000000000\.npy"):
+        routed(f"{FLAGS} --moe-replay-routing {tmp_path}", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--moe-record-routing a --moe-replay-routing a", "is the folder of --moe-replay-routing"),
+        ("--moe-record-routing s3://a/b", "s3://a/b: give a folder of a file system"),
+    ],
+)
+def test_folders_that_cannot_be_are_refused(flags: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        resolve(parse_arguments([*FLAGS.split(), *flags.split()]).config, 1)
+    dense = FLAGS.partition("--num-experts")[0]
+    with pytest.raises(ConfigurationError, match="--moe-record-routing needs --num-experts"):
+        resolve(parse_arguments([*dense.split(), "--moe-record-routing", "a"]).config, 1)

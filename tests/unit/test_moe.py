@@ -38,6 +38,7 @@ class Case:
     padding: bool = False
     router: float | None = None  # replaces all weights of the router
     bias: tuple[float, ...] = ()
+    replayed: bool = False
 
 
 SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid"}
@@ -94,6 +95,15 @@ CASES = {
     "loss of sigmoids": Case(SIGMOID, Experts(2, "sigmoid", losses={"seq_aux_loss": 0.3, "aux_loss": 0.2})),
     "z-loss": Case({"moe_z_loss_coeff": 0.2}, Experts(2, z_loss=0.2), padding=True),
     "wide logits": Case({"moe_router_dtype": "fp64"}),
+    "replayed": Case(
+        {"moe_router_pre_softmax": True},
+        Experts(2, "pre_softmax", losses={"aux_loss": 0.3}),
+        padding=True,
+        replayed=True,
+    ),
+    "replayed over capacity": Case(
+        SIGMOID | {"moe_expert_capacity_factor": 0.75}, Experts(2, "sigmoid", capacity_factor=0.75), replayed=True
+    ),
 }
 
 
@@ -108,6 +118,16 @@ def config(case: Case) -> ModelConfig:
 def padding_of(case: Case) -> Tensor | None:
     """Return which tokens are padding, [batch, sequence]: some of the first sample, and all of the last."""
     return torch.arange(SEQUENCE) >= torch.tensor([[4], [SEQUENCE], [0]]) if case.padding else None
+
+
+def replayed_of(case: Case) -> Tensor | None:
+    """Return choices at random, [batch, sequence, topk]; in the second sample, the router chooses for some tokens."""
+    if not case.replayed:
+        return None
+    scores = torch.rand(BATCH, SEQUENCE, EXPERTS, generator=torch.Generator().manual_seed(5))
+    chosen = scores.argsort(-1)[..., : case.experts.topk]
+    chosen[1, 2:4] = -1
+    return chosen
 
 
 def layer_of(case: Case) -> MoE:
@@ -129,9 +149,20 @@ def run(case: Case, layer: MoE, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
     """Return output [batch, sequence, hidden], the weighted loss terms, and the terms."""
     layout, padding = SequenceLayout.whole(SEQUENCE), padding_of(case)
     rows = None if padding is None else padding.t()
-    context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs, padding=rows)
+    replayed, choices = replayed_of(case), dict[int, Tensor]()
+    if replayed is not None:
+        replayed = replayed.transpose(0, 1)[:, :, None]
+    key = RandomKey(0, ())
+    context = LayerContext(None, None, {}, key, layout, layout.runs, padding=rows, replayed=replayed, choices=choices)
     output, sums = layer(hidden.transpose(0, 1), context)
     batch = type("Micro", (), {"tokens": torch.empty(BATCH, SEQUENCE), "padding": padding})
+    if replayed is not None:
+        recorded = replayed[:, :, 0].int()
+        if rows is not None:
+            recorded = recorded.masked_fill(rows[:, :, None], -1)
+        chosen = torch.where(recorded < 0, -1, choices[0])
+        assert torch.equal(chosen, recorded)
+        assert (choices[0][2:4, 1] >= 0).all()  # the router's own choices are recorded, too
     terms = Router.loss_terms(config(case))
     assert set(sums) == {term.name for term in terms}
     loss = sum(term.weight * sums[term.name] / term.count(batch) for term in terms)
@@ -149,7 +180,12 @@ def test_a_layer_is_the_oracles(name: str) -> None:
         for parameter, piece in named_pieces(layer)
     }
     bias = torch.tensor(case.bias) if case.bias else None
-    routing = Routing({LAYER: bias} if bias is not None else {}, padding_of(case))
+    replayed = replayed_of(case)
+    routing = Routing(
+        {LAYER: bias} if bias is not None else {},
+        padding_of(case),
+        replayed={LAYER: replayed} if replayed is not None else {},
+    )
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
     expected = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, theirs, routing)
     record = routing.records[LAYER]
