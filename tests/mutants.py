@@ -1304,8 +1304,8 @@ MUTANTS = (
     Mutant(
         "gradients of rows travel back by the counts of the way there",
         "megalite/parallel/dispatch.py",
-        "collectives.all_to_all_rows(gradients[0], ctx.received, ctx.sent, ctx.group)",
-        "collectives.all_to_all_rows(gradients[0], ctx.sent, ctx.received, ctx.group)",
+        "collectives.all_to_all_rows_async(rows, receive_counts, send_counts, group)",
+        "collectives.all_to_all_rows_async(rows, send_counts, receive_counts, group)",
         "tests/distributed/test_dispatch.py::test_rows_arrive_and_gradients_return[rows-3]",
     ),
     Mutant(
@@ -1465,8 +1465,8 @@ MUTANTS = (
     Mutant(
         "an all-gather adds the ranks' sums the other way round",
         "megalite/parallel/dispatch.py",
-        "view(group.size, tokens, -1)",
-        "view(group.size, tokens, -1).flip(0)",
+        "view(group.size, equal[0], -1)",
+        "view(group.size, equal[0], -1).flip(0)",
         "tests/distributed/test_dispatch.py::test_tokens_reach_their_experts_and_return[4-dropless-all chosen]",
     ),
     Mutant(
@@ -2205,6 +2205,20 @@ MUTANTS = (
         "if name in manifest.tensors or name not in optional]",
         "]",
         "tests/distributed/test_experts_run.py::test_a_run_that_resumes_may_begin_or_stop_to_remember_loads",
+    ),
+    Mutant(
+        "shared experts run after the tokens have arrived",
+        "megalite/model/moe.py",
+        "        shared = self._shared(hidden, context) if self.overlaps_shared_experts else None\n        arrived = arrive()\n",
+        "        arrived = arrive()\n        shared = self._shared(hidden, context) if self.overlaps_shared_experts else None\n",
+        "tests/distributed/test_layouts_experts.py::test_shared_experts_run_while_tokens_travel",
+    ),
+    Mutant(
+        "gradients of tokens are waited for as soon as they travel",
+        "megalite/parallel/dispatch.py",
+        "self._pending = send(rows)",
+        "received = send(rows).wait()\n        self._pending = Pending(None, lambda: received)",
+        "tests/distributed/test_layouts_experts.py::test_shared_experts_run_while_tokens_travel",
     ),
     Mutant(
         "recorded choices are not replayed",

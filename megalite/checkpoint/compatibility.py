@@ -22,7 +22,7 @@ _NOT_THE_FUNCTION = {
     *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
-    *("moe_token_dispatcher_type", "moe_router_dtype"),
+    *("moe_token_dispatcher_type", "moe_router_dtype", "moe_shared_expert_overlap"),
 }
 
 

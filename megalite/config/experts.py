@@ -43,7 +43,8 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"
         yield from needs(model, names, "--moe-expert-capacity-factor")
     if model.moe_shared_expert_intermediate_size is None:
-        yield from needs(model, "moe_shared_expert_gate", "--moe-shared-expert-intermediate-size")
+        names = "moe_shared_expert_gate moe_shared_expert_overlap"
+        yield from needs(model, names, "--moe-shared-expert-intermediate-size")
 
 
 def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:

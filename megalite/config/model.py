@@ -188,6 +188,8 @@ class ModelConfig:
     """Total width of the shared experts, which process every token; unset: none."""
     moe_shared_expert_gate: bool = False
     """Multiply the shared experts' output with a sigmoid gate (Qwen2-MoE)."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared experts while tokens are on their way to the routed ones."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """Send a token to all ranks of its experts' group, or only to those that have one of its experts."""
     untie_embeddings_and_output_weights: bool = False

@@ -110,6 +110,7 @@ class MoE(nn.Module):
             parts=1 if self.replicas is not None else mesh.size("etp"),
             kind=config.moe_token_dispatcher_type,
         )
+        self.overlaps_shared_experts = config.moe_shared_expert_overlap
         self.padded = config.moe_pad_expert_input_to_capacity
 
     @staticmethod
@@ -134,13 +135,21 @@ class MoE(nn.Module):
         capacity = self.router.capacity(context.layout.length) if self.training and self.padded else None
         if capacity is not None:
             capacity = hidden.shape[1] * min(capacity, hidden.shape[0])
-        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), experts, weights, capacity)
+        arrive = self.dispatcher.dispatch(hidden.flatten(0, 1), experts, weights, capacity)
+        shared = self._shared(hidden, context) if self.overlaps_shared_experts else None
+        arrived = arrive()
         output = arrived.combine(self.experts(arrived.rows, arrived.weights, arrived.groups)).view_as(hidden)
         if self.replicas is not None:
             output = collectives.all_reduce_(output, self.replicas)
-        if self.shared_experts is not None:
-            shared, _ = self.shared_experts(hidden, context)
-            if self.shared_gate is not None:
-                shared = shared * torch.sigmoid(F.linear(hidden, self.shared_gate))
+        if not self.overlaps_shared_experts:
+            shared = self._shared(hidden, context)
+        if shared is not None:
             output = output + shared
         return self.router.tally.count(counts, output), terms
+
+    def _shared(self, hidden: Tensor, context: LayerContext) -> Tensor | None:
+        """Return the output of the shared experts; None if there are none."""
+        if self.shared_experts is None:
+            return None
+        shared, _ = self.shared_experts(hidden, context)
+        return shared if self.shared_gate is None else shared * torch.sigmoid(F.linear(hidden, self.shared_gate))

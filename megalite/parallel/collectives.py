@@ -187,13 +187,17 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
 
 def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Exchange rows [n, ...] for [m, ...]: sent[i] rows go to rank i and received[i] come from it, in rank order."""
+    return all_to_all_rows_async(rows, sent, received, group).wait()
+
+
+def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Pending:
     if group.size == 1:
-        return rows
+        return completed(rows)
     rows = rows.contiguous()
     result = rows.new_empty(sum(received), *rows.shape[1:])
     process_group = group.process_group
     work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
-    return Pending(work, lambda: result, group.waits).wait()
+    return Pending(work, lambda: result, group.waits)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:

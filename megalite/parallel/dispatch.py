@@ -21,56 +21,105 @@ import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
+from megalite.parallel.collectives import Pending
 from megalite.parallel.grouped import Groups
 from megalite.parallel.mesh import Group
 from megalite_kernels.permutation import group_rows, permute, unpermute
 
 
-class _Exchange(torch.autograd.Function):
+class _Transfer:
+    """Transfer of rows to other ranks, and of their gradients back: under way between a `_Begin` and an `_End`."""
+
+    def __init__(self, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]) -> None:
+        self.there, self.back = there, back
+        self._pending: Pending | None = None
+
+    def begin(self, send: Callable[[Tensor], Pending], rows: Tensor) -> Tensor:
+        """Begin to send, and return an empty tensor, which only orders the two nodes of the transfer."""
+        self._pending = send(rows)
+        return rows.new_empty(0)
+
+    def end(self) -> Tensor:
+        """Wait for the received rows, which are not kept here."""
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return pending.wait()
+
+
+class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return collectives.all_to_all_rows(rows, sent, received, group)
+    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.begin(transfer.there, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.all_to_all_rows(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return ctx.transfer.end(), None
 
 
-def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group) -> Tensor:
-    """Send rows [n, width] and return the received rows [m, width]. Counts may be zero.
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.end()
 
-    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Received rows are sorted
-    by the rank that sent them. Every rank of the group must call this function and run its backward, even without rows.
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transfer.begin(ctx.transfer.back, gradients[0]), None
+
+
+def _transfer(
+    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]
+) -> Callable[[], Tensor]:
+    """Begin a transfer of rows, and return the function that waits for its end and returns the received rows.
+
+    Work between the two runs while the rows are under way. So does its backward: autograd runs the nodes that are ready
+    in the reverse order of forward.
     """
-    exchanged: Tensor = _Exchange.apply(rows, send_counts, receive_counts, group)
-    return exchanged
+    transfer = _Transfer(there, back)
+    begun = _Begin.apply(rows, transfer)
+
+    def end() -> Tensor:
+        received: Tensor = _End.apply(begun, transfer)
+        return received
+
+    return end
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather of rows, or with `adds` the reduce-scatter, which is its backward."""
+def exchange_rows_async(
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group
+) -> Callable[[], Tensor]:
+    """Begin to send rows [n, width], and return the function that returns the received rows [m, width].
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group, adds: bool) -> Tensor:
-        ctx.group, ctx.adds = group, adds
-        return _added_in_rank_order(rows, group) if adds else collectives.all_gather(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Gather.apply(gradients[0], ctx.group, not ctx.adds), None, None
-
-
-def _added_in_rank_order(rows: Tensor, group: Group) -> Tensor:
-    """Reduce-scatter rows [size * n, width] to [n, width], adding in fp32 or wider as `unpermute` does."""
+    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Counts may be zero.
+    Received rows are sorted by the rank that sent them. Every rank of the group must call this function and run its
+    backward, even without rows.
+    """
     if group.size == 1:
-        return rows
-    tokens = len(rows) // group.size
-    equal = [tokens] * group.size
-    received = collectives.all_to_all_rows(rows, equal, equal, group).view(group.size, tokens, -1)
-    total = received[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
-    for other in received[1:]:
-        total += other
-    return total.to(rows.dtype)
+        return lambda: rows
+
+    def there(rows: Tensor) -> Pending:
+        return collectives.all_to_all_rows_async(rows, send_counts, receive_counts, group)
+
+    def back(rows: Tensor) -> Pending:
+        return collectives.all_to_all_rows_async(rows, receive_counts, send_counts, group)
+
+    return _transfer(rows, there, back)
+
+
+def _add_in_rank_order_async(rows: Tensor, group: Group) -> Pending:
+    """Reduce-scatter rows [size * n, width] to [n, width], adding in fp32 or wider as `unpermute` does."""
+    equal = [len(rows) // group.size] * group.size
+    pending = collectives.all_to_all_rows_async(rows, equal, equal, group)
+
+    def added() -> Tensor:
+        received = pending.wait().view(group.size, equal[0], -1)
+        total = received[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)
+        for other in received[1:]:
+            total += other
+        return total.to(rows.dtype)
+
+    return Pending(None, added)
 
 
 class Dispatched(NamedTuple):
@@ -124,8 +173,12 @@ class Dispatcher:
         counts = [] if padded else [("counts of tokens", False)]
         return [*counts, ("choices and weights", True), ("tokens", True), back]
 
-    def dispatch(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None = None) -> Dispatched:
-        """Send tokens [tokens, hidden] to their experts. Every rank has the same number of tokens and choices.
+    def dispatch(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None = None
+    ) -> Callable[[], Dispatched]:
+        """Begin to send tokens [tokens, hidden] to their experts, and return the function that waits for their arrival.
+
+        Every rank has the same number of tokens and choices.
 
         Args:
             experts: [tokens, choices], int64: the number of each chosen expert; -1 for none.
@@ -134,23 +187,30 @@ class Dispatcher:
                 many per rank.
         """
         if self.group.size == 1:
-            return self._arrange(tokens, experts, weights, lambda rows: rows, capacity)
+            return lambda: self._arrange(tokens, experts, weights, lambda rows: rows, capacity)
         send = self._gather if self.kind == "allgather" else self._exchange
         return send(tokens, experts, weights, capacity)
 
-    def _gather(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None) -> Dispatched:
-        def gather(rows: Tensor) -> Tensor:
-            gathered: Tensor = _Gather.apply(rows, self.group, False)
-            return gathered
+    def _gather(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+    ) -> Callable[[], Dispatched]:
+        def gather(rows: Tensor) -> Pending:
+            return collectives.all_gather_async(rows, self.group)
 
-        def back(rows: Tensor) -> Tensor:
-            added: Tensor = _Gather.apply(rows, self.group, True)
-            return added
+        def add(rows: Tensor) -> Pending:
+            return _add_in_rank_order_async(rows, self.group)
 
         numbers = collectives.all_gather(experts, self.group)
-        return self._arrange(gather(tokens), numbers, gather(weights), back, capacity)
+        arriving, of_choices = _transfer(tokens, gather, add), _transfer(weights, gather, add)
 
-    def _exchange(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None) -> Dispatched:
+        def back(rows: Tensor) -> Tensor:
+            return _transfer(rows, add, gather)()
+
+        return lambda: self._arrange(arriving(), numbers, of_choices(), back, capacity)
+
+    def _exchange(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+    ) -> Callable[[], Dispatched]:
         ranks, size, local = self._ranks_of(experts), self.group.size, self.local_experts
         if capacity is None:
             counts = torch.cat([_counts(ranks, size)[:, None], self._pairs_by_rank(experts)], dim=1)
@@ -167,14 +227,17 @@ class Dispatcher:
             by_expert = None
         # Small whole numbers are exact in fp32, so a token's choices and their weights travel as one row.
         with_numbers = torch.cat([(experts + 1).to(weights.dtype), weights], dim=1)
-        there = exchange_rows(permute(with_numbers, sending), sent, received, self.group)
-        numbers, of_choices = there.tensor_split(2, dim=1)
-        rows = exchange_rows(permute(tokens, sending), sent, received, self.group)
+        arriving_choices = exchange_rows_async(permute(with_numbers, sending), sent, received, self.group)
+        arriving_tokens = exchange_rows_async(permute(tokens, sending), sent, received, self.group)
 
         def back(rows: Tensor) -> Tensor:
-            return unpermute(exchange_rows(rows, received, sent, self.group), sending)
+            return unpermute(exchange_rows_async(rows, received, sent, self.group)(), sending)
 
-        return self._arrange(rows, numbers.detach().long() - 1, of_choices, back, capacity, by_expert)
+        def arrived() -> Dispatched:
+            numbers, of_choices = arriving_choices().tensor_split(2, dim=1)
+            return self._arrange(arriving_tokens(), numbers.detach().long() - 1, of_choices, back, capacity, by_expert)
+
+        return arrived
 
     def _arrange(
         self,

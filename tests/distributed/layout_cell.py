@@ -127,6 +127,7 @@ class Cell:
     dispatcher: str = "alltoall"
     drop_policy: str = "probs"
     padded_experts: bool = False  # to the capacity
+    shared_overlap: bool = False  # of the shared experts with the exchange
     loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     steps: int = 1
@@ -303,6 +304,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_pad_expert_input_to_capacity": cell.padded_experts,
         "moe_shared_expert_intermediate_size": SHARED_FFN[cell.family] or None,
         "moe_shared_expert_gate": cell.family == "switch",
+        "moe_shared_expert_overlap": cell.shared_overlap and SHARED_FFN[cell.family] > 0,
         "moe_token_dispatcher_type": cell.dispatcher,
     }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
-from megalite.parallel.dispatch import Dispatcher, exchange_rows
+from megalite.parallel.dispatch import Dispatcher, exchange_rows_async
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_collectives import group_of_all, random
 from tests.harness.close import assert_bits_equal
@@ -29,7 +29,7 @@ def exchanged(counts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
     group = group_of_all()
     sent, received = counts[group.rank], [row[group.rank] for row in counts]
     rows = random(group.rank, WIDTH, sum(sent)).t().requires_grad_()  # not contiguous
-    arrived = exchange_rows(rows, sent, received, group)
+    arrived = exchange_rows_async(rows, sent, received, group)()
     arrived.backward(random(10 + group.rank, WIDTH, len(arrived)).t(), retain_graph=True)
     (of_sum,) = torch.autograd.grad(arrived.sum(), rows)
     assert rows.grad is not None
@@ -81,7 +81,7 @@ def dispatched(experts: int, parts: int, kind: Any, which: str, capacity: int | 
     own = sent_by(group.rank, experts, which)
     tokens, weights = own.tokens.requires_grad_(), own.weights.requires_grad_()
     dispatcher = Dispatcher(group, experts, parts, kind)
-    arrived = dispatcher.dispatch(tokens, own.experts, weights, capacity)
+    arrived = dispatcher.dispatch(tokens, own.experts, weights, capacity)()
     part = torch.tensor([0.25, 0.75])[group.rank % parts] if parts > 1 else torch.tensor(1.0)
     outputs = torch.empty_like(arrived.rows)
     first = group.rank // parts * dispatcher.local_experts
@@ -154,14 +154,14 @@ def rows_sent(kind: Any) -> list[int]:
     group = group_of_all()
     choices = torch.tensor([[0, 1], [2, 3], [0, 1]])
     sent: list[int] = []
-    real = collectives.all_to_all_rows
+    real = collectives.all_to_all_rows_async
 
     def noting(rows: Tensor, counts: Sequence[int], *rest: Any) -> Tensor:
         sent.append(sum(counts))
         return real(rows, counts, *rest)
 
-    with mock.patch.object(collectives, "all_to_all_rows", noting):
-        arrived = Dispatcher(group, 4, 1, kind).dispatch(random(1, 3, WIDTH), choices, random(2, 3, 2))
+    with mock.patch.object(collectives, "all_to_all_rows_async", noting):
+        arrived = Dispatcher(group, 4, 1, kind).dispatch(random(1, 3, WIDTH), choices, random(2, 3, 2))()
         arrived.combine(arrived.rows)
     return sent
 

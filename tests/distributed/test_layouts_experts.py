@@ -9,7 +9,9 @@ from unittest import mock
 
 import pytest
 
+from megalite.model.moe import MoE
 from megalite.parallel import collectives
+from megalite.parallel.collectives import Pending
 from tests.distributed.layout_cell import EXPERTS, Cell, make_cell, rates
 from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, run
 from tests.distributed.layout_run import (
@@ -70,6 +72,11 @@ SAME_BITS: dict[str, list[Row]] = {
         {"dp": 2, "ep": 2, "recompute": recompute} for recompute in ("none", "selective", "uniform", "block")
     ],
     "stages that shard no gradients": [{"dp": 2, "ep": 2, "zero": zero} for zero in (0, 1)],
+    "shared experts during the exchange": [
+        {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "dispatcher": dispatcher, "shared_overlap": overlap}
+        for dispatcher in ("alltoall", "allgather")
+        for overlap in (False, True)
+    ],
     "stages that shard gradients": [{"dp": 4, "ep": 2, "zero": zero} for zero in (2, 3)],
 }
 
@@ -116,7 +123,7 @@ def collectives_called(cell: Cell) -> list[tuple[int, int]]:
 
         return call
 
-    names = ("all_to_all_rows", "all_gather")
+    names = ("all_to_all_rows_async", "all_gather_async")
     with mock.patch.multiple(collectives, **{name: counting(getattr(collectives, name)) for name in names}):
         output = chunk({}, next(local_micro_batches(cell, 0, mesh.coordinate("dp"))))
         forward = calls
@@ -131,6 +138,51 @@ def test_what_layers_do_together_is_declared(more: Row, dispatcher: str, rank_po
     for rank in rank_pools(2).run(collectives_called, cell):
         for called, declared in rank:
             assert called == declared > 0
+
+
+def events(cell: Cell) -> list[str]:
+    """Return when rows begin to travel over ep x etp and when a rank waits for them, and when shared experts run."""
+    mesh = make_meshes([cell])[cell.split]
+    (chunk,) = initialized_chunks(mesh, cell)
+    chunk.train()
+    group, found = mesh.group("ep", "etp"), list[str]()
+
+    def noting(real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            pending = real(*arguments)
+            if arguments[-1] != group:
+                return pending
+            found.append("begin")
+
+            def waited() -> Any:
+                found.append("wait")
+                return pending.wait()
+
+            return Pending(None, waited)
+
+        return call
+
+    for layer in chunk.layers:
+        if isinstance(layer.mlp, MoE):
+            assert layer.mlp.shared_experts is not None
+            layer.mlp.shared_experts.register_forward_hook(lambda *_: found.append("shared"))
+            layer.mlp.shared_experts.register_full_backward_hook(lambda *_: found.append("shared back"))
+    with mock.patch.object(collectives, "all_to_all_rows_async", noting(collectives.all_to_all_rows_async)):
+        output = chunk({}, next(local_micro_batches(cell, 0, mesh.coordinate("dp"))))
+        sum(term.sum() for term in output.terms.values() if term.requires_grad).backward()
+    return found
+
+
+def test_shared_experts_run_while_tokens_travel(rank_pools: RankPools) -> None:
+    counts, tokens, back = ["begin", "wait"], ["begin", "begin"], ["begin", "wait"]
+    for overlap in (True, False):
+        cell = make_cell({"dp": 2, "ep": 2, "family": "switch", "shared_overlap": overlap})
+        first, last = (["shared"], []) if overlap else ([], ["shared"])
+        forward = [*counts, *tokens, *first, "wait", "wait", *back, *last]
+        first, last = (["shared back"], []) if overlap else ([], ["shared back"])
+        backward = [*last, *back, *tokens, *first, "wait", "wait"]
+        for found in rank_pools(2).run(events, cell):
+            assert found == [*forward, *forward, *backward, *backward], overlap
 
 
 def resumed(save: Cell, load: Cell, directory: Path) -> Any:
