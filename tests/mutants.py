@@ -2209,8 +2209,8 @@ MUTANTS = (
     Mutant(
         "shared experts run after the tokens have arrived",
         "megalite/model/moe.py",
-        "        shared = self._shared(hidden, context) if self.overlaps_shared_experts else None\n        arrived = arrive()\n",
-        "        arrived = arrive()\n        shared = self._shared(hidden, context) if self.overlaps_shared_experts else None\n",
+        "capacity)\n        shared",
+        "capacity)\n        arrived = arrive()\n        arrive = lambda: arrived\n        shared",
         "tests/distributed/test_layouts_experts.py::test_shared_experts_run_while_tokens_travel",
     ),
     Mutant(
@@ -2219,6 +2219,27 @@ MUTANTS = (
         "self._pending = send(rows)",
         "received = send(rows).wait()\n        self._pending = Pending(None, lambda: received)",
         "tests/distributed/test_layouts_experts.py::test_shared_experts_run_while_tokens_travel",
+    ),
+    Mutant(
+        "a norm before experts is written with the name of a dense layer's",
+        "megalite/conversion/megatron_names.py",
+        "if norm_of_experts is None or model",
+        "if True or model",
+        "tests/unit/test_conversion_megatron.py::test_megatron_core_loads_what_is_written[mixtral]",
+    ),
+    Mutant(
+        "layers of two kinds are stacked",
+        "megalite/conversion/megatron.py",
+        "len({layer.feed_forward for layer in model.layers}) == 1",
+        "True",
+        "tests/unit/test_conversion_megatron.py::test_megatron_core_loads_what_is_written[experts of some layers]",
+    ),
+    Mutant(
+        "the tensor of an expert is read as that of the first",
+        "megalite/conversion/megatron_torch_dist.py",
+        "chunk.of_row(int(one[2]))",
+        "chunk.of_row(0)",
+        "tests/unit/test_conversion_megatron.py::test_what_megatron_core_saves_is_read[mixtral-per layer]",
     ),
     Mutant(
         "recorded choices are not replayed",

@@ -31,6 +31,11 @@ class Chunk:
         offset, *rest = self.box.offset
         return Chunk(Box((offset + first, *rest), self.box.size), self.dtype, self.read)
 
+    def of_row(self, row: int) -> Chunk:
+        """Return the same chunk as a part of row `row` of a tensor with one more axis, its first."""
+        box = Box((row, *self.box.offset), (1, *self.box.size))
+        return Chunk(box, self.dtype, lambda: self.read().unsqueeze(0))
+
 
 class ChunkedFiles:
     """Tensors that are assembled from chunks when they are read. Each thread keeps the tensor that it read last."""

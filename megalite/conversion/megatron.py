@@ -18,11 +18,12 @@ from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.tensors import Kind, numbers_as_numbers
+from megalite.config import ModelConfig
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
-from megalite.conversion.megatron_legacy import Legacy
-from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD
+from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
+from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
 from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.errors import CheckpointError
@@ -53,6 +54,8 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         what = f"the arguments in {folder} describe a network that megalite does not support"
         raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
+    if model.num_experts is not None and isinstance(opened, Legacy):
+        raise CheckpointError(f"{folder} has experts: {NEWER_FORMAT}")
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
@@ -111,26 +114,38 @@ def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
 class _Stacked:
     """Tensors of files, in the form of Megatron-LM's distributed checkpoints (a `Source`).
 
-    A tensor that every layer has becomes one tensor, stacked over the layers along its first axis. Tables of tokens are
-    padded with rows of zeros.
+    If all layers are of one kind, the tensors of the layers are stacked over them along a new first axis. Tables of
+    tokens are padded with rows of zeros.
     """
 
-    def __init__(self, files: ToFiles, layers: int, vocabulary: int) -> None:
+    def __init__(self, files: ToFiles, model: ModelConfig, vocabulary: int) -> None:
         self._files = files
+        self._stacks = len({layer.feed_forward for layer in model.layers}) == 1
+        self._names: dict[str, str] = {}
+        """Names in `files` by the written name; of stacked tensors the one in the first layer."""
         self.tensors: dict[str, Kind] = {}
         for name, kind in files.tensors.items():
+            new = written(name, model)
             if name in TOKEN_TABLES:
                 kind = Kind((vocabulary, *kind.shape[1:]), kind.dtype)
-            elif ".layers." in name:
-                name, kind = re.sub(r"\.layers\.\d+\.", ".layers.", name), Kind((layers, *kind.shape), kind.dtype)
-            self.tensors[name] = kind
+            elif self._stacked(name):
+                new, kind = (
+                    re.sub(r"\.layers\.\d+\.", ".layers.", new),
+                    Kind((model.num_layers, *kind.shape), kind.dtype),
+                )
+            self._names.setdefault(new, name)
+            self.tensors[new] = kind
+
+    def _stacked(self, name: str) -> bool:
+        return self._stacks and ".layers." in name
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`."""
-        if ".layers." in name:
+        stacked, name = self._stacked(name), self._names[name]
+        if stacked:
             within = Box(box.offset[1:], box.size[1:])
             for layer, of_layer in enumerate(values, start=box.offset[0]):
-                self._files.fill(name.replace(".layers.", f".layers.{layer}."), within, of_layer)
+                self._files.fill(name.replace(".layers.0.", f".layers.{layer}."), within, of_layer)
             return
         there = box.intersection(Box.whole(self._files.tensors[name].shape))
         if there != box:
@@ -146,7 +161,7 @@ class _Stacked:
         files: list[list[tuple[str, Box]]] = [[]]
         room = FILE
         for name, kind in self.tensors.items():
-            layers = range(kind.shape[0]) if ".layers." in name else ()
+            layers = range(kind.shape[0]) if self._stacked(name) else ()
             for box in [kind.whole.at([0], [layer]) for layer in layers] or [kind.whole]:
                 if room < 0:
                     files.append([])
@@ -178,7 +193,7 @@ def write_megatron(
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
     mapping = file_tensors(RULES, model, logical_tensors(model))
     files = ToFiles(opened.source, mapping, dtype or opened.dtype)
-    stacked = _Stacked(files, model.num_layers, vocabulary)
+    stacked = _Stacked(files, model, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)
     with new_folder(folder) as temporary:

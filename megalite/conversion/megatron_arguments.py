@@ -23,6 +23,10 @@ _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channel
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
     hidden_dropout attention_dropout normalization position_embedding_type"""
 """Fields of ModelConfig that have the same name as an argument."""
+_OF_EXPERTS = """num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
+    moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_dtype moe_router_bias_update_rate"""
+"""Further fields of this kind, which have a meaning only if there are experts."""
 _OTHER_NAMES = {
     "num_layers": "encoder_num_layers",
     "norm_epsilon": "layernorm_epsilon",
@@ -31,11 +35,12 @@ _OTHER_NAMES = {
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
 """Other names of arguments, by field: those of older versions, and those for YaRN."""
-_SWITCHES_AND_COUNTS = """num_experts multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
-    apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever"""
+_SWITCHES_AND_COUNTS = """multi_latent_attention attention_output_gate qk_l2_norm glu_linear_offset
+    apply_residual_connection_post_layernorm mtp_num_layers is_hybrid_model use_mup retro_add_retriever
+    moe_apply_probs_on_input"""
 _CHOICES = """experimental_attention_variant linear_attention_freq softmax_scale no_rope_freq mrope_section
     activation_func_clamp_value hybrid_layer_pattern hybrid_override_pattern heterogeneous_layers_config_path
-    heterogeneous_layers_config_encoded_json spec"""
+    heterogeneous_layers_config_encoded_json spec moe_latent_size"""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys((*_SWITCHES_AND_COUNTS.split(), *MEGATRON_ALONE), (None, False)),  # 0 equals False
     **dict.fromkeys(_CHOICES.split(), (None,)),
@@ -71,6 +76,10 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
     values |= _window(arguments)
+    values |= _experts(arguments)
+    kinds = arguments.get("moe_router_load_balancing_type")
+    if values.get("num_experts") and "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+        unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
     unknown |= {name: value for name, value in values.items() if not fits(value, hints[name])}
@@ -93,6 +102,8 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite has one scaling")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
+    if model.num_experts is not None and model.add_bias_linear:
+        problems.append("  --num-experts with --add-bias-linear: Megatron-LM's router has a bias, too, megalite's none")
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
@@ -112,6 +123,15 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if text.replace(" ", "").strip("()").startswith("-1,"):
         return {}
     return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": _text(skip)})
+
+
+def _experts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields for layers with experts. `moe_layer_freq` is N, or a list of 0, 1."""
+    if not arguments.get("num_experts"):
+        return {}
+    given = {name: arguments[name] for name in _OF_EXPERTS.split() if arguments.get(name) is not None}
+    layers = arguments.get("moe_layer_freq")
+    return given if layers in (None, 1) else given | {"moe_layer_freq": _text(layers)}
 
 
 def _text(value: object) -> str:
@@ -185,7 +205,14 @@ def arguments_of(
     }
     arguments |= {name: data.get(name) for name in f"{_TOKENIZER} {_TIKTOKEN}".split()}
     if model.num_experts is not None:
-        raise CheckpointError("experts cannot be written for Megatron-LM yet: --saver hf writes them")
+        with_experts = [int(layer.feed_forward == "moe") for layer in model.layers]
+        arguments |= {name: getattr(model, name) for name in _OF_EXPERTS.split()}
+        arguments |= {
+            "moe_ffn_hidden_size": model.expert_ffn_size,
+            "moe_layer_freq": 1 if all(with_experts) else with_experts,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": 1,
+        }
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
     if different:

@@ -25,6 +25,7 @@ _MODEL = re.compile(r"model(\d{0,4})")
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.*)")
 _ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+NEWER_FORMAT = "they are read from torch_dist, which Megatron-LM writes with --ckpt-convert-format torch_dist"
 _MOST_ENTRIES, _MOST_LEVELS, _LONGEST_KEY = 10**6, 16, 200
 """Limits for the nested dictionaries of a rank's model."""
 
@@ -136,7 +137,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
         if match is None or file is None:
             continue
         if match[3] is not None:
-            raise CheckpointError(f"{path} is from one of several expert-parallel ranks: megalite has no experts")
+            raise CheckpointError(f"{path} is from one of several ranks with experts: {NEWER_FORMAT}")
         found[int(match[1]), int(match[2] or 0)] = file
     if (0, 0) not in found:
         raise CheckpointError(f"{folder} has no file of the first rank: {' or '.join(_FILES)} in mp_rank_00")

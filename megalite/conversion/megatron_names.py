@@ -35,6 +35,23 @@ def _query_key_value(suffix: str = "") -> Rule:
     return Rule(f"{name}{'bias' if suffix else 'weight'}", f"({groups}){hidden} -> {groups}{hidden}", pieces)
 
 
+def _experts() -> tuple[Rule, ...]:
+    """Return the rules of a layer with experts: the router, all experts in one tensor, and shared experts."""
+    experts, shared = _MLP + "experts.experts.linear_fc", _MLP + "shared_experts."
+    rules = (
+        (_MLP + "router.weight", "experts hidden -> experts hidden", "moe.router"),
+        (_MLP + "router.expert_bias", "experts -> experts", "state/moe.expert_bias"),
+        (experts + "1.weight", "experts (two expert_ffn) hidden -> experts two expert_ffn hidden", "moe.gate_up"),
+        (experts + "1.weight", "experts expert_ffn hidden -> experts expert_ffn hidden", "moe.up"),
+        (experts + "2.weight", "experts hidden expert_ffn -> experts hidden expert_ffn", "moe.down"),
+        (shared + "linear_fc1.weight", "(two shared_ffn) hidden -> two shared_ffn hidden", "moe.shared.gate_up"),
+        (shared + "linear_fc1.weight", "shared_ffn hidden -> shared_ffn hidden", "moe.shared.up"),
+        (shared + "linear_fc2.weight", "hidden shared_ffn -> hidden shared_ffn", "moe.shared.down"),
+        (shared + "gate_weight", "one hidden -> one hidden", "moe.shared_gate"),
+    )
+    return tuple(Rule(file, pattern, (MappedBox(tensor),)) for file, pattern, tensor in rules)
+
+
 RULES: tuple[Rule, ...] = (
     table(WORD, "vocabulary", "embedding.word"),
     table("embedding.position_embeddings.weight", "positions", "embedding.position"),
@@ -48,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     *linear(_MLP + "linear_fc1", _GATE_UP, MappedBox("mlp.gate_up")),
     *linear(_MLP + "linear_fc1", UP, MappedBox("mlp.up")),
     *linear(_MLP + "linear_fc2", DOWN, MappedBox("mlp.down")),
+    *_experts(),
     *norm("decoder.final_layernorm", "final_norm"),
     table(OUTPUT, "vocabulary", "output"),
 )
@@ -65,6 +83,7 @@ _OTHER_NAMES = (  # names of older versions, and without Transformer Engine; rep
     (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
     (r"^word_embeddings_for_head\.", "output_layer."),
 )
+_NORM_OF_EXPERTS = re.compile(r"(decoder\.layers\.(\d+)\.)mlp\.linear_fc1\.layer_norm_(weight|bias)")
 _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
@@ -73,6 +92,17 @@ def canonical(name: str) -> str:
     for pattern, replacement in _OTHER_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def written(name: str, model: ModelConfig) -> str:
+    """Return the name under which Megatron-LM with Transformer Engine expects a tensor.
+
+    The norm before experts is not fused with their first matrix.
+    """
+    norm_of_experts = _NORM_OF_EXPERTS.fullmatch(name)
+    if norm_of_experts is None or model.layers[int(norm_of_experts[2])].feed_forward == "dense":
+        return name
+    return f"{norm_of_experts[1]}pre_mlp_layernorm.{norm_of_experts[3]}"
 
 
 def is_weight(name: str) -> bool:

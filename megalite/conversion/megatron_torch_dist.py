@@ -26,6 +26,8 @@ from megalite.small_files import MIB, MOST_AXES, read_json, shown
 _OF_THE_RUN = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts\.experts\.)(\d{1,7})\.(.*)")
+_MOST_AXES = 4  # layers, experts, and those of a matrix
 _COMMON = "common_state/shard_0_1"
 _LONGEST_NAME = 1000
 _LARGEST_METADATA = 256 * MIB
@@ -57,7 +59,7 @@ class _Saved:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if the chunk is not a box, or if its archive is too small for it."""
-        if not 1 <= len(self.size) == len(self.offset) <= 3 or min(self.offset) < 0 or min(self.size) < 1:
+        if not 1 <= len(self.size) == len(self.offset) <= _MOST_AXES or min(self.offset) < 0 or min(self.size) < 1:
             raise ValueError(f"{self.key} has a chunk that is not a box")
         if math.prod(self.size) * self.dtype.itemsize > self.stored.length:
             raise ValueError(f"{self.key} has a chunk of more bytes than its place")
@@ -143,6 +145,9 @@ class TorchDist:
             gate, up = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])
             rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in gate), default=0)
             found[name] = [*gate, *(chunk.rows_from(rows) for chunk in up)]
+        # Each expert may have its own tensors. They become one tensor with the experts along its first axis.
+        for name, one in {name: one for name in found if (one := _OF_EXPERT.fullmatch(name))}.items():
+            found[one[1] + one[3]] += [chunk.of_row(int(one[2])) for chunk in found.pop(name)]
         return dict(found)
 
     def _layer(self, saved: _Saved, layer: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 
+Names = Literal["local", "transformer engine"]
 Form = Literal["stacked", "per layer", "legacy"]
 """Form of a checkpoint: one key for all layers, one key per layer, or one file per rank."""
 
@@ -30,13 +31,16 @@ def save(
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-        network = _build(model, tensor_parallel_size)
+        network = _build(model, tensor_parallel_size, "transformer engine" if form == "per layer" else "local")
         torch.manual_seed(torch.distributed.get_rank())
         for name, parameter in network.named_parameters():
             with torch.no_grad():
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
                 if not getattr(parameter, "tensor_model_parallel", False):  # replicated
                     torch.distributed.broadcast(parameter, 0)
+        for name, buffer in network.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
         common: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
         if form == "legacy":
             path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
@@ -58,7 +62,7 @@ def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size:
     with _ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
 
-        network = _build(model, tensor_parallel_size)
+        network = _build(model, tensor_parallel_size, "transformer engine")
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter.fill_(torch.nan)
@@ -76,9 +80,28 @@ def _logits(network: Any, tokens: Tensor) -> Tensor:
     return network.eval()(tokens, torch.arange(length).expand_as(tokens), hidden).clone()
 
 
-def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
+def _expert_options(model: ModelConfig) -> dict[str, Any]:
+    if model.num_experts is None:
+        return {}
+    names = """moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups
+        moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
+        moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()  # noqa: SIM905
+    return {name: getattr(model, name) for name in names} | {
+        "num_moe_experts": model.num_experts,
+        "moe_layer_freq": [int(layer.feed_forward == "moe") for layer in model.layers] if model.moe_layer_freq else 1,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    }
+
+
+def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local") -> Any:
+    """Build a network.
+
+    `names`: names of the norm before experts: as of a network of torch's modules, or of Transformer Engine's. The names
+    of all other tensors are the same.
+    """
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     activation: Any = torch.nn.functional.gelu
@@ -108,6 +131,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         rotary_interleaved=model.rotary_interleaved,
+        **_expert_options(model),
     )
     if model.position_embedding_type == "yarn":
         config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
@@ -115,9 +139,15 @@ def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
         for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int"):
             setattr(config, f"yarn_{name}", getattr(model, f"yarn_{name}"))
     assert model.vocab_size is not None
+    spec: Any = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    if model.num_experts is not None:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=model.normalization)
+        for layer, description in zip(model.layers, spec.layer_specs, strict=True):
+            if layer.feed_forward == "moe" and names == "transformer engine":
+                description.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization),
+        spec,
         vocab_size=model.padded_vocab_size(tensor_parallel_size),
         max_sequence_length=model.max_position_embeddings or 0,
         parallel_output=False,
@@ -139,6 +169,7 @@ def _ready(tensor_parallel_size: int) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils
     results: queue.Queue[Any] = queue.Queue()
 
     def write(transforms: Any, _: bool, rank: int, buckets: Any, results: Any) -> None:
@@ -161,6 +192,7 @@ def _ready(tensor_parallel_size: int) -> Iterator[None]:
     filesystem_async._process_memory = lambda: 0
     filesystem_async._get_write_results_queue = lambda: results
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+    moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(tensor_parallel_size)
     try:
         # Compiling its fused functions would take ten seconds.

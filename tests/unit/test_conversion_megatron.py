@@ -62,6 +62,19 @@ MODELS = {
         GPT2, squared_relu=True, position_embedding_type="none", max_position_embeddings=None, qk_layernorm=True,
     ),
 }  # fmt: skip
+EXPERTS = {
+    "mixtral": replace(LLAMA, num_experts=4, moe_router_topk=2, use_rope_scaling=False, qk_layernorm=False),
+    "experts of some layers": replace(
+        LLAMA, num_experts=6, moe_layer_freq="[0,1,1]", moe_ffn_hidden_size=12, moe_router_topk=4,
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_num_groups=3,
+        moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5,
+        moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True,
+    ),
+    "experts without a gate": replace(
+        GPT2, squared_relu=True, add_bias_linear=False, num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True,
+        moe_shared_expert_intermediate_size=20,
+    ),
+}  # fmt: skip
 SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 TOKENS = torch.arange(2 * 32).view(2, 32) * 7 % 53
 
@@ -106,10 +119,15 @@ def arguments(model: ModelConfig) -> dict[str, Any]:
         rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon
         apply_layernorm_1p qk_layernorm swiglu squared_relu add_bias_linear add_qkv_bias make_vocab_size_divisible_by
         untie_embeddings_and_output_weights hidden_dropout attention_dropout vocab_size rotary_scaling_factor
-        yarn_original_max_position_embeddings mscale mscale_all_dim""".split()  # noqa: SIM905
+        yarn_original_max_position_embeddings mscale mscale_all_dim
+        num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
+        moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias
+        moe_shared_expert_intermediate_size moe_shared_expert_gate""".split()  # noqa: SIM905
     of_model = {name: getattr(model, name) for name in names}
     plain = not (model.exact_gelu or model.swiglu or model.squared_relu)
-    return of_model | {"bias_gelu_fusion": plain, "seq_length": 32, "num_experts": None, "lr": 1e-3, "padding": object}
+    layers = 1 if model.moe_layer_freq is None else [int(layer.feed_forward == "moe") for layer in model.layers]
+    of_run = {"bias_gelu_fusion": plain, "seq_length": 32, "lr": 1e-3, "padding": object}
+    return of_model | of_run | {"moe_layer_freq": layers, "moe_router_load_balancing_type": "aux_loss"}
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -121,12 +139,13 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ against megatron-core
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *EXPERTS])
 def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
-    opened = random_model(MODELS[name])
+    model = (MODELS | EXPERTS)[name]
+    opened = random_model(model)
     folder = write(opened, tmp_path, tensor_parallel_size=1)
 
-    ((theirs, common),) = rank_pools(1).run(megatron_core.load, MODELS[name], folder, TOKENS, 1)
+    ((theirs, common),) = rank_pools(1).run(megatron_core.load, model, folder, TOKENS, 1)
 
     close(logits(opened, TOKENS), theirs[..., :53])
     assert common["iteration"] == 0
@@ -134,12 +153,17 @@ def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, t
     assert vars(common["args"]).items() >= {"num_layers": opened.config.num_layers, "padded_vocab_size": 56}.items()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", ["stacked", "per layer", "legacy"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for form in ("stacked", "per layer", "legacy") for name in MODELS),
+        *((name, form) for form in ("stacked", "per layer") for name in EXPERTS),
+    ],
+)
 def test_what_megatron_core_saves_is_read(
     name: str, form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
 ) -> None:
-    model, folder = MODELS[name], tmp_path / "iter_0000007"
+    model, folder = (MODELS | EXPERTS)[name], tmp_path / "iter_0000007"
     (theirs,) = rank_pools(1).run(megatron_core.save, model, arguments(model), folder, TOKENS, 1, form)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
 
@@ -150,7 +174,9 @@ def test_what_megatron_core_saves_is_read(
     assert opened.sequence_length == 32
     if form != "legacy":
         described = (folder / ".metadata").read_bytes()
-        assert (b"decoder.layers.1.self_attention.linear_proj.weight" in described) == (form == "per layer")
+        numbered = form == "per layer" or model.moe_layer_freq is not None
+        assert (b"decoder.layers.1.self_attention.linear_proj.weight" in described) == numbered
+        assert (b"pre_mlp_layernorm" in described) == (model.num_experts is not None and form == "per layer")
         assert (b"linear_fc1.weight_w" in described) == (form == "per layer" and model.swiglu)
 
 

@@ -54,7 +54,8 @@ def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_experts", 8),
+        ("moe_latent_size", 8),
+        ("moe_apply_probs_on_input", True),
         ("multi_latent_attention", True),
         ("attention_output_gate", True),
         ("softmax_type", "learnable"),
@@ -152,7 +153,47 @@ def test_older_arguments_are_understood() -> None:
     )  # fmt: skip
 
 
-def test_a_network_with_experts_is_not_written() -> None:
-    model = ModelConfig(2, 8, 2, vocab_size=8, max_position_embeddings=8, num_experts=4)
-    with pytest.raises(CheckpointError, match="experts cannot be written for Megatron-LM yet: --saver hf writes them"):
-        arguments_of(model, {}, 8, 8)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"add_bias_linear": True}, "--num-experts with --add-bias-linear: Megatron-LM's router has a bias"),
+        (
+            {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_scores": 1},
+            "Megatron-LM has no such network:\n  --moe-router-group-scores 1 \\(there: 2\\)",
+        ),
+    ],
+)
+def test_experts_that_megatron_has_not_are_refused(changes: dict[str, Any], words: str) -> None:
+    experts = {
+        "num_experts": 4,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "vocab_size": 8,
+        "max_position_embeddings": 8,
+    } | changes
+    with pytest.raises(CheckpointError, match=words):
+        arguments_of(ModelConfig(2, 8, 2, **experts), {}, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type 'sinkhorn'"),
+        ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "--moe-router-load-balancing-type"),
+        ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function 'sqrtsoftplus'"),
+        ({"moe_layer_freq": [1, 0, 1]}, r"--moe-layer-freq .* is for 3 layers, but --num-layers is 2"),
+        ({"moe_layer_freq": {"a": 1}}, "--moe-layer-freq"),
+        ({"num_experts": -4}, "--num-experts"),
+        ({"moe_router_topk": 5}, "--moe-router-topk 5 is more than --num-experts 4"),
+    ],
+)
+def test_arguments_of_other_experts_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        model_of(SMALL | {"num_experts": 4, "add_bias_linear": False, "max_position_embeddings": 8} | given)
+
+
+def test_layers_with_experts_are_read_as_megatron_counts_them() -> None:
+    for given, expected in ((1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), ([0, 1, 1, 0], [0, 1, 1, 0])):
+        arguments = SMALL | {"num_layers": 4, "num_experts": 4, "add_bias_linear": False, "moe_layer_freq": given}
+        model = model_of(arguments | {"max_position_embeddings": 8})
+        assert [int(layer.feed_forward == "moe") for layer in model.layers] == expected

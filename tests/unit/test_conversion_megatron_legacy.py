@@ -92,7 +92,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_experts_of_many_ranks_are_refused(tmp_path: Path) -> None:
     save(tmp_path, stages=[[1, 1]])
     (tmp_path / "mp_rank_00_001").rename(tmp_path / "mp_rank_00_001_001")
-    with pytest.raises(CheckpointError, match="megalite has no experts"):
+    with pytest.raises(CheckpointError, match="several ranks with experts: they are read from torch_dist"):
         open_megatron(tmp_path)
 
 
