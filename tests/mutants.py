@@ -2242,6 +2242,20 @@ MUTANTS = (
         "tests/unit/test_conversion_megatron.py::test_what_megatron_core_saves_is_read[mixtral-per layer]",
     ),
     Mutant(
+        "upcycling copies the dense layer into the first expert alone",
+        "megalite/conversion/upcycling.py",
+        "values[1:] = values[0]",
+        "values[1:] = 0",
+        "tests/distributed/test_upcycling.py::test_each_expert_is_a_copy_and_the_router_is_drawn",
+    ),
+    Mutant(
+        "upcycling draws routers by another seed",
+        "megalite/conversion/upcycling.py",
+        "initial_values(self._drawn[name], box, self._seed)",
+        "initial_values(self._drawn[name], box, self._seed + 1)",
+        "tests/distributed/test_upcycling.py::test_each_expert_is_a_copy_and_the_router_is_drawn",
+    ),
+    Mutant(
         "recorded choices are not replayed",
         "megalite/model/router.py",
         "chosen = torch.where(replayed < 0, chosen, replayed)",

@@ -11,7 +11,7 @@ from megalite.config.fields import NonNegativeInt, PositiveInt, given
 
 _OF_SAVE = """save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures log_progress
     resume"""
-_OF_LOAD = "ckpt_step finetune load_optim"
+_OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling"
 _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 
 
@@ -50,6 +50,8 @@ class CheckpointConfig:
     """Load the optimizer's state; without it, the run continues at the same step with a new optimizer."""
     load_casts: bool = False
     """Load weights and state that were saved in another precision, rounded to the precision of this run."""
+    moe_use_upcycling: bool = False
+    """Load a dense model and make each expert a copy of its layer's feed-forward; the run starts at step 0."""
     use_checkpoint_args: bool = False
     """Use the checkpoint's fields of the model and the tokenizer, unless flags give them."""
 
@@ -106,6 +108,9 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield "--finetune begins a new run at step 0: --save and --load must be different directories"
     if not checkpoint.save_optim and checkpoint.resume == "auto":
         yield "--resume auto continues with the optimizer's state, which --no-save-optim does not save: drop one"
+    if checkpoint.moe_use_upcycling:
+        for flag in given(checkpoint, "finetune load_optim load_casts"):
+            yield f"{flag} has no effect with --moe-use-upcycling, which loads the weights of a dense model: drop it"
     retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
     if retained is not None and interval is None:
         yield f"--save-retain-interval {retained} needs --save-interval"

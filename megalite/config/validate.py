@@ -201,6 +201,7 @@ def _experts(config: RunConfig) -> Iterator[str]:
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
         yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
+        yield from needs(config.checkpoint, "moe_use_upcycling", "--num-experts")
         yield from needs(config.training, "moe_record_routing moe_replay_routing", "--num-experts")
         if sizes["expert_tensor_parallel_size"] != tensor:
             yield from needs(parallel, "expert_tensor_parallel_size", "--num-experts")

@@ -22,7 +22,7 @@ from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
 from megalite.errors import CheckpointError
 from megalite.process.progress import Advance
-from megalite.storage import open_directory
+from megalite.storage import AnyPath, open_directory
 
 FILE = 5 * 10**9
 """Size in bytes of a file of weights, if no layout is given."""
@@ -34,7 +34,7 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 }
 
 
-def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
+def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedModel:
     """Open the checkpoint in a folder, or the latest checkpoint of a run directory.
 
     `dtype` is the dtype in which the weights are needed. If it is wider than the saved dtype, the weights are read from

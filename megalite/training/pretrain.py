@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
-from megalite.conversion.huggingface import open_huggingface
+from megalite.conversion.upcycling import upcycled
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.lifecycle.control_files import ControlFiles, has_file
 from megalite.lifecycle.launch import come_together, leave, take_place
@@ -29,7 +29,7 @@ from megalite.training.kernels import choose_kernels
 from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
-from megalite.training.resume import find_resume_point
+from megalite.training.resume import find_resume_point, open_initial_model
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -110,7 +110,9 @@ def _begin(
         how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
         return _Begun(trainer, trainer.iterations, how, None)
     with raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
-        opened = open_huggingface(resume_point.model)
+        opened = open_initial_model(resume_point.model)
+        if config.checkpoint.moe_use_upcycling:
+            opened = upcycled(opened, trainer.model_config, config.training.seed)
     trainer.load_model(opened)
     return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)
 

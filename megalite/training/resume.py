@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
+
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
@@ -13,6 +15,8 @@ from megalite.config import CheckpointConfig, DataConfig, ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
+from megalite.conversion.native import open_megalite
+from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
@@ -29,8 +33,9 @@ class ResumePoint:
     """True: continue at the checkpoint's step and sample. False: begin at step 0."""
     optimizer: bool = True
     """True: load the optimizer's state."""
-    model: Path | None = None
-    """Hugging Face folder with the initial weights, used if there are no candidates."""
+    model: AnyPath | None = None
+    """Hugging Face folder, or checkpoint of a dense model to upcycle, with the initial weights, used if there are no
+    candidates."""
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
@@ -54,6 +59,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     model = Path(settings.load) if settings.load is not None and settings.loads_huggingface else None
     if settings.load is not None and model is None and not loaded.paths:
         _refuse_other_folders(settings.load)
+        if settings.moe_use_upcycling:
+            raise ConfigurationError(f"--moe-use-upcycling: --load {settings.load} has no checkpoint of a dense model")
         if settings.finetune:
             raise ConfigurationError(f"--finetune: --load {settings.load} has no checkpoint to take weights from")
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):
@@ -61,10 +68,19 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
             f"--save {settings.save} has {present.paths[0].name} of an earlier run, which this one would not "
             "continue: give --resume auto to continue it, or another --save"
         )
+    if settings.moe_use_upcycling and loaded.paths:
+        return ResumePoint(Candidates(), model=loaded.paths[0])
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} has no checkpoint")
     return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
+
+
+def open_initial_model(path: AnyPath) -> OpenedModel:
+    """Open the `model` of a `ResumePoint`. Raises CheckpointError."""
+    if has_file(path / "manifest.json"):
+        return open_megalite(path, torch.float32)
+    return open_huggingface(Path(str(path)))
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -98,9 +114,9 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     resume_point = find_resume_point(settings, ParallelMesh())
     paths = resume_point.candidates.paths
     if resume_point.model is not None and not paths:
-        opened = open_huggingface(resume_point.model)
+        opened = open_initial_model(resume_point.model)
         model = asdict(opened.config)
-        if tokenizer_type == "NullTokenizer":
+        if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
     if not paths:
