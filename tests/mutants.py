@@ -2256,6 +2256,20 @@ MUTANTS = (
         "tests/distributed/test_upcycling.py::test_each_expert_is_a_copy_and_the_router_is_drawn",
     ),
     Mutant(
+        "the proof is not told that recomputed experts exchange again",
+        "megalite/model/gpt.py",
+        "if self.recompute.moe:",
+        "if False:",
+        "tests/distributed/test_layouts_experts.py::test_what_layers_do_together_is_declared",
+    ),
+    Mutant(
+        "experts are never recomputed",
+        "megalite/model/block.py",
+        "self.mlp.recompute = recompute.moe",
+        "self.mlp.recompute = False",
+        "tests/distributed/test_memory.py::test_the_report_at_the_start_is_right",
+    ),
+    Mutant(
         "recorded choices are not replayed",
         "megalite/model/router.py",
         "chosen = torch.where(replayed < 0, chosen, replayed)",
@@ -2937,7 +2951,7 @@ MUTANTS = (
         "megalite/conversion/megatron_torch_dist.py",
         """gate, up = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])""",
         """up, gate = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])""",
-        f"{_MEGATRON}what_megatron_core_saves_is_read[per layer-llama]",
+        f"{_MEGATRON}what_megatron_core_saves_is_read[llama-per layer]",
     ),
     Mutant(
         "a gate and what it gates are swapped in the files of ranks",

@@ -68,6 +68,9 @@ class TrainingConfig:
     """Use only deterministic algorithms on GPUs (on CPUs all are, at a fixed number of threads)."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: of entire layers (full), or only of the attention core (selective)."""
+    recompute_modules: tuple[Literal["core_attn", "moe", "moe_act"], ...] = ("core_attn",)
+    """Parts of each layer that selective recomputes: the core of attention, layers with experts completely, or their
+    activation (which is always recomputed)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Layers that full recomputes. uniform: all, in chunks of recompute-num-layers; block: only the first ones."""
     recompute_num_layers: PositiveInt | None = None

@@ -263,6 +263,12 @@ def _recompute(config: RunConfig) -> Iterator[str]:
             yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+    if training.recompute_granularity != "selective":
+        yield from needs(training, "recompute_modules", "--recompute-granularity selective")
+    if config.model.num_experts is None:
+        for module in training.recompute_modules:
+            if module.startswith("moe"):
+                yield f"--recompute-modules {module} needs --num-experts"
     watchdog = config.watchdog
     if not watchdog.watchdog and watchdog.watchdog_min_seconds != type(watchdog).watchdog_min_seconds:
         yield f"--watchdog-min-seconds {watchdog.watchdog_min_seconds:g} needs the watchdog: drop --no-watchdog"

@@ -16,6 +16,7 @@ from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP
 from megalite.model.moe import MoE
 from megalite.model.norm import Norm
+from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
@@ -66,7 +67,7 @@ class LayerOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute_attention: bool) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__()
 
         def norm(name: str) -> Norm:
@@ -74,9 +75,11 @@ class Block(nn.Module):
 
         self.input_norm = norm("input_norm")
         spec = config.layers[layer]
-        self.attention = MIXERS[spec.mixer](config, context, layer, recompute=recompute_attention)
+        self.attention = MIXERS[spec.mixer](config, context, layer, recompute=recompute.attention)
         self.mlp_norm = norm("mlp_norm")
         self.mlp = FEED_FORWARDS[spec.feed_forward](config, context, layer)
+        if isinstance(self.mlp, MoE):
+            self.mlp.recompute = recompute.moe
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
         self.mlp_output_norm = norm("mlp_output_norm") if config.sandwich_norm else None
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual

@@ -71,7 +71,7 @@ class GPT(nn.Module):
         word = word_sharding(config, context, self.vocab_size, tied_ranks or (mesh.rank,))
         self.embedding = Embedding(config, context, word) if stage_layers.embedding else None
         self.layers = nn.ModuleList(
-            Block(config, context, layer, recompute_attention=self.recompute.attention)
+            Block(config, context, layer, self.recompute)
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
@@ -101,8 +101,10 @@ class GPT(nn.Module):
         """
         if not backward:
             return inside_forward(self.layers)
-        found = []
-        for start, stop, recomputed in reversed(self.recompute.spans(len(self.layers))):
+        found, spans = [], self.recompute.spans(len(self.layers))
+        if self.recompute.moe:  # each of these layers alone, and no other has such collectives
+            spans = [(layer, layer + 1, True) for layer in range(len(self.layers))]
+        for start, stop, recomputed in reversed(spans):
             those = inside_forward(list(self.layers)[start:stop])
             found += [*(those if recomputed else ()), *(each for each in reversed(those) if each.has_gradient)]
         return found

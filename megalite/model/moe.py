@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
@@ -82,7 +83,13 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Feed-forward layer of routed experts, and of shared experts if there are any."""
+    """Feed-forward layer of routed experts, and of shared experts if there are any.
+
+    Attributes:
+        recompute: save only the layer's input for backward, which then runs forward again.
+    """
+
+    recompute = False
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
@@ -127,6 +134,14 @@ class MoE(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""
+        if self.recompute and torch.is_grad_enabled():
+            output, terms = checkpoint(
+                self._apply_experts, hidden, context, use_reentrant=False, preserve_rng_state=False
+            )
+            return output, terms
+        return self._apply_experts(hidden, context)
+
+    def _apply_experts(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         if self.replicas is not None and torch.is_grad_enabled():
             raise ValueError(
                 "a layer with experts on several tensor-parallel ranks trains only with sequence parallelism"

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recompute:
-    """Megatron's choices: recompute the attention core of every layer, or complete layers.
+    """Megatron's choices: recompute parts of every layer, or complete layers.
 
     Attributes:
+        attention: recompute the attention core of every layer.
+        moe: save only the input of each layer's experts and router.
         method: "uniform" saves only the input of each run of `layers` layers. "block" saves only the input of each of
             the first `layers` layers, and recomputes no others. None recomputes no complete layers.
     """
 
     attention: bool = False
+    moe: bool = False
     method: str | None = None
     layers: int = 1
 

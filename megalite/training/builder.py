@@ -67,7 +67,8 @@ def make_recompute(config: RunConfig) -> Recompute:
     training = config.training
     if training.recompute_granularity == "full":
         return Recompute(method=training.recompute_method or "uniform", layers=training.recompute_num_layers or 1)
-    return Recompute(attention=training.recompute_granularity == "selective")
+    modules = training.recompute_modules if training.recompute_granularity == "selective" else ()
+    return Recompute(attention="core_attn" in modules, moe="moe" in modules)
 
 
 def make_stages(config: RunConfig) -> Stages:

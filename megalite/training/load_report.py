@@ -18,7 +18,8 @@ from megalite.conversion.opened import OpenedModel
 _OTHERWISE = {
     "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
     "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
-        recompute_granularity recompute_method recompute_num_layers manual_gc manual_gc_interval manual_gc_eval
+        recompute_granularity recompute_modules recompute_method recompute_num_layers
+        manual_gc manual_gc_interval manual_gc_eval
         moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
 }

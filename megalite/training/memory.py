@@ -146,9 +146,9 @@ def activation_bytes(
     Each layer keeps inputs, outputs and statistics of both norms; the fused projection (because of the values), the
     rotated queries and keys, the attention core's output and its log-sums; and the two inner tensors of the
     feed-forward. A layer with experts keeps, if their loads are even, the input and the first inner tensor of each of a
-    token's experts, and the router's logits. Recomputed layers keep the input of each span, and a recomputed core keeps
-    no log-sums; recomputed tensors are not counted. Added to this are the final norm, the logits (unless the loss is
-    fused with the output layer) and a few numbers per token.
+    token's experts, and the router's logits. Recomputed layers keep the input of each span, recomputed experts nothing
+    more than their input, and a recomputed core no log-sums; recomputed tensors are not counted. Added to this are the
+    final norm, the logits (unless the loss is fused with the output layer) and a few numbers per token.
     """
     item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     tp = tensor_parallel_size
@@ -174,6 +174,8 @@ def activation_bytes(
         "moe": _experts(model, expert_tensor_parallel_size or tp, item, wide) / sp
         + matrices * (model.moe_shared_expert_intermediate_size or 0) / tp * item,
     }
+    if recompute.moe:
+        feed_forward = {**feed_forward, "moe": 0.0}  # its input is kept by the norm before it
     more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # backward does not need their outputs
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
     norms = 2 * norm - shared + more_norms
@@ -195,7 +197,11 @@ def activation_bytes(
 
 
 def _experts(model: ModelConfig, parts: int, item: int, wide: int) -> float:
-    """Return the bytes per token that routed experts keep, each split over `parts` ranks that all receive the token."""
+    """Return the bytes per token that routed experts keep, each split over `parts` ranks that all receive the token.
+
+    The router keeps logits and their shares. A choice keeps its row and the first inner tensor, six indices of 8 bytes,
+    and its weight twice.
+    """
     inner = (model.activation.matrices - 1) * model.expert_ffn_size
-    rows = model.moe_router_topk * (model.hidden_size * parts + inner) * item
-    return rows + 2 * (model.num_experts or 0) * wide
+    choice = (model.hidden_size * parts + inner) * item + 6 * 8 + 2 * wide
+    return model.moe_router_topk * choice + 2 * (model.num_experts or 0) * wide

@@ -53,6 +53,7 @@ RECOMPUTE = {
     "selective": Recompute(attention=True),
     "uniform": Recompute(method="uniform", layers=3),
     "block": Recompute(method="block", layers=2),
+    "experts": Recompute(attention=True, moe=True),
 }
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
@@ -66,7 +67,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "instances": (1, 2),
     "overlap": ("none", "reduce", "reduce and gather"),
-    "recompute": tuple(RECOMPUTE),
+    "recompute": ("none", "selective", "uniform", "block"),
     "micro_batch_size": (1, 2),
     "fused_loss": (False, True),
 }

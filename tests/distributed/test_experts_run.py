@@ -71,6 +71,7 @@ def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]],
 LAYOUTS = {
     "recomputed": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"),
     "experts apart": (2, "--ep 2 --use-distributed-optimizer"),
+    "experts recomputed": (2, "--ep 2 --recompute-granularity selective --recompute-modules moe"),
     "parts": (2, "--tp 2 --sequence-parallel --moe-token-dispatcher-type alltoall"),
     "stages": (4, "--pp 2 --pipeline-schedule zb-v --ep 2"),
 }

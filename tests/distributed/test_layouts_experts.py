@@ -12,7 +12,7 @@ import pytest
 from megalite.model.moe import MoE
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
-from tests.distributed.layout_cell import EXPERTS, Cell, make_cell, rates
+from tests.distributed.layout_cell import EXPERTS, RECOMPUTE, Cell, make_cell, rates
 from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, run
 from tests.distributed.layout_run import (
     Training,
@@ -31,6 +31,7 @@ LAYOUTS: dict[str, Row] = {
     "dp2": {"dp": 2, "zero": 1, "documents": True, "vocabulary": "odd"},
     "ep2": {"dp": 2, "ep": 2, "loss_mask": "random"},
     "etp2": {"dp": 2, "etp": 2, "zero": 3, "recompute": "block"},
+    "ep2-experts-again": {"dp": 2, "ep": 2, "zero": 3, "recompute": "experts"},
     "tp2-sp": {"dp": 1, "tp": 2, "sequence_parallel": True, "recompute": "selective"},
     "tp2-sp-etp2": {"dp": 1, "tp": 2, "sequence_parallel": True, "etp": 2, "zero": 1},
     "tp2-sp-ep2": {"dp": 1, "tp": 2, "sequence_parallel": True, "ep": 2, "dropout": 0.1},
@@ -68,9 +69,7 @@ SAME_BITS: dict[str, list[Row]] = {
         {"dp": 2, "ep": 2, "pp": pp, "schedule": schedule, "tied": False}
         for pp, schedule in [(1, "1f1b"), (2, "1f1b"), (2, "gpipe"), (2, "zb-h1"), (2, "interleaved-2"), (2, "zb-v")]
     ],
-    "recomputation": [
-        {"dp": 2, "ep": 2, "recompute": recompute} for recompute in ("none", "selective", "uniform", "block")
-    ],
+    "recomputation": [{"dp": 2, "ep": 2, "recompute": recompute} for recompute in RECOMPUTE],
     "stages that shard no gradients": [{"dp": 2, "ep": 2, "zero": zero} for zero in (0, 1)],
     "shared experts during the exchange": [
         {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "dispatcher": dispatcher, "shared_overlap": overlap}
@@ -132,7 +131,11 @@ def collectives_called(cell: Cell) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("more", [{}, {"recompute": "block"}, {"family": "switch", "padded_experts": True}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"recompute": "block"}, {"recompute": "experts"}, {"family": "switch", "padded_experts": True}],
+    ids=str,
+)
 def test_what_layers_do_together_is_declared(more: Row, dispatcher: str, rank_pools: RankPools) -> None:
     cell = make_cell({"dp": 2, "ep": 2, "family": "mixtral", "dispatcher": dispatcher} | more)
     for rank in rank_pools(2).run(collectives_called, cell):

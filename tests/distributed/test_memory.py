@@ -175,6 +175,19 @@ MODELS = {
         hidden_dropout=0.0,
         attention_dropout=0.0,
     ),
+    "experts": ModelConfig(
+        **WIDE,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        num_experts=4,
+        moe_layer_freq="2",
+        moe_ffn_hidden_size=96,
+        moe_shared_expert_intermediate_size=64,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
 }
 
 
@@ -187,6 +200,8 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
     for number, ((name, model), (way, recompute), dtype) in enumerate(
         itertools.product(MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16))
     ):
+        if model.num_experts is not None and tp > 1 and not sequence_parallel:  # such layers do not train
+            continue
         loss = LossConfig(fused=number % 3 == 0)
         network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss, dtype=dtype)
         initialize(network, seed=1)
@@ -228,7 +243,9 @@ def test_the_report_at_the_start_is_right(
             for kind in ("parameters", "gradients", "optimizer"):
                 padding = getattr(seen, kind) - getattr(expected, kind)
                 assert 0 <= padding <= 0.01 * getattr(expected, kind) + 12 * 64 * 40, (case, kind)
-            assert seen.activations == pytest.approx(expected.activations, rel=0.01), case
+            # The routers of networks as small as this keep masks and sums that are left out.
+            tolerance = 0.02 if case.startswith("experts") else 0.01
+            assert seen.activations == pytest.approx(expected.activations, rel=tolerance), case
 
 
 def largest_construction(stage: int) -> tuple[float, float]:

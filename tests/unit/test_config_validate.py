@@ -473,6 +473,11 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--recompute-activations --recompute-method block",
             "--recompute-method and --recompute-num-layers need --recompute-granularity full",
         ),
+        (
+            "--num-experts 4 --recompute-modules moe",
+            "--recompute-modules needs --recompute-granularity selective",
+        ),
+        ("--recompute-activations --recompute-modules core_attn moe", "--recompute-modules moe needs --num-experts"),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
         ("--no-watchdog --watchdog-min-seconds 5", "--watchdog-min-seconds 5 needs the watchdog: drop --no-watchdog"),
         ("--save-interval 5", "--save-interval 5 needs --save, the run directory"),

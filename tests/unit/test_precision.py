@@ -275,7 +275,7 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
     """In the precision of the mask, fp32 at least, which is none of the model's."""
     tokens = np.zeros((2, 2), np.int64)
     masks = [np.array([[0.3, 1.0], [1.0, 2.0**24]], np.float32), np.array([[1.0, 0.0], [2.0**-20, 1.0]], np.float32)]
-    names, rest = ("tokens", "labels", "positions"), {"document_ids": None, "padding": None}
+    names, rest = ("tokens", "labels", "positions"), dict.fromkeys(("document_ids", "padding", "replayed"))
     arrays: Any = [
         {**dict.fromkeys(names, tokens), **rest, "loss_mask": mask, "sample_ids": range(2, 4)} for mask in masks
     ]
