@@ -44,8 +44,8 @@ FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --
 class WithSquares(Block):
     """Layer with a loss term: squares of its input and of its output, weighted more in later layers."""
 
-    def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
-        super().__init__(config, context, layer, **more)
+    def __init__(self, config: Any, context: Any, layer: int, recompute: Any) -> None:
+        super().__init__(config, context, layer, recompute)
         self.number = layer
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:

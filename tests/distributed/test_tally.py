@@ -41,8 +41,8 @@ LARGE = 2**54 + 1
 class Counting(Block):
     """Layer that counts its tokens, also multiplied by a large number, and tokens whose first number is positive."""
 
-    def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
-        super().__init__(config, context, layer, **more)
+    def __init__(self, config: Any, context: Any, layer: int, recompute: Any) -> None:
+        super().__init__(config, context, layer, recompute)
         tensor = LogicalTensor(f"layers.{layer}.counts", (3,), Constant(0), weight_decay=False)
         mesh = context.mesh
         self.state = State(replicated(mesh, tensor, grad_is_partial=False), torch.int64, mesh.device)
