@@ -3,9 +3,10 @@
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
-ones; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels beside their rivals;
-bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is measured is written
-as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
+ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; a model of about
+1.3 billion parameters in bf16, with the kernels and without; the kernels beside their rivals; bits after a resume; in
+float64 the losses of ten steps on every layout against the CPU's. What is measured is written as it comes, to
+benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
 the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note. `--device cpu` tries the
 parts that can be tried without a GPU.
 """
@@ -28,6 +29,14 @@ from typing import Any
 import torch
 
 from benchmarks import kernels
+from benchmarks.gpu_experts import (
+    ALLOWED,
+    FLEX_TOLERANCE,
+    PRODUCT_TOLERANCE,
+    check_grouped_products,
+    compare_flex,
+    host_waits,
+)
 from benchmarks.gpu_operations import WEIGHT_GRADIENT_TOLERANCE, check_attention, check_weight_gradients
 from benchmarks.gpu_training import COMMON, SPEED, TOLERANCE, check_checkpoints, compare, speeds
 from benchmarks.results import PACKAGES, RESULTS, versions
@@ -121,6 +130,25 @@ def check_operations(report: Report) -> None:
         report.fail("operations: attention in blocks")
 
 
+def check_experts(report: Report) -> None:
+    """Grouped products, how often the host waits for the device, and DeepEP's losses."""
+    error = check_grouped_products(report.device)
+    report.tell("experts", {"error of grouped products": error}, f"grouped products: error {error:.1e}")
+    if not error <= PRODUCT_TOLERANCE:
+        report.fail("experts: grouped products")
+    for name, allowed in ALLOWED.items() if report.gpu else ():
+        found = host_waits(padded=name == "padded")
+        words = f"{name}: the host waits {found[0]} times in forward and {found[1]} in backward"
+        report.tell("experts", {"layer": name, "waits in forward and backward": found}, words)
+        if any(ours > most for ours, most in zip(found, allowed, strict=True)):
+            report.fail(f"experts: {words}")
+    row = compare_flex(report.gpus, report.deadline)
+    report.tell("experts", {"DeepEP": row}, f"DeepEP: {row}")
+    difference = row.get("largest relative difference")
+    if isinstance(difference, float) and not difference <= FLEX_TOLERANCE:
+        report.fail("experts: losses with DeepEP")
+
+
 def check_resume(report: Report) -> None:
     """Bits after a resume from a checkpoint that was saved in the background."""
     different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu, deadline=report.deadline)
@@ -141,6 +169,7 @@ def check_layouts(report: Report) -> None:
 PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
     "operations": check_operations,
+    "experts": check_experts,
     "training": check_training,
     "benchmark": check_benchmark,
     "resume": check_resume,

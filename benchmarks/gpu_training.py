@@ -24,6 +24,9 @@ FAMILIES = {
     "gpt2": "--max-position-embeddings 64",
     "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm",
+    "experts": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --num-experts 8 "
+    "--moe-ffn-hidden-size 64 --moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01",
 }
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
@@ -70,8 +73,8 @@ def train(flags: str, processes: int, *, gpu: bool, deadline: float = math.inf) 
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def layouts(gpus: int) -> list[tuple[str, str]]:
-    """Flags of the layouts that so many GPUs allow."""
+def layouts(gpus: int, family: str) -> list[tuple[str, str]]:
+    """Flags of the layouts that so many GPUs allow a network of this family."""
     found = [("1 GPU", "")] if gpus == 1 else [(f"DP {gpus}", ""), (f"DP {gpus} ZeRO 1", "--use-distributed-optimizer")]
     if gpus > 1:
         strategies = ("optim_grads", "optim_grads_params")
@@ -79,7 +82,11 @@ def layouts(gpus: int) -> list[tuple[str, str]]:
         overlapped = "--overlap-grad-reduce --overlap-param-gather --data-parallel-sharding-strategy optim_grads_params"
         found += [(f"DP {gpus} ZeRO 3 overlapped", overlapped)]
     if gpus % 2 == 0:
-        found += [("TP 2", "--tp 2"), ("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
+        found += [("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
+        if family == "experts":  # with tensor parallelism only together with sequence parallelism
+            found += [(f"EP 2 {way}", f"--ep 2 --moe-token-dispatcher-type {way}") for way in ("alltoall", "allgather")]
+        else:
+            found += [("TP 2", "--tp 2")]
         interleaved = "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
         found += [("PP 2", "--pp 2"), ("PP 2 interleaved", interleaved)]
     ranks = "--pp 2 " if gpus % 2 == 0 else ""
@@ -94,7 +101,7 @@ def compare(deadline: float) -> Iterator[dict[str, object]]:
     for optimizer, family in itertools.product(("adam", "muon"), FAMILIES):
         flags = f"{FAMILIES[family]} --optimizer {optimizer}"
         expected: list[dict[str, float]] = []
-        for name, layout in layouts(gpus):
+        for name, layout in layouts(gpus, family):
             row: dict[str, object] = {"family": family, "optimizer": optimizer, "layout": name}
             if time.monotonic() > deadline:
                 yield row | {"left out": "no time was left"}

@@ -1477,6 +1477,41 @@ MUTANTS = (
         "tests/distributed/test_dispatch.py::test_rows_are_sorted_by_expert_rank_and_position",
     ),
     Mutant(
+        "DeepEP is given the experts without the parts of each",
+        "megalite/parallel/dispatch.py",
+        "ranks * local + experts[..., None] % local",
+        "experts[..., None].expand_as(ranks)",
+        "tests/distributed/test_deep_ep.py::test_bits_are_those_of_all_to_all[4-4-2-dropless-all chosen]",
+    ),
+    Mutant(
+        "the gradients of weights that travelled by DeepEP are read before they are there",
+        "megalite/parallel/deep_ep.py",
+        "        event.current_stream_wait()\n",
+        "        _ = event if len(results) == 2 else event.current_stream_wait()\n",
+        "tests/distributed/test_deep_ep.py::test_bits_are_those_of_all_to_all[2-4-1-dropless-all chosen]",
+    ),
+    Mutant(
+        "a rank that has DeepEP uses it, whatever the others have",
+        "megalite/training/experts.py",
+        "    if not lacking:",
+        "    if not lacking or reason == available:",
+        "tests/distributed/test_deep_ep.py::test_a_run_trains_the_same[--ep 2]",
+    ),
+    Mutant(
+        "the host tells the device the rows of each expert's bias",
+        "megalite/parallel/grouped.py",
+        "if groups.ends is None:",
+        "if groups.ends is not None:",
+        "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding[biases]",
+    ),
+    Mutant(
+        "the rows of a layer with experts are counted on the host in backward, too",
+        "megalite/parallel/dispatch.py",
+        "            return back(unpermute(outputs, permutation))",
+        "            _counts(own, count).tolist()\n            return back(unpermute(outputs, permutation))",
+        "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding[padded experts with biases]",
+    ),
+    Mutant(
         "the proof is told of counts in backward",
         "megalite/parallel/dispatch.py",
         '("counts of tokens", False)',
@@ -2216,8 +2251,8 @@ MUTANTS = (
     Mutant(
         "gradients of tokens are waited for as soon as they travel",
         "megalite/parallel/dispatch.py",
-        "self._pending = send(rows)",
-        "received = send(rows).wait()\n        self._pending = Pending(None, lambda: received)",
+        "self._wait = send(*rows)",
+        "received = send(*rows)()\n        self._wait = lambda: received",
         "tests/distributed/test_layouts_experts.py::test_shared_experts_run_while_tokens_travel",
     ),
     Mutant(

@@ -190,8 +190,9 @@ class ModelConfig:
     """Multiply the shared experts' output with a sigmoid gate (Qwen2-MoE)."""
     moe_shared_expert_overlap: bool = False
     """Compute the shared experts while tokens are on their way to the routed ones."""
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
-    """Send a token to all ranks of its experts' group, or only to those that have one of its experts."""
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
+    """Send a token to all ranks of its experts' group, or only to those that have one of its experts (alltoall); flex:
+    the latter by DeepEP if all ranks have it and a GPU, otherwise alltoall."""
     untie_embeddings_and_output_weights: bool = False
     """Use a separate weight for the output layer instead of the embedding's."""
     vocab_size: PositiveInt | None = None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
+from megalite.parallel.deep_ep import DeepEPExchange, Waiting
 from megalite.parallel.grouped import Groups
 from megalite.parallel.mesh import Group
 from megalite_kernels.permutation import group_rows, permute, unpermute
@@ -30,60 +31,74 @@ from megalite_kernels.permutation import group_rows, permute, unpermute
 class _Transfer:
     """Transfer of rows to other ranks, and of their gradients back: under way between a `_Begin` and an `_End`."""
 
-    def __init__(self, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]) -> None:
+    def __init__(self, there: Callable[..., Waiting], back: Callable[..., Waiting]) -> None:
         self.there, self.back = there, back
-        self._pending: Pending | None = None
+        self._wait: Waiting | None = None
 
-    def begin(self, send: Callable[[Tensor], Pending], rows: Tensor) -> Tensor:
+    def begin(self, send: Callable[..., Waiting], rows: tuple[Tensor, ...]) -> Tensor:
         """Begin to send, and return an empty tensor, which only orders the two nodes of the transfer."""
-        self._pending = send(rows)
-        return rows.new_empty(0)
+        self._wait = send(*rows)
+        return rows[0].new_empty(0)
 
-    def end(self) -> Tensor:
+    def end(self) -> tuple[Tensor, ...]:
         """Wait for the received rows, which are not kept here."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
-        return pending.wait()
+        assert self._wait is not None
+        wait, self._wait = self._wait, None
+        return wait()
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, transfer: _Transfer, *rows: Tensor) -> Tensor:
         ctx.transfer = transfer
         return transfer.begin(transfer.there, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.transfer.end(), None
+        return None, *ctx.transfer.end()
 
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, begun: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, begun: Tensor, transfer: _Transfer) -> tuple[Tensor, ...]:
         ctx.transfer = transfer
         return transfer.end()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.transfer.begin(ctx.transfer.back, gradients[0]), None
+        return ctx.transfer.begin(ctx.transfer.back, gradients), None
 
 
-def _transfer(
-    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]
-) -> Callable[[], Tensor]:
+def _transfer(there: Callable[..., Waiting], back: Callable[..., Waiting], *rows: Tensor) -> Waiting:
     """Begin a transfer of rows, and return the function that waits for its end and returns the received rows.
 
     Work between the two runs while the rows are under way. So does its backward: autograd runs the nodes that are ready
     in the reverse order of forward.
     """
     transfer = _Transfer(there, back)
-    begun = _Begin.apply(rows, transfer)
+    begun = _Begin.apply(transfer, *rows)
 
-    def end() -> Tensor:
-        received: Tensor = _End.apply(begun, transfer)
+    def end() -> tuple[Tensor, ...]:
+        received: tuple[Tensor, ...] = _End.apply(begun, transfer)
         return received
 
     return end
+
+
+def _transfer_rows(
+    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]
+) -> Callable[[], Tensor]:
+    """Begin the transfer of one tensor by collectives, and return the function that waits for the received rows."""
+
+    def waiting(send: Callable[[Tensor], Pending]) -> Callable[[Tensor], Waiting]:
+        def begin(rows: Tensor) -> Waiting:
+            pending = send(rows)
+            return lambda: (pending.wait(),)
+
+        return begin
+
+    end = _transfer(waiting(there), waiting(back), rows)
+    return lambda: end()[0]
 
 
 def exchange_rows_async(
@@ -104,7 +119,7 @@ def exchange_rows_async(
     def back(rows: Tensor) -> Pending:
         return collectives.all_to_all_rows_async(rows, receive_counts, send_counts, group)
 
-    return _transfer(rows, there, back)
+    return _transfer_rows(rows, there, back)
 
 
 def _add_in_rank_order_async(rows: Tensor, group: Group) -> Pending:
@@ -146,13 +161,14 @@ class Dispatcher:
         group: the ranks of ("ep", "etp"), in the order of the mesh.
         experts: number of experts of the layer.
         parts: number of ranks that share an expert (etp).
-        kind: "alltoall" sends a token to the ranks that need it, "allgather" to all of them.
+        kind: "alltoall" sends a token to the ranks that need it, "allgather" to all of them. "flex" does what
+            "alltoall" does by DeepEP (`deep_ep.why_unavailable` must have returned None).
     """
 
     group: Group
     experts: int
     parts: int = 1
-    kind: Literal["allgather", "alltoall"] = "alltoall"
+    kind: Literal["allgather", "alltoall", "flex"] = "alltoall"
 
     @property
     def local_experts(self) -> int:
@@ -170,6 +186,8 @@ class Dispatcher:
         back = ("sums of experts", True)
         if self.kind == "allgather":
             return [("choices of tokens", False), ("tokens", True), ("weights of experts", True), back]
+        if self.kind == "flex":
+            return [("tokens and weights", True), back]
         counts = [] if padded else [("counts of tokens", False)]
         return [*counts, ("choices and weights", True), ("tokens", True), back]
 
@@ -188,8 +206,8 @@ class Dispatcher:
         """
         if self.group.size == 1:
             return lambda: self._arrange(tokens, experts, weights, lambda rows: rows, capacity)
-        send = self._gather if self.kind == "allgather" else self._exchange
-        return send(tokens, experts, weights, capacity)
+        ways = {"allgather": self._gather, "alltoall": self._exchange, "flex": self._exchange_by_deep_ep}
+        return ways[self.kind](tokens, experts, weights, capacity)
 
     def _gather(
         self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
@@ -201,10 +219,10 @@ class Dispatcher:
             return _add_in_rank_order_async(rows, self.group)
 
         numbers = collectives.all_gather(experts, self.group)
-        arriving, of_choices = _transfer(tokens, gather, add), _transfer(weights, gather, add)
+        arriving, of_choices = _transfer_rows(tokens, gather, add), _transfer_rows(weights, gather, add)
 
         def back(rows: Tensor) -> Tensor:
-            return _transfer(rows, add, gather)()
+            return _transfer_rows(rows, add, gather)()
 
         return lambda: self._arrange(arriving(), numbers, of_choices(), back, capacity)
 
@@ -236,6 +254,27 @@ class Dispatcher:
         def arrived() -> Dispatched:
             numbers, of_choices = arriving_choices().tensor_split(2, dim=1)
             return self._arrange(arriving_tokens(), numbers.detach().long() - 1, of_choices, back, capacity, by_expert)
+
+        return arrived
+
+    def _exchange_by_deep_ep(
+        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+    ) -> Callable[[], Dispatched]:
+        local, first = self.local_experts, self.group.rank // self.parts * self.local_experts
+        # DeepEP knows experts of ranks, but no parts of experts: for it, each part is an expert of its rank.
+        ranks = (experts // local * self.parts)[..., None] + torch.arange(self.parts, device=experts.device)
+        of_parts = torch.where(experts[..., None] < 0, -1, ranks * local + experts[..., None] % local).flatten(1)
+        exchange = DeepEPExchange(of_parts, local * self.group.size, self.group)
+        weights = weights.float().repeat_interleave(self.parts, dim=1)
+        arriving = _transfer(exchange.send, exchange.send_gradients, tokens, weights)
+
+        def back(rows: Tensor) -> Tensor:
+            return _transfer(exchange.add_up, exchange.add_up_gradients, rows)()[0]
+
+        def arrived() -> Dispatched:
+            rows, of_choices = arriving()
+            numbers = torch.where(exchange.numbers < 0, -1, exchange.numbers + first)
+            return self._arrange(rows, numbers, of_choices, back, capacity, exchange.counts)
 
         return arrived
 

@@ -78,7 +78,10 @@ class _GroupedBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bias: Parameter, groups: Groups, width: int) -> Tensor:
         ctx.bias, ctx.groups = bias, groups
-        counts = torch.tensor([stop - start for start, stop in pairwise(groups.offsets)], device=bias.device)
+        if groups.ends is None:
+            counts = torch.tensor([stop - start for start, stop in pairwise(groups.offsets)], device=bias.device)
+        else:  # a copy from the host would wait for the device
+            counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
         return bias.view(-1, width).repeat_interleave(counts, dim=0, output_size=groups.offsets[-1])
 
     @staticmethod

@@ -6,7 +6,7 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,10 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
     """Timer to which the time spent waiting for this group is added."""
+    timeout: datetime.timedelta | None = None
+    """Time limit of a collective; None for the backend's default."""
+    buffers: dict[Any, Any] = field(default_factory=dict, compare=False)
+    """Buffers of another communication library for this group, by their sizes. `ParallelMesh.close` destroys them."""
 
     @property
     def size(self) -> int:
@@ -162,7 +166,7 @@ class ParallelMesh:
     def _cached_group(self, kind: Kind, ranks: tuple[int, ...]) -> Group:
         if (kind, ranks) not in self._groups:
             process_group = self._make_process_group(kind, ranks)
-            self._groups[kind, ranks] = Group(ranks, ranks.index(self.rank), process_group, self.waits)
+            self._groups[kind, ranks] = Group(ranks, ranks.index(self.rank), process_group, self.waits, self._timeout)
         return self._groups[kind, ranks]
 
     def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -191,6 +195,8 @@ class ParallelMesh:
     def close(self) -> None:
         """Destroy the process groups that this mesh has made, but not the default group."""
         for group in self._groups.values():
+            for buffer in group.buffers.values():
+                buffer.destroy()
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
         self._groups.clear()

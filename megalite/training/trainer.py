@@ -40,7 +40,7 @@ from megalite.training.data import (
     vocab_size,
 )
 from megalite.training.display import Display
-from megalite.training.expert_loads import expert_loads, node_notes
+from megalite.training.experts import expert_loads, node_notes, with_dispatcher
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.kernels import compile_layers
 from megalite.training.load_report import load_notes, rounding_notes
@@ -69,9 +69,10 @@ class Trainer:
     ) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
         self.sections = sections if sections is not None else Sections()
-        self.model_config = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
         self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
+        model = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
+        self.model_config, self._dispatcher_notes = with_dispatcher(model, self.dtype, mesh)
         stages = builder.make_stages(config)
         self.chunks = builder.make_chunks(config, self.model_config, mesh, stages)
         if config.kernels.compile:
@@ -348,4 +349,4 @@ class Trainer:
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*rates, *self._load_notes, *saves, *profile, *experts)
+        return (*rates, *self._load_notes, *saves, *profile, *self._dispatcher_notes, *experts)

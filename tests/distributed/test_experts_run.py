@@ -21,7 +21,7 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.optim import statistics
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.state import states_of
-from megalite.training import expert_loads
+from megalite.training import experts as training_experts
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.resume import find_resume_point
@@ -56,7 +56,7 @@ def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]],
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     trainer = Trainer(config, open_data(config), mesh)
     line = str(summary(trainer)["model"])
-    with mock.patch.object(expert_loads, "host_name", return_value=f"node{rank % 2}"):
+    with mock.patch.object(training_experts, "host_name", return_value=f"node{rank % 2}"):
         notes = [note for note in trainer.notes() if "experts" in note]
     records = []
     with trainer.loader:

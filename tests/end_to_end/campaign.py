@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,13 +22,16 @@ FAULTY = ROOT / "tests" / "harness" / "faulty_training.py"
 RANKS = 4
 STEPS = 60
 """Steps of the run, unless something ends it earlier."""
-LAYOUTS: Mapping[str, tuple[str, ...]] = {
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp": words("--tp 2 --sequence-parallel --use-distributed-optimizer --global-batch-size 4"),
     "pp": words(
         "--num-layers 4 --pp 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 --async-save "
         "--use-distributed-optimizer --overlap-grad-reduce"
     ),
 }
+EXPERTS = words(
+    "--num-experts 4 --ep 4 --moe-token-dispatcher-type alltoall --use-distributed-optimizer --global-batch-size 8"
+)
 FLAGS = (
     *words("--tokenizer-type NullTokenizer --vocab-size 60 --split 8,2,0"),
     *GPT2,
@@ -105,7 +108,7 @@ class Campaign:
         environment["STEP_SECONDS"] = str(step_seconds)
         output = self.folder / f"start{self._starts}"
         with Job(
-            [FAULTY, *FLAGS, *LAYOUTS[self.layout], *flags],
+            [FAULTY, *FLAGS, *(LAYOUTS | {"ep": EXPERTS})[self.layout], *flags],
             RANKS,
             output,
             environment,

@@ -256,6 +256,13 @@ def test_a_rank_that_dies_is_named_though_the_launcher_ends_the_others(tmp_path:
         campaign.disturb(Fault("forward", rank, 2, "kill"), launcher=True)
 
 
+def test_a_rank_that_dies_while_tokens_travel_to_experts_is_named(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "ep")
+    campaign.disturb(Fault("exchange", 1, 2, "kill"))
+    campaign.disturb(Fault("exchange in backward", 3, 2, "stop"))
+    campaign.assert_unbroken()
+
+
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])
 def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")

@@ -28,6 +28,7 @@ from megalite.lifecycle import failure, launch, rendezvous
 from megalite.model.block import Block
 from megalite.optim.accumulator import Accumulator
 from megalite.optim.elementwise import FusedRule
+from megalite.parallel import dispatch
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import builder, checkpoints, loop, pretrain, trainer
@@ -211,6 +212,8 @@ def disturb() -> None:
     wrap(Block, "forward", "forward", torch.is_grad_enabled)
     wrap(Block, "forward", "evaluation", lambda: not torch.is_grad_enabled())
     in_backward()
+    wrap(dispatch, "exchange_rows_async", "exchange")
+    wrap(dispatch._End, "backward", "exchange in backward")
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")

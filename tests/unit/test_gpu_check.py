@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_training
+from benchmarks import gpu_check, gpu_experts, gpu_training
 from benchmarks.gpu_check import Report
 
 RUN = ["--device", "cpu", "--results"]
@@ -119,5 +119,30 @@ def test_a_layout_that_fails_is_wrong_and_the_others_are_run(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     code, found = run(monkeypatch, tmp_path, {"layouts_of_1": gpu_check.check_layouts})
     assert code == 1
-    assert found["wrong"] == [f"layouts: {f} {o} gpipe" for o in ("adam", "muon") for f in ("gpt2", "llama")]
+    assert found["wrong"] == [f"layouts: {f} {o} gpipe" for o in ("adam", "muon") for f in gpu_training.FAMILIES]
     assert found["layouts"][-1]["largest relative difference"] == 0.0
+
+
+def test_layers_with_experts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Products are right here, too; a wait too many and other losses with DeepEP are wrong."""
+    code, found = run(monkeypatch, tmp_path, {"experts_of_1": gpu_check.check_experts})
+    assert code == 0
+    assert found["experts"][0]["error of grouped products"] < 4e-3
+    assert found["experts"][1] == {"DeepEP": {"left out": "one GPU"}}
+
+    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, float]]:
+        assert processes == 4
+        return [{"lm_loss": 7.0 if "flex" in flags else 7.1, "iteration_time_s": 1.0}]
+
+    monkeypatch.setattr(gpu_experts, "train", train)
+    monkeypatch.setattr(gpu_experts, "why_unavailable", lambda *arguments: None)
+    monkeypatch.setattr(gpu_check, "host_waits", lambda *, padded: (1, 0))
+    monkeypatch.setattr(gpu_check, "check_grouped_products", lambda device: 0.0)
+    monkeypatch.setattr(Report, "gpu", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    report = Report(tmp_path / "report.json", "cuda")
+    gpu_check.check_experts(report)
+    assert report.wrong == [
+        "experts: padded: the host waits 1 times in forward and 0 in backward",
+        "experts: losses with DeepEP",
+    ]

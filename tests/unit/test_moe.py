@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.tally import end_step
 from tests.experts_oracle import Experts, Record
 from tests.harness.close import assert_bits_equal
+from tests.harness.poison import poisoned_memory
 from tests.oracle import Oracle, Routing
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 6, 3, 8, 4
@@ -191,10 +193,11 @@ def test_a_layer_is_the_oracles(name: str) -> None:
     record = routing.records[LAYER]
     even = [torch.full((EXPERTS,), 1 / EXPERTS)]
     expected_loss = case.experts.loss([record], BATCH, even)
-    output, loss, _ = run(case, layer, ours)
+    with poisoned_memory():
+        output, loss, _ = run(case, layer, ours)
+        ((output * gradient).sum() + loss).backward()
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-12, atol=1e-12)
-    ((output * gradient).sum() + loss).backward()
     ((expected * gradient).sum() + expected_loss).backward()
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
     for parameter, piece in named_pieces(layer):
@@ -267,3 +270,26 @@ def test_memory_is_the_rows_and_their_first_inner_tensors() -> None:
 def test_z_loss_is_a_term_of_its_own() -> None:
     _, _, terms = run(CASES["z-loss"], layer_of(CASES["z-loss"]), torch.randn(BATCH, SEQUENCE, HIDDEN).double())
     assert terms[Z_LOSS].requires_grad
+
+
+@pytest.mark.parametrize("name", ["softmax of the chosen", "biases", "padded experts with biases", "loss over steps"])
+def test_the_host_asks_the_device_once_and_never_with_padding(name: str) -> None:
+    """Run a layer on the meta device, which cannot answer: each question but that answered here is an error."""
+    case, meta = CASES[name], torch.device("meta")
+    layer = MoE(config(case), ParallelContext(ParallelMesh(device=meta), dtype=torch.float32), 0)
+    layer.router.tally.own = layer.router.tally.own.to(meta)
+    hidden = torch.empty(SEQUENCE, BATCH, HIDDEN, device=meta, requires_grad=True)
+    layout, asked = SequenceLayout.whole(SEQUENCE), list[torch.Size]()
+    padding = torch.empty(SEQUENCE, BATCH, dtype=torch.bool, device=meta) if case.padding else None
+    context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs, padding=padding)
+
+    def answer(tensor: Tensor) -> list[int]:
+        asked.append(tensor.shape)
+        return [BATCH * SEQUENCE * 2 // EXPERTS] * EXPERTS
+
+    copies = mock.patch("torch.tensor", side_effect=AssertionError("a copy from the host waits for the device"))
+    with copies, mock.patch.object(Tensor, "tolist", answer):
+        output, terms = layer(hidden, context)
+        (output.sum() + sum(terms.values())).backward()
+    assert asked == ([] if layer.padded else [torch.Size([EXPERTS])])
+    assert hidden.grad is not None

@@ -1,20 +1,36 @@
-"""Loads of the experts in a step, for its record, and a note on experts that are spread over nodes."""
+"""Experts of a run: how tokens reach them, their loads in a step, and a note if they are spread over nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
+from megalite.config import ModelConfig
 from megalite.model.gpt import GPT
 from megalite.model.moe import MoE
-from megalite.parallel import collectives
+from megalite.parallel import collectives, deep_ep
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import host_name
 
 MAX_LOAD, MIN_LOAD, DROPPED = "max_expert_load", "min_expert_load", "dropped_assignments"
 """Names of the figures: the largest and smallest number of tokens of an expert over the mean, by layer, and the share
 of the choices that were dropped."""
+
+
+def with_dispatcher(model: ModelConfig, dtype: torch.dtype, mesh: ParallelMesh) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Return `model` with all-to-all instead of "flex" if any rank lacks DeepEP, and a note. All ranks call it."""
+    if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
+        return model, ()
+    available = "DeepEP is available"
+    reason = deep_ep.why_unavailable(model.hidden_size, dtype, mesh.device) or available
+    reasons = collectives.all_gather_text(reason, mesh.world(), mesh.device)
+    lacking = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason != available]
+    if not lacking:
+        return model, ()
+    note = f"note: --moe-token-dispatcher-type flex is alltoall in this run, with the same results: {lacking[0]}"
+    return replace(model, moe_token_dispatcher_type="alltoall"), (note,)
 
 
 def expert_loads(chunks: Iterable[GPT], layers: int, mesh: ParallelMesh) -> dict[str, float]:
