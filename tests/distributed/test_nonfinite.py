@@ -24,7 +24,6 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
 from tests.distributed.pipeline_run import loss_of
 from tests.harness.rank_pool import RankPools
-from tests.harness.stages import LOSS
 
 MAX = torch.finfo(torch.float64).max
 
@@ -33,7 +32,8 @@ MAX = torch.finfo(torch.float64).max
 class Fault:
     """Fault of a step on one rank."""
 
-    kind: str  # forward or backward (of attention), parameter, mask, buffer, message, gradient (a norm's, on all ranks)
+    # forward or backward (of attention), router, parameter, mask, buffer, message, gradient (a norm's, on all ranks)
+    kind: str
     rank: int = 0
     layer: int = 1
     whole_layer: bool = False  # of the layer instead of attention
@@ -89,6 +89,13 @@ def plant(fault: Fault, training: Training) -> Callable[[], object]:
     if fault.kind == "buffer":
         plant_infinity(training.network, active=mesh.rank == fault.rank)
         return lambda: plant_infinity(training.network, active=False)
+    if fault.kind == "router":  # the weights of the chosen experts
+
+        def spoil_weights(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            experts, weights, *rest = output
+            return experts, _spoiled(weights, fault.value if mesh.rank == fault.rank else None), *rest
+
+        return layer.mlp.router.register_forward_hook(spoil_weights).remove
     if fault.kind == "parameter":
         return _plant_in_parameter(fault, layer) if mesh.rank == fault.rank else lambda: None
 
@@ -130,6 +137,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
     mesh = make_meshes([cell])[cell.split]
     chunks = initialized_chunks(mesh, cell)
     training = Training(mesh, cell, chunks)
+    multipliers = dict.fromkeys((term.name for term in chunks[0].loss_terms), 0.01)
     optimizer, told, skips, losses = training.optimizer, [], [], []
     for number, fault in enumerate(faults):
         remove = (lambda: None) if fault is None else plant(fault, training)
@@ -138,12 +146,12 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
             micro_batches = [_masked(fault, micro_batch) for micro_batch in micro_batches]
         actions = training.schedules.training(len(micro_batches))
         optimizer.begin_step(len(micro_batches))
-        sums = training.engine.run(actions, micro_batches, {LOSS: 0.01}, optimizer)
+        sums = training.engine.run(actions, micro_batches, multipliers, optimizer)
         skips.append(optimizer.step(rates(cell, number)).skipped)
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = SkippedStep(number, actions, micro_batches, {LOSS: 0.01}, 1.0, sums)
+            step = SkippedStep(number, actions, micro_batches, multipliers, 1.0, sums)
             told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss_of(sums) if fault is None else 0.0)
@@ -257,6 +265,15 @@ def test_a_loss_mask_that_is_not_finite_is_told(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 2, "pp": 2})
     (text,) = told(rank_pools, cell, Fault("mask", sample=3))
     assert "NaN came first on rank 3, in micro-batch 1 (sample 3), forward, in the loss times the loss" in text
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_router_that_is_not_finite_is_told(dispatcher: str, rank_pools: RankPools) -> None:
+    """It is named, and not the experts to which the NaN travels on the other rank."""
+    cell = make_cell({"dp": 2, "ep": 2, "family": "mixtral", "dispatcher": dispatcher})
+    (text,) = told(rank_pools, cell, Fault("router", rank=1))
+    place = "in the output of layer 1, mlp, router"
+    assert text.startswith(f"{WATCHED}NaN came first on rank 1, in micro-batch 0 (sample 1), forward, {place}"), text
 
 
 def test_what_is_not_finite_only_when_it_arrives_is_told(rank_pools: RankPools) -> None:
