@@ -1311,15 +1311,15 @@ MUTANTS = (
     Mutant(
         "the gradient of an expert's activation lacks the token's weight",
         "megalite/parallel/grouped.py",
-        "torch.autograd.grad(activated, input, _scaled(of_product, scale))",
-        "torch.autograd.grad(activated, input, of_product)",
+        "torch.autograd.grad(output, input, _scale_(gradient, scale))",
+        "torch.autograd.grad(output, input, gradient)",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[softmax of the chosen]",
     ),
     Mutant(
         "the weight of a down-projection is trained without the token's weight",
         "megalite/parallel/grouped.py",
-        "GroupedProductGradient(gradients[0], _scaled(activated.detach(), scale)",
-        "GroupedProductGradient(gradients[0], activated.detach()",
+        "GroupedProductGradient(gradients[0], _scale_(activated, scale)",
+        "GroupedProductGradient(gradients[0], activated",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[softmax of the chosen]",
     ),
     Mutant(

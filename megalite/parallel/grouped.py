@@ -57,18 +57,20 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.activation, ctx.groups = weight, activation, groups
         ctx.save_for_backward(input, scale)
-        activated = _scaled(activation(input), scale)
+        activated = _scale_(activation(input), scale)
         return _product(activated, _matrices(weight, groups).transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, scale = (saved.detach() for saved in ctx.saved_tensors)
         with torch.enable_grad():
-            activated = ctx.activation(input.requires_grad_())
-        of_product = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
-        (input_gradient,) = torch.autograd.grad(activated, input, _scaled(of_product, scale))
-        scale_gradient = torch.linalg.vecdot(of_product.to(scale.dtype), activated.detach().to(scale.dtype))
-        product = GroupedProductGradient(gradients[0], _scaled(activated.detach(), scale), ctx.groups.offsets)
+            output = ctx.activation(input.requires_grad_())
+        activated = output.detach()
+        gradient = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
+        scale_gradient = torch.linalg.vecdot(gradient.to(scale.dtype), activated.to(scale.dtype))
+        (input_gradient,) = torch.autograd.grad(output, input, _scale_(gradient, scale))
+        # Last: until here, the graph may still use what the activation returned.
+        product = GroupedProductGradient(gradients[0], _scale_(activated, scale), ctx.groups.offsets)
         return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None
 
 
@@ -172,6 +174,6 @@ def _matrices(weight: Tensor, groups: Groups) -> Tensor:
     return weight.detach().view(len(groups.offsets) - 1, -1, weight.shape[-1])
 
 
-def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
-    """Multiply each row with its scale in the scale's precision, and round once to that of the rows."""
-    return torch.mul(rows, scale[:, None], out=torch.empty_like(rows))
+def _scale_(rows: Tensor, scale: Tensor) -> Tensor:
+    """Multiply each row in place with its scale, in the scale's precision, and round once to that of the rows."""
+    return torch.mul(rows, scale[:, None], out=rows)
