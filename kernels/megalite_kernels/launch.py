@@ -57,10 +57,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
     """Return how many programs share the tiles of a kernel that sums over tiles. It is at least one."""
-    return max(min(tiles, LOOPING_WARPS // warps * _multiprocessors(device)), 1)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_MULTIPROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    count = INTERPRETED_MULTIPROCESSORS
+    if device.type == "cuda":
+        count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(min(tiles, LOOPING_WARPS // warps * count), 1)

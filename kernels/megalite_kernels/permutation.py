@@ -68,6 +68,13 @@ def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: in
     return Permutation(source, places.view(tokens, choices), ends.int())
 
 
+def occurrences(numbers: Tensor, count: int) -> Tensor:
+    """Count how often each number below `count` occurs: [..., choices] to [..., count]. Negative ones do not count."""
+    targets = torch.where(numbers < 0, count, numbers)
+    found = torch.zeros(*numbers.shape[:-1], count + 1, dtype=torch.int64, device=numbers.device)
+    return found.scatter_add_(-1, targets, torch.ones_like(targets))[..., :count]
+
+
 # ------------------------------------------------------------------------------------------------- the references
 
 

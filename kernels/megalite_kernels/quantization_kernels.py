@@ -128,9 +128,10 @@ def launch_quantize(
     blocks, shape = -(-len(flat) // block), tile(block, largest=TILE)
     codes = torch.empty(len(flat), dtype=format, device=values.device)
     scales = torch.empty(blocks, dtype=torch.float32, device=values.device)
+    signed = ((seed or 0) + 2**63) % 2**64 - 2**63  # the int64 number with the same bits
     if blocks:
         _quantize[(-(-blocks // shape.rows),)](
-            *(flat, codes.view(storage(format)), scales, len(flat), _signed(seed or 0), offset, *FORMATS[format]),
+            *(flat, codes.view(storage(format)), scales, len(flat), signed, offset, *FORMATS[format]),
             *(seed is not None, len(flat) % block == 0, shape.rows, block),
             num_warps=shape.warps,
         )
@@ -147,8 +148,3 @@ def launch_dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dt
             num_warps=shape.warps,
         )
     return values
-
-
-def _signed(seed: int) -> int:
-    """Return the int64 number with the same 64 bits."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -16,12 +16,11 @@ from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import numbers_as_numbers, packed
-from megalite.config import ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
-from megalite.conversion.mapping import FileTensor, FromFiles, ToFiles, file_tensors
+from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
@@ -49,7 +48,9 @@ def open_huggingface(folder: Path) -> OpenedModel:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
     logical = logical_tensors(model)
-    forms = {frozenset(each.name for each in form): form for form in _forms(family, model, logical)}
+    # Experts one by one, or the experts of a layer together.
+    mappings = [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
+    forms = {frozenset(each.name for each in mapping): mapping for mapping in mappings}
     files = HuggingFaceFiles(folder, family, frozenset().union(*forms), left_out)
     names = max(forms, key=lambda names: len(names & files.tensors.keys()))
     if others := sorted(files.tensors.keys() - names - {family.head}):
@@ -74,11 +75,6 @@ def open_huggingface(folder: Path) -> OpenedModel:
         notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
     what = f"{family.name}, {folder}"
     return OpenedModel(what, model, source, data, length, folder, is_huggingface=True, notes=notes)
-
-
-def _forms(family: Family, model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[list[FileTensor]]:
-    """Return the forms that the family's files can have: experts one by one, or the experts of a layer together."""
-    return [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:

@@ -162,6 +162,7 @@ def _fail(message: str, code: int) -> NoReturn:
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
     place = _own_place()
+    torchrun_ends_all = "TORCHELASTIC_RUN_ID" in os.environ and on_one_machine()  # after one rank has ended
     store = default_store()
     if store is not None and place.world_size > 1:
         try:
@@ -169,16 +170,11 @@ def _fail(message: str, code: int) -> NoReturn:
             code = _agree(store, message, code, place.rank)
         except (RuntimeError, TimeoutError, ValueError):  # the store is gone, hangs, or has values that are not ours
             _speak_unless_ended(message, code, place)
-    elif place.world_size > 1 and not _ended_by_launcher() and code != EXIT_RESUMABLE:
+    elif place.world_size > 1 and not torchrun_ends_all and code != EXIT_RESUMABLE:
         code = _leave_word(message, code, place)
     else:
         _speak_unless_ended(message, code, place)
     _exit(code)
-
-
-def _ended_by_launcher() -> bool:
-    """Tell whether the launcher ends all ranks after one rank has ended, as torchrun does on one machine."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and on_one_machine()
 
 
 def _leave_word(message: str, code: int, place: Place) -> int:

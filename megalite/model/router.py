@@ -25,6 +25,7 @@ from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 from megalite.parallel.state import State
 from megalite.parallel.tally import Tally
+from megalite_kernels.permutation import occurrences
 from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
 
 BALANCING_LOSSES: Mapping[LoadBalancing, str] = {
@@ -139,8 +140,8 @@ class Router(nn.Module):
             chosen = _within(chosen, weights.detach(), capacity, self.config.moe_token_drop_policy, self.sample_group)
         counts = torch.cat(
             [
-                occurrences(chosen.flatten()[None], self.experts)[0],
-                occurrences(by_score.flatten()[None], self.experts)[0],
+                occurrences(chosen.flatten(), self.experts),
+                occurrences(by_score.flatten(), self.experts),
                 (routed - (chosen >= 0).sum())[None],
             ]
         )
@@ -214,13 +215,6 @@ def routing_rule(config: ModelConfig) -> RoutingRule:
         group_topk=config.moe_router_group_topk or 1,
         group_scores=config.routing_group_scores or 1,
     )
-
-
-def occurrences(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each number below `count` occurs in each row; negative numbers do not count: [rows, count]."""
-    found = torch.zeros(len(numbers), count + 1, dtype=torch.int64, device=numbers.device)
-    targets = torch.where(numbers < 0, count, numbers)
-    return found.scatter_add_(1, targets, torch.ones_like(targets))[:, :count]
 
 
 def _within(experts: Tensor, weights: Tensor, capacity: int, policy: str, group: Group) -> Tensor:

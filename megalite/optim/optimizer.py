@@ -234,20 +234,6 @@ class Optimizer:
         for gather in self._parameter_gathers():
             gather.run()
 
-    @contextmanager
-    def unsharded_parameters(self) -> Iterator[None]:
-        """Gather all parameters within the block, for code that reads weights outside a forward pass."""
-        self.finish_parameter_gather()
-        for bucket in self.buckets:
-            if bucket.zero_stage == 3:
-                bucket.begin_parameter_gather()
-        self.finish_parameter_gather()
-        try:
-            yield
-        finally:
-            for bucket in self.buckets:
-                bucket.free_parameters()
-
     def parameter_norms(self) -> dict[str, float]:
         """Return the norms of the master weights, by parameter group."""
         return statistics.norms([(shard.bucket, shard.owned_masters) for shard in self.shards], self.mesh)

@@ -25,7 +25,7 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.deep_ep import DeepEPExchange, Waiting
 from megalite.parallel.grouped import Groups
 from megalite.parallel.mesh import Group
-from megalite_kernels.permutation import group_rows, permute, unpermute
+from megalite_kernels.permutation import group_rows, occurrences, permute, unpermute
 
 
 class _Transfer:
@@ -231,7 +231,7 @@ class Dispatcher:
     ) -> Callable[[], Dispatched]:
         ranks, size, local = self._ranks_of(experts), self.group.size, self.local_experts
         if capacity is None:
-            counts = torch.cat([_counts(ranks, size)[:, None], self._pairs_by_rank(experts)], dim=1)
+            counts = torch.cat([occurrences(ranks.flatten(), size)[:, None], self._pairs_by_rank(experts)], dim=1)
             equal = [1] * size
             arriving = collectives.all_to_all_rows(counts, equal, equal, self.group)
             # The host waits for the device here, and only here.
@@ -296,7 +296,7 @@ class Dispatcher:
             permutation = group_rows(own, count, capacity=most)
             offsets = tuple(range(0, (count + 1) * most, most))
         else:
-            by_expert = _counts(own, count).tolist() if by_expert is None else by_expert
+            by_expert = occurrences(own.flatten(), count).tolist() if by_expert is None else by_expert
             offsets = (0, *accumulate(by_expert))
             permutation = group_rows(own, count, rows=offsets[-1])
         of_rows = permute(weights.reshape(-1, 1), permutation.of_choices).squeeze(1)
@@ -317,14 +317,5 @@ class Dispatcher:
 
     def _pairs_by_rank(self, experts: Tensor) -> Tensor:
         """Return the number of this rank's tokens that choose each expert of each rank: [ranks, local experts]."""
-        counts = _counts(experts, self.experts).view(-1, self.local_experts)
+        counts = occurrences(experts.flatten(), self.experts).view(-1, self.local_experts)
         return counts.repeat_interleave(self.parts, dim=0)
-
-
-def _counts(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each number below `count` occurs. Negative numbers are not counted."""
-    numbers = numbers.flatten()
-    targets = torch.where(numbers < 0, count, numbers)
-    return torch.zeros(count + 1, dtype=torch.int64, device=numbers.device).scatter_add_(
-        0, targets, torch.ones_like(targets)
-    )[:count]

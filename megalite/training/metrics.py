@@ -357,6 +357,5 @@ def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | Non
 
 
 def _encode(value: Value) -> Value:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    """Return a value as strict JSON has it: NaN and infinities are strings."""
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,6 +31,7 @@ from tests.distributed.layout_run import (
     with_messages,
 )
 from tests.harness.stages import LOSS
+from tests.harness.unsharded import unsharded_parameters
 
 Observe = Callable[[Action], None]
 
@@ -92,7 +93,7 @@ class Rank:
             self.engine.run(actions, batches, {LOSS: 1.0}, self.optimizer, _Observer(observe))
 
     def finals(self) -> list[Held]:
-        with self.optimizer.unsharded_parameters():
+        with unsharded_parameters(self.optimizer):
             return held(self.network, self.mesh, lambda parameter: parameter)
 
 

@@ -53,6 +53,7 @@ from tests.distributed.layout_cell import (
     sample_numbers,
 )
 from tests.harness.stages import LOSS
+from tests.harness.unsharded import unsharded_parameters
 
 SEED = 1234
 BUCKET_SIZE = 700  # elements: gives several buckets of this small model, for the overlap
@@ -129,7 +130,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
             figures = {f"gradient {group}": norm for group, norm in update.gradient_norms.items()}
             figures["zeros"] = zeros_in_gradients(optimizer.buckets, mesh)
     figures |= {f"parameter {group}": norm for group, norm in optimizer.parameter_norms().items()}
-    with optimizer.unsharded_parameters():
+    with unsharded_parameters(optimizer):
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
     states = held_states(network, mesh)

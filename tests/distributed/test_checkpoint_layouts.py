@@ -30,6 +30,7 @@ from tests.harness.checkpoints import read
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.covering_array import Row, Valid
 from tests.harness.rank_pool import RankPools
+from tests.harness.unsharded import unsharded_parameters
 
 BEFORE, AFTER = 1, 1
 """Steps under the layout that saves, and under the one that loads: one step reads all that was loaded."""
@@ -177,7 +178,7 @@ class Resumed:
 def held(training: Training) -> Tensors:
     """Return this rank's part of the checkpoint's tensors by name, NaN elsewhere; padding must be zero."""
     found: Tensors = {}
-    with training.optimizer.unsharded_parameters():
+    with unsharded_parameters(training.optimizer):
         assert_padding_is_zero(training.network)
         parameters = {id(p): p for p, _ in named_pieces(training.network)}.values()
         parts = [("model", parameter, parameter.detach().clone()) for parameter in parameters]

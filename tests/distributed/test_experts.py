@@ -36,6 +36,7 @@ from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Sha
 from tests import muon as oracle
 from tests.harness.close import assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
+from tests.harness.unsharded import unsharded_parameters
 
 EXPERTS, HIDDEN, FFN, LAYERS = 4, 8, 12, 2
 TOKENS, MICRO_BATCHES, STEPS = 8, 2, 2
@@ -201,7 +202,7 @@ class Training:
         self.norms.append(self.optimizer.step(RATES).gradient_norm)
 
     def held(self) -> list[Held]:
-        with self.optimizer.unsharded_parameters():
+        with unsharded_parameters(self.optimizer):
             return [
                 (piece.tensor.name, piece.tensor.shape, piece.box, piece.view(parameter).detach().clone())
                 for parameter, piece in named_pieces(self.network)

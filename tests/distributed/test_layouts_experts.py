@@ -25,6 +25,7 @@ from tests.distributed.layout_run import (
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
+from tests.harness.unsharded import unsharded_parameters
 
 LAYOUTS: dict[str, Row] = {
     "alone": {"dp": 1, "recompute": "uniform", "dropout": 0.1},
@@ -197,7 +198,7 @@ def resumed(save: Cell, load: Cell, directory: Path) -> Any:
     second = Training(meshes[load.split], load, initialized_chunks(meshes[load.split], load, seed=99))
     second.load(path)
     loss, update = second.step(1)
-    with second.optimizer.unsharded_parameters():
+    with unsharded_parameters(second.optimizer):
         final = held(second.network, second.mesh, lambda parameter: parameter)
     return loss, update.gradient_norm, final, held_states(second.network, second.mesh)
 

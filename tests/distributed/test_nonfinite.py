@@ -24,6 +24,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
 from tests.distributed.pipeline_run import loss_of
 from tests.harness.rank_pool import RankPools
+from tests.harness.unsharded import unsharded_parameters
 
 MAX = torch.finfo(torch.float64).max
 
@@ -160,7 +161,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
 
 def _digest(training: Training, losses: list[float]) -> str:
     digest = hashlib.blake2b(repr(losses).encode())
-    with training.optimizer.unsharded_parameters():
+    with unsharded_parameters(training.optimizer):
         for tensor in _kept(training):
             digest.update(tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -25,6 +25,7 @@ from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import held
 from tests.harness import huggingface as theirs
 from tests.harness.rank_pool import RankPools
+from tests.harness.unsharded import unsharded_parameters
 
 DENSE = """--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
 --num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
@@ -57,7 +58,7 @@ def saved(flags: str) -> None:
 def trained(flags: str) -> tuple[dict[str, Any], list[float], tuple[str, ...]]:
     """Return the weights that a run begins with, the losses of its steps, and its notes."""
     trainer = begun(flags)
-    with trainer.optimizer.unsharded_parameters():
+    with unsharded_parameters(trainer.optimizer):
         weights = held(trainer.network, trainer.mesh, lambda parameter: parameter)
     with trainer.loader:
         losses = [trainer.step().lm_loss for _ in range(2)]

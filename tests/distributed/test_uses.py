@@ -28,6 +28,7 @@ from tests.distributed.chunks_run import actions
 from tests.harness.close import assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
 from tests.harness.stages import LOSS, as_stage, passing_hidden
+from tests.harness.unsharded import unsharded_parameters
 
 WIDTH, ROWS, MICRO_BATCHES, STEPS, RATE = 6, 4, 3, 2, 0.05
 ORDERS = {
@@ -124,7 +125,7 @@ def trained(cases: Sequence[Case]) -> list[tuple[list[float], list[Tensor]]]:
             optimizer.begin_step(MICRO_BATCHES)
             engine.run(case.actions(), list(inputs(step, mesh.rank)), {LOSS: 1.0}, optimizer)
             norms.append(optimizer.step(Rates(RATE, RATE, weight_decay=0.0)).gradient_norm)
-        with optimizer.unsharded_parameters():
+        with unsharded_parameters(optimizer):
             parameters = {name: p for chunk in chunks for name, p in by_name(chunk).items()}
             found.append((norms, [parameters[name].detach().clone() for name in sorted(parameters)]))
     return found
