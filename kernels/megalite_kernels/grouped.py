@@ -16,14 +16,14 @@ from torch import Tensor
 from megalite_kernels.implementation import current
 
 
-def grouped_product(rows: Tensor, matrices: Tensor, offsets: Sequence[int], ends: Tensor | None = None) -> Tensor:
+def grouped_product(rows: Tensor, matrices: Tensor, offsets: Sequence[int], ends: Tensor) -> Tensor:
     """Multiply each row with the matrix of its group: [rows, in] and [groups, in, out] to [rows, out].
 
     Args:
         offsets: [groups + 1], from 0 to the number of rows: group g has the rows from offsets[g] to offsets[g + 1].
-        ends: offsets[1:] as an int32 tensor on the device, without which there is one product per group.
+        ends: offsets[1:] as an int32 tensor on the device.
     """
-    if ends is not None and len(rows) and _takes_grouped_mm(rows, matrices):
+    if len(rows) and _takes_grouped_mm(rows, matrices):
         return F.grouped_mm(rows, matrices, offs=ends)
     output = rows.new_empty(len(rows), matrices.shape[2])
     for matrix, (start, stop) in zip(matrices, pairwise(offsets), strict=True):

@@ -1,8 +1,9 @@
 """Routing of tokens to experts: which experts a token chooses, and their weights.
 
 Experts are chosen by score, descending, and among equal scores by number, ascending, so that every device and layout
-chooses the same. The score is the logit z, softmax(z) over all experts, or sigmoid(z); a bias may be added to it, which
-affects the choice only (arXiv:2408.15664). With groups of consecutive experts, a token chooses only in its
+chooses the same for the same logits. The score is the logit z, softmax(z) over all experts, or sigmoid(z). All of them
+rise with z, so without bias and groups the choice is that of z, which is not rounded. A bias may be added to the score,
+which affects the choice only (arXiv:2408.15664). With groups of consecutive experts, a token chooses only in its
 `group_topk` best groups; a group's score is the sum of its best `group_scores` scores (arXiv:2412.19437).
 
 The weights of the chosen experts, before the scaling factor:
@@ -87,6 +88,8 @@ def choose_experts(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Te
     There is no gradient. Logits and bias are in fp32 or wider; NaN counts as the best score.
     """
     logits = logits.detach()
+    if bias is None and rule.groups == 1:  # the best scores are those of the best logits, which are not rounded
+        rule = RoutingRule(rule.topk)
     if current().runs_triton("routing", logits, bias):
         from megalite_kernels.routing_kernels import launch_choose
 

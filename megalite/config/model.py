@@ -183,7 +183,7 @@ class ModelConfig:
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Tokens that are dropped over the capacity: those with the least weights, or the last ones."""
     moe_pad_expert_input_to_capacity: bool = False
-    """Pad the rows of each expert to its capacity, so that the host never waits for the number of rows."""
+    """Pad the rows of each expert to its capacity for all sequences, so that the host never waits for their number."""
     moe_shared_expert_intermediate_size: PositiveInt | None = None
     """Total width of the shared experts, which process every token; unset: none."""
     moe_shared_expert_gate: bool = False

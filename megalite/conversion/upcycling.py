@@ -36,6 +36,8 @@ def upcycled(dense: OpenedModel, model: ModelConfig, seed: int) -> OpenedModel:
     notes = dense.notes
     if not weights_add_up_to_one(model):
         notes += ("note: the weights of a token's experts do not add up to 1: upcycling changes the logits",)
+    if model.moe_expert_capacity_factor is not None:
+        notes += ("note: --moe-expert-capacity-factor drops experts of tokens, so training begins with another loss",)
     return replace(
         dense,
         what=f"{dense.what}, upcycled",

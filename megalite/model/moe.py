@@ -21,8 +21,8 @@ from megalite.model.mlp import MLP
 from megalite.model.router import Router
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.dispatch import Dispatcher
-from megalite.parallel.grouped import Groups, activated_grouped_linear, grouped_bias, grouped_linear
+from megalite.parallel.dispatch import Dispatcher, PaddedRows
+from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grouped_bias, grouped_linear
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
@@ -67,7 +67,7 @@ class Experts(nn.Module):
             self.down_bias = context.parameter(added_once)
         self.adds_bias = context.group("expert ffn").rank == 0
 
-    def forward(self, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor, groups: ExpertRows) -> Tensor:
         """Apply each row's expert, times its weight: [rows, hidden] and [rows] to [rows, hidden], sorted by expert.
 
         With expert tensor parallelism, the result is this rank's part of the sum over the inner width.
@@ -119,6 +119,7 @@ class MoE(nn.Module):
         )
         self.overlaps_shared_experts = config.moe_shared_expert_overlap
         self.padded = config.moe_pad_expert_input_to_capacity
+        self.ranks_per_sample = context.ranks_per_sample(group.ranks)
 
     @staticmethod
     def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
@@ -146,11 +147,9 @@ class MoE(nn.Module):
             raise ValueError(
                 "a layer with experts on several tensor-parallel ranks trains only with sequence parallelism"
             )
-        experts, weights, counts, terms = self.router(hidden, context)
-        capacity = self.router.capacity(context.layout.length) if self.training and self.padded else None
-        if capacity is not None:
-            capacity = hidden.shape[1] * min(capacity, hidden.shape[0])
-        arrive = self.dispatcher.dispatch(hidden.flatten(0, 1), experts, weights, capacity)
+        chosen, weights, counts, terms = self.router(hidden, context)
+        padded = self._padded_rows(hidden, context.layout.length)
+        arrive = self.dispatcher.dispatch(hidden.flatten(0, 1), chosen, weights, padded)
         shared = self._shared(hidden, context) if self.overlaps_shared_experts else None
         arrived = arrive()
         output = arrived.combine(self.experts(arrived.rows, arrived.weights, arrived.groups)).view_as(hidden)
@@ -160,7 +159,18 @@ class MoE(nn.Module):
             shared = self._shared(hidden, context)
         if shared is not None:
             output = output + shared
-        return self.router.tally.count(counts, output), terms
+        if counts is not None:
+            output = self.router.tally.count(counts, output)
+        return output, terms
+
+    def _padded_rows(self, hidden: Tensor, sequence: int) -> PaddedRows | None:
+        """Return the rows that experts are padded to; None if they are not. `sequence`: length of a whole sequence."""
+        capacity = self.router.capacity(sequence) if self.padded and self.training else None
+        if capacity is None:
+            return None
+        length, batch, _ = hidden.shape
+        received = sum(min(capacity, length * ranks) for ranks in self.ranks_per_sample)
+        return PaddedRows(batch * min(capacity, length), batch * received)
 
     def _shared(self, hidden: Tensor, context: LayerContext) -> Tensor | None:
         """Return the output of the shared experts; None if there are none."""

@@ -44,13 +44,13 @@ class Routing(NamedTuple):
     Attributes:
         experts: [tokens, topk], int64, best first; -1 if a choice is dropped or the token is padding.
         weights: [tokens, topk], in fp32 or wider.
-        counts: int64, the numbers that `Router.tally` counts.
+        counts: int64, the numbers that `Router.tally` counts; None in evaluation.
         terms: sums of the loss terms.
     """
 
     experts: Tensor
     weights: Tensor
-    counts: Tensor
+    counts: Tensor | None
     terms: TermSums
 
 
@@ -69,7 +69,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         assert config.num_experts is not None
-        name, self.experts = f"layers.{layer}.moe", config.num_experts
+        name, self.num_experts = f"layers.{layer}.moe", config.num_experts
         self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
         self.config, self.rule, self.sample_group = (
             config,
@@ -78,7 +78,7 @@ class Router(nn.Module):
         )
         weight = LogicalTensor(
             f"{name}.router",
-            (self.experts, config.hidden_size),
+            (self.num_experts, config.hidden_size),
             Normal(config.init_method_std),
             True,
             "experts hidden -> 1 experts hidden",
@@ -91,13 +91,15 @@ class Router(nn.Module):
         }
 
         def state(what: str, begin: float) -> State:
-            tensor = LogicalTensor(f"{name}.{what}", (self.experts,), Constant(begin), False)
+            tensor = LogicalTensor(f"{name}.{what}", (self.num_experts,), Constant(begin), False)
             return State(context.replicated(tensor), torch.float32, context.mesh.device)
 
         self.expert_bias = state("expert_bias", 0.0) if config.moe_router_enable_expert_bias else None
-        self.previous_load = state("previous_load", 1 / self.experts) if "global_aux_loss" in self.balancing else None
+        self.previous_load: State | None = None
+        if "global_aux_loss" in self.balancing:
+            self.previous_load = state("previous_load", 1 / self.num_experts)
         self.tally = Tally(
-            2 * self.experts + 1, context.mesh.group(*context.token_axes), context.mesh.device, self._take
+            2 * self.num_experts + 1, context.mesh.group(*context.token_axes), context.mesh.device, self._take
         )
         self.load: Tensor | None = None
 
@@ -124,36 +126,38 @@ class Router(nn.Module):
         shape, padding = logits.shape[:2], context.padding
         logits = logits.flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
-        by_score = choose_experts(logits, None, RoutingRule(self.rule.topk)).view(*shape, -1)
-        chosen = choose_experts(logits, bias, self.rule)
+        chosen = by_score = choose_experts(logits, bias, self.rule)
+        if self.training and (bias is not None or self.rule.groups > 1):
+            by_score = choose_experts(logits, None, RoutingRule(self.rule.topk))
         if context.replayed is not None:
             replayed = context.replayed[:, :, self.number].flatten(0, 1)
             chosen = torch.where(replayed < 0, chosen, replayed)
-        weights = routing_weights(logits, chosen, self.rule)
-        chosen = chosen.view(*shape, -1)
+        weights = routing_weights(logits, chosen, self.rule).to(wide)
+        chosen, by_score = chosen.view(*shape, -1), by_score.view(*shape, -1)
         if padding is not None:
             by_score, chosen = (each.masked_fill(padding[:, :, None], -1) for each in (by_score, chosen))
         if context.choices is not None:
             context.choices[self.number] = chosen.int()
+        if not self.training:
+            return Routing(chosen.flatten(0, 1), weights, None, NO_SUMS)
         routed = (chosen >= 0).sum()
-        if self.training and (capacity := self.capacity(context.layout.length)) is not None:
+        if (capacity := self.capacity(context.layout.length)) is not None:
             chosen = _within(chosen, weights.detach(), capacity, self.config.moe_token_drop_policy, self.sample_group)
         counts = torch.cat(
             [
-                occurrences(chosen.flatten(), self.experts),
-                occurrences(by_score.flatten(), self.experts),
+                occurrences(chosen.flatten(), self.num_experts),
+                occurrences(by_score.flatten(), self.num_experts),
                 (routed - (chosen >= 0).sum())[None],
             ]
         )
-        terms = self._terms(logits.view(*shape, -1), by_score, padding) if self.training else NO_SUMS
-        return Routing(chosen.flatten(0, 1), weights, counts, terms)
+        return Routing(chosen.flatten(0, 1), weights, counts, self._terms(logits.view(*shape, -1), by_score, padding))
 
     def capacity(self, sequence: int) -> int | None:
         """Return how many tokens of a sequence an expert takes in training; None without a limit."""
         factor = self.config.moe_expert_capacity_factor
         if factor is None:
             return None
-        return min(math.ceil(sequence * self.rule.topk / self.experts * factor), sequence)
+        return min(math.ceil(sequence * self.rule.topk / self.num_experts * factor), sequence)
 
     def _terms(self, logits: Tensor, by_score: Tensor, padding: Tensor | None) -> TermSums:
         """Return the sums of the loss terms over this rank's tokens.
@@ -168,7 +172,7 @@ class Router(nn.Module):
         terms: dict[str, Tensor] = {}
         if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
             counts = torch.cat(
-                [occurrences(by_score.transpose(0, 1).flatten(1), self.experts), real.sum(0)[:, None]], dim=1
+                [occurrences(by_score.transpose(0, 1).flatten(1), self.num_experts), real.sum(0)[:, None]], dim=1
             )
             counts = collectives.all_reduce_(counts, self.sample_group).to(logits.dtype)
             if "aux_loss" in self.balancing:
@@ -177,7 +181,7 @@ class Router(nn.Module):
                 terms[BALANCING_LOSSES["seq_aux_loss"]] = self._balance(counts, shares.sum(0))
         if self.previous_load is not None:
             load = self.previous_load.values.to(logits.dtype)
-            terms[BALANCING_LOSSES["global_aux_loss"]] = self.experts * (load * shares.sum((0, 1))).sum()
+            terms[BALANCING_LOSSES["global_aux_loss"]] = self.num_experts * (load * shares.sum((0, 1))).sum()
         if self.config.moe_z_loss_coeff:
             terms[Z_LOSS] = (logits.logsumexp(-1).square() * real).sum()
         return {**terms, ENTROPY: torch.special.entr(shares.detach()).sum()}
@@ -191,15 +195,15 @@ class Router(nn.Module):
         """
         tokens = counts[..., -1:].clamp(min=1)
         fractions = counts[..., :-1] / (self.rule.topk * tokens)
-        return (fractions * shares / tokens).sum() * self.experts
+        return (fractions * shares / tokens).sum() * self.num_experts
 
     @torch.no_grad()
     def _take(self, totals: Tensor) -> None:
         self.load = totals
-        counts, by_score = totals[: self.experts], totals[self.experts : 2 * self.experts]
+        counts, by_score = totals[: self.num_experts], totals[self.num_experts : 2 * self.num_experts]
         if self.expert_bias is not None:
             # Compared in whole numbers: the sign is exact for any number of tokens.
-            missing = (counts.sum() - self.experts * counts).sign()
+            missing = (counts.sum() - self.num_experts * counts).sign()
             self.expert_bias.values += self.config.moe_router_bias_update_rate * missing
         if self.previous_load is not None:
             self.previous_load.values.copy_(by_score.double() / by_score.sum().clamp(min=1))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megalite.parallel import placement
-from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.mesh import DENSE_AXES, Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor, Sharding
 
@@ -66,6 +67,12 @@ class ParallelContext:
     def sample_axes(self) -> tuple[str, ...]:
         """The mesh axes that split the tokens of one sample between the layers' matrix products."""
         return self.token_axes[1:]
+
+    def ranks_per_sample(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return, for each sample whose tokens these ranks have, how many of them share it."""
+        apart = [axis for axis in DENSE_AXES if axis not in self.sample_axes]
+        where = map(self.mesh.coordinates_of, ranks)
+        return tuple(Counter(tuple(at[axis] for axis in apart) for at in where).values())
 
     def group(self, *meanings: Meaning) -> Group:
         """Return the group of ranks that split dimensions of these meanings."""

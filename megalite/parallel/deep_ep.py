@@ -15,17 +15,25 @@ from torch import Tensor
 
 from megalite.parallel.mesh import Group
 
+_MOST_CHOICES = 32
+"""Most experts of a token that DeepEP's kernels take."""
 _LIMITS = ("num_cpu_timeout_secs", "num_gpu_timeout_secs")
 
 
-def why_unavailable(hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why this process cannot use DeepEP for tokens of this width; None if it can."""
+def why_unavailable(hidden: int, choices: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why this process cannot use DeepEP for tokens of this width; None if it can.
+
+    Args:
+        choices: number of experts of a token, and parts of experts, that it is sent to.
+    """
     if device.type != "cuda":
         return "DeepEP needs a GPU"
     if torch.cuda.get_device_capability(device) < (9, 0):
         return "DeepEP needs an H100 or a newer GPU"
     if dtype != torch.bfloat16 or hidden % 8:
         return "DeepEP needs --bf16 and a --hidden-size that is a multiple of 8"
+    if choices > _MOST_CHOICES:
+        return f"DeepEP needs --moe-router-topk x --expert-tensor-parallel-size of at most {_MOST_CHOICES}"
     if torch.are_deterministic_algorithms_enabled():
         return "DeepEP does not run with --deterministic-mode; its order of sums is always the same here"
     try:
@@ -38,9 +46,13 @@ def why_unavailable(hidden: int, dtype: torch.dtype, device: torch.device) -> st
 
 
 def _buffer(group: Group, tokens: int, hidden: int, choices: int) -> Any:
-    """Return the buffer of a group of ranks, which all layers share. All ranks of the group call it together."""
-    sizes = tokens, hidden, choices
-    if sizes not in group.buffers:
+    """Return a buffer of a group of ranks for at least this many tokens. All ranks of the group call it together.
+
+    All layers share a buffer. It may still be in use by backward when more tokens need a larger one.
+    """
+    fitting = [size for size in group.buffers if size[0] >= tokens and size[1:] == (hidden, choices)]
+    sizes = min(fitting, default=(tokens, hidden, choices))
+    if not fitting:
         # DeepEP's own limits are shorter than ranks may have to wait for each other, as while one of them compiles.
         seconds = {} if group.timeout is None else dict.fromkeys(_LIMITS, int(group.timeout.total_seconds()))
         group.buffers[sizes] = importlib.import_module("deep_ep").ElasticBuffer(

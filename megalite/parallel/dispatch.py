@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from megalite.parallel.deep_ep import DeepEPExchange, Waiting
-from megalite.parallel.grouped import Groups
+from megalite.parallel.grouped import ExpertRows
 from megalite.parallel.mesh import Group
 from megalite_kernels.permutation import group_rows, occurrences, permute, unpermute
 
@@ -149,8 +149,20 @@ class Dispatched(NamedTuple):
 
     rows: Tensor
     weights: Tensor
-    groups: Groups
+    groups: ExpertRows
     combine: Callable[[Tensor], Tensor]
+
+
+class PaddedRows(NamedTuple):
+    """Numbers of rows that the host knows without asking the device, because experts have a capacity.
+
+    Attributes:
+        sent: most tokens of one rank that choose the same expert.
+        received: rows of each expert, of all ranks together. Those that no token fills are padding.
+    """
+
+    sent: int
+    received: int
 
 
 @dataclass(frozen=True)
@@ -159,27 +171,27 @@ class Dispatcher:
 
     Attributes:
         group: the ranks of ("ep", "etp"), in the order of the mesh.
-        experts: number of experts of the layer.
+        num_experts: number of experts of the layer.
         parts: number of ranks that share an expert (etp).
         kind: "alltoall" sends a token to the ranks that need it, "allgather" to all of them. "flex" does what
             "alltoall" does by DeepEP (`deep_ep.why_unavailable` must have returned None).
     """
 
     group: Group
-    experts: int
+    num_experts: int
     parts: int = 1
     kind: Literal["allgather", "alltoall", "flex"] = "alltoall"
 
     @property
     def local_experts(self) -> int:
         """Number of experts of each rank."""
-        return self.experts * self.parts // self.group.size
+        return self.num_experts * self.parts // self.group.size
 
     def collectives(self, padded: bool) -> list[tuple[str, bool]]:
         """List the collectives of `dispatch` and `combine` in order, each with whether it has a gradient.
 
         Args:
-            padded: True if `dispatch` gets a capacity.
+            padded: True if `dispatch` pads the rows of experts.
         """
         if self.group.size == 1:
             return []
@@ -192,25 +204,25 @@ class Dispatcher:
         return [*counts, ("choices and weights", True), ("tokens", True), back]
 
     def dispatch(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None = None
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None = None
     ) -> Callable[[], Dispatched]:
         """Begin to send tokens [tokens, hidden] to their experts, and return the function that waits for their arrival.
 
         Every rank has the same number of tokens and choices.
 
         Args:
-            experts: [tokens, choices], int64: the number of each chosen expert; -1 for none.
-            weights: [tokens, choices], in fp32 or wider.
-            capacity: most tokens of this rank that choose the same expert. The rows of each expert are padded to this
-                many per rank.
+            choices: [tokens, topk], int64: the number of each chosen expert; -1 for none.
+            weights: [tokens, topk], in fp32 or wider.
+            padded: pad the rows of each expert. All ranks of the group give the same numbers.
         """
         if self.group.size == 1:
-            return lambda: self._arrange(tokens, experts, weights, lambda rows: rows, capacity)
+            by_expert = None if padded else self._count_own(choices)
+            return lambda: self._arrange(tokens, choices, weights, lambda rows: rows, padded, by_expert)
         ways = {"allgather": self._gather, "alltoall": self._exchange, "flex": self._exchange_by_deep_ep}
-        return ways[self.kind](tokens, experts, weights, capacity)
+        return ways[self.kind](tokens, choices, weights, padded)
 
     def _gather(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
         def gather(rows: Tensor) -> Pending:
             return collectives.all_gather_async(rows, self.group)
@@ -218,20 +230,21 @@ class Dispatcher:
         def add(rows: Tensor) -> Pending:
             return _add_in_rank_order_async(rows, self.group)
 
-        numbers = collectives.all_gather(experts, self.group)
+        own = self._own(collectives.all_gather(choices, self.group))
         arriving, of_choices = _transfer_rows(tokens, gather, add), _transfer_rows(weights, gather, add)
+        by_expert = None if padded else self._count_own(own)
 
         def back(rows: Tensor) -> Tensor:
             return _transfer_rows(rows, add, gather)()
 
-        return lambda: self._arrange(arriving(), numbers, of_choices(), back, capacity)
+        return lambda: self._arrange(arriving(), own, of_choices(), back, padded, by_expert)
 
     def _exchange(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
-        ranks, size, local = self._ranks_of(experts), self.group.size, self.local_experts
-        if capacity is None:
-            counts = torch.cat([occurrences(ranks.flatten(), size)[:, None], self._pairs_by_rank(experts)], dim=1)
+        ranks, size, local = self._ranks_of(choices), self.group.size, self.local_experts
+        if padded is None:
+            counts = torch.cat([occurrences(ranks.flatten(), size)[:, None], self._pairs_by_rank(choices)], dim=1)
             equal = [1] * size
             arriving = collectives.all_to_all_rows(counts, equal, equal, self.group)
             # The host waits for the device here, and only here.
@@ -239,12 +252,12 @@ class Dispatcher:
             by_expert = [sum(each) for each in pairs]
             sending = group_rows(ranks, size, rows=sum(sent))
         else:
-            most = min(len(tokens), local * capacity)
+            most = min(len(tokens), local * padded.sent)
             sent = received = [most] * size
             sending = group_rows(ranks, size, capacity=most)
             by_expert = None
         # Small whole numbers are exact in fp32, so a token's choices and their weights travel as one row.
-        with_numbers = torch.cat([(experts + 1).to(weights.dtype), weights], dim=1)
+        with_numbers = torch.cat([(choices + 1).to(weights.dtype), weights], dim=1)
         arriving_choices = exchange_rows_async(permute(with_numbers, sending), sent, received, self.group)
         arriving_tokens = exchange_rows_async(permute(tokens, sending), sent, received, self.group)
 
@@ -253,17 +266,18 @@ class Dispatcher:
 
         def arrived() -> Dispatched:
             numbers, of_choices = arriving_choices().tensor_split(2, dim=1)
-            return self._arrange(arriving_tokens(), numbers.detach().long() - 1, of_choices, back, capacity, by_expert)
+            own = self._own(numbers.detach().long() - 1)
+            return self._arrange(arriving_tokens(), own, of_choices, back, padded, by_expert)
 
         return arrived
 
     def _exchange_by_deep_ep(
-        self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int | None
+        self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
-        local, first = self.local_experts, self.group.rank // self.parts * self.local_experts
+        local = self.local_experts
         # DeepEP knows experts of ranks, but no parts of experts: for it, each part is an expert of its rank.
-        ranks = (experts // local * self.parts)[..., None] + torch.arange(self.parts, device=experts.device)
-        of_parts = torch.where(experts[..., None] < 0, -1, ranks * local + experts[..., None] % local).flatten(1)
+        ranks = (choices // local * self.parts)[..., None] + torch.arange(self.parts, device=choices.device)
+        of_parts = torch.where(choices[..., None] < 0, -1, ranks * local + choices[..., None] % local).flatten(1)
         exchange = DeepEPExchange(of_parts, local * self.group.size, self.group)
         weights = weights.float().repeat_interleave(self.parts, dim=1)
         arriving = _transfer(exchange.send, exchange.send_gradients, tokens, weights)
@@ -273,30 +287,31 @@ class Dispatcher:
 
         def arrived() -> Dispatched:
             rows, of_choices = arriving()
-            numbers = torch.where(exchange.numbers < 0, -1, exchange.numbers + first)
-            return self._arrange(rows, numbers, of_choices, back, capacity, exchange.counts)
+            return self._arrange(rows, exchange.numbers, of_choices, back, padded, exchange.counts)
 
         return arrived
 
     def _arrange(
         self,
         rows: Tensor,
-        experts: Tensor,
+        own: Tensor,
         weights: Tensor,
         back: Callable[[Tensor], Tensor],
-        capacity: int | None,
-        by_expert: list[int] | None = None,
+        padded: PaddedRows | None,
+        by_expert: list[int] | None,
     ) -> Dispatched:
-        """Sort the received rows by expert, once per expert of this rank."""
+        """Sort the received rows by expert, once per expert of this rank.
+
+        Args:
+            own: see `_own`.
+            by_expert: number of rows of each expert of this rank; not needed if they are padded.
+        """
         count = self.local_experts
-        own = experts - self.group.rank // self.parts * count
-        own = torch.where((own < 0) | (own >= count) | (experts < 0), -1, own)
-        if capacity is not None:
-            most = capacity * self.group.size
-            permutation = group_rows(own, count, capacity=most)
-            offsets = tuple(range(0, (count + 1) * most, most))
+        if padded is not None:
+            offsets = tuple(padded.received * number for number in range(count + 1))
+            permutation = group_rows(own, count, capacity=padded.received)
         else:
-            by_expert = occurrences(own.flatten(), count).tolist() if by_expert is None else by_expert
+            assert by_expert is not None
             offsets = (0, *accumulate(by_expert))
             permutation = group_rows(own, count, rows=offsets[-1])
         of_rows = permute(weights.reshape(-1, 1), permutation.of_choices).squeeze(1)
@@ -304,18 +319,28 @@ class Dispatcher:
         def combine(outputs: Tensor) -> Tensor:
             return back(unpermute(outputs, permutation))
 
-        return Dispatched(permute(rows, permutation), of_rows, Groups(offsets, permutation.ends), combine)
+        return Dispatched(permute(rows, permutation), of_rows, ExpertRows(offsets, permutation.ends), combine)
 
-    def _ranks_of(self, experts: Tensor) -> Tensor:
+    def _own(self, choices: Tensor) -> Tensor:
+        """Return choices with this rank's experts counted from its first; -1 for experts of other ranks."""
+        own = choices - self.group.rank // self.parts * self.local_experts
+        return torch.where((own < 0) | (own >= self.local_experts) | (choices < 0), -1, own)
+
+    def _count_own(self, own: Tensor) -> list[int]:
+        """Return the number of rows of each expert of this rank. The host waits for the device."""
+        counts: list[int] = occurrences(own.flatten(), self.local_experts).tolist()
+        return counts
+
+    def _ranks_of(self, choices: Tensor) -> Tensor:
         """Return the ranks that each token is sent to, ascending and each once: [tokens, choices * parts]; -1: none."""
-        owners = torch.where(experts < 0, -1, experts // self.local_experts).sort(dim=1).values
+        owners = torch.where(choices < 0, -1, choices // self.local_experts).sort(dim=1).values
         again = torch.zeros_like(owners, dtype=torch.bool)
         again[:, 1:] = owners[:, 1:] == owners[:, :-1]
         owners = torch.where(again, -1, owners)[:, :, None]
         parts = torch.arange(self.parts, device=owners.device)
         return torch.where(owners < 0, -1, owners * self.parts + parts).flatten(1)
 
-    def _pairs_by_rank(self, experts: Tensor) -> Tensor:
+    def _pairs_by_rank(self, choices: Tensor) -> Tensor:
         """Return the number of this rank's tokens that choose each expert of each rank: [ranks, local experts]."""
-        counts = occurrences(experts.flatten(), self.experts).view(-1, self.local_experts)
+        counts = occurrences(choices.flatten(), self.num_experts).view(-1, self.local_experts)
         return counts.repeat_interleave(self.parts, dim=0)

@@ -12,25 +12,26 @@ from torch import Tensor
 from megalite.parallel.parameter import DenseGradient, GroupedProductGradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.grouped import grouped_product
+from megalite_kernels.launch import chunk_elements
 
 
-class Groups(NamedTuple):
+class ExpertRows(NamedTuple):
     """The rows of each expert: expert e has the rows from offsets[e] to offsets[e + 1].
 
     Attributes:
         offsets: [experts + 1], from 0 to the number of rows.
-        ends: offsets[1:] as an int32 tensor on the device; None if only the host has them.
+        ends: offsets[1:] as an int32 tensor on the device.
     """
 
     offsets: tuple[int, ...]
-    ends: Tensor | None = None
+    ends: Tensor
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Parameter, groups: Groups, use: int) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Parameter, groups: ExpertRows) -> Tensor:
         # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
-        ctx.weight, ctx.groups, ctx.use = weight, groups, use
+        ctx.weight, ctx.groups = weight, groups
         ctx.save_for_backward(input)
         return _product(input, _matrices(weight, groups).transpose(1, 2), groups)
 
@@ -40,7 +41,7 @@ class _GroupedLinear(torch.autograd.Function):
         input_gradient = _product(gradient, _matrices(ctx.weight, ctx.groups), ctx.groups)
         # Last: accumulating the last gradient may free the weight.
         product = GroupedProductGradient(gradient, input, ctx.groups.offsets)
-        return input_gradient, accumulate_grad(ctx.weight, product, ctx.use), None, None
+        return input_gradient, accumulate_grad(ctx.weight, product), None
 
 
 class _ActivatedGroupedLinear(torch.autograd.Function):
@@ -53,7 +54,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         scale: Tensor,
         activation: Callable[[Tensor], Tensor],
         weight: Parameter,
-        groups: Groups,
+        groups: ExpertRows,
     ) -> Tensor:
         ctx.weight, ctx.activation, ctx.groups = weight, activation, groups
         ctx.save_for_backward(input, scale)
@@ -67,7 +68,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
         gradient = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
-        scale_gradient = torch.linalg.vecdot(gradient.to(scale.dtype), activated.to(scale.dtype))
+        scale_gradient = _row_dots(gradient, activated, scale.dtype)
         (input_gradient,) = torch.autograd.grad(output, input, _scale_(gradient, scale))
         # Last: until here, the graph may still use what the activation returned.
         product = GroupedProductGradient(gradients[0], _scale_(activated, scale), ctx.groups.offsets)
@@ -78,12 +79,9 @@ class _GroupedBias(torch.autograd.Function):
     """The bias of each row's expert, [rows, width]."""
 
     @staticmethod
-    def forward(ctx: Any, bias: Parameter, groups: Groups, width: int) -> Tensor:
+    def forward(ctx: Any, bias: Parameter, groups: ExpertRows, width: int) -> Tensor:
         ctx.bias, ctx.groups = bias, groups
-        if groups.ends is None:
-            counts = torch.tensor([stop - start for start, stop in pairwise(groups.offsets)], device=bias.device)
-        else:  # a copy from the host would wait for the device
-            counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))
+        counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))  # a copy of the offsets would wait for the device
         return bias.view(-1, width).repeat_interleave(counts, dim=0, output_size=groups.offsets[-1])
 
     @staticmethod
@@ -92,7 +90,7 @@ class _GroupedBias(torch.autograd.Function):
         return accumulate_grad(ctx.bias, DenseGradient(torch.stack(sums).view(ctx.bias.shape))), None, None
 
 
-def grouped_linear(input: Tensor, weight: Parameter, groups: Groups, use: int = 0) -> Tensor:
+def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows) -> Tensor:
     """Compute rows_e @ W_e.T for each expert e.
 
     The weight's gradient is accumulated once per backward, for all experts together, even without rows.
@@ -100,7 +98,6 @@ def grouped_linear(input: Tensor, weight: Parameter, groups: Groups, use: int = 
     Args:
         input: [rows, in], sorted by expert.
         weight: the matrices of this rank's experts, [experts * out, in].
-        use: the number of this use, if the weight is tied.
 
     Returns:
         [rows, out].
@@ -110,12 +107,12 @@ def grouped_linear(input: Tensor, weight: Parameter, groups: Groups, use: int = 
             or the weight is not one tensor of experts.
     """
     _check(input, input.shape[1], weight, groups)
-    found: Tensor = _GroupedLinear.apply(input, weight, groups, use)
+    found: Tensor = _GroupedLinear.apply(input, weight, groups)
     return found
 
 
 def activated_grouped_linear(
-    input: Tensor, scale: Tensor, activation: Callable[[Tensor], Tensor], weight: Parameter, groups: Groups
+    input: Tensor, scale: Tensor, activation: Callable[[Tensor], Tensor], weight: Parameter, groups: ExpertRows
 ) -> Tensor:
     """Compute (scale * activation(rows))_e @ W_e.T for each expert e, and compute the activation again in backward.
 
@@ -130,13 +127,13 @@ def activated_grouped_linear(
     return found
 
 
-def grouped_bias(bias: Parameter, groups: Groups, width: int) -> Tensor:
+def grouped_bias(bias: Parameter, groups: ExpertRows, width: int) -> Tensor:
     """Return the bias of each row's expert, [rows, width], from those of this rank's experts, experts * width."""
     found: Tensor = _GroupedBias.apply(bias, groups, width)
     return found
 
 
-def _check(input: Tensor, width: int, weight: Parameter, groups: Groups) -> None:
+def _check(input: Tensor, width: int, weight: Parameter, groups: ExpertRows) -> None:
     offsets = groups.offsets
     if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
         raise ValueError(f"the offsets {list(offsets)[:9]} ... do not rise from 0 to the {len(input)} rows")
@@ -165,13 +162,20 @@ def _experts(sharding: Sharding) -> int:
     return first.box.size[0]
 
 
-def _product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+def _product(rows: Tensor, matrices: Tensor, groups: ExpertRows) -> Tensor:
     return grouped_product(rows, matrices, groups.offsets, groups.ends)
 
 
-def _matrices(weight: Tensor, groups: Groups) -> Tensor:
+def _matrices(weight: Tensor, groups: ExpertRows) -> Tensor:
     """View the weight as [experts, out, in]."""
     return weight.detach().view(len(groups.offsets) - 1, -1, weight.shape[-1])
+
+
+def _row_dots(rows: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the dot product of each row with the other tensor's, in `dtype`, by chunks for small temporaries."""
+    size = max(1, chunk_elements(rows.device) // rows.shape[1])
+    pairs = zip(rows.split(size), others.split(size), strict=True)
+    return torch.cat([torch.linalg.vecdot(one.to(dtype), other.to(dtype)) for one, other in pairs])
 
 
 def _scale_(rows: Tensor, scale: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def with_dispatcher(model: ModelConfig, dtype: torch.dtype, mesh: ParallelMesh) 
     if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
         return model, ()
     available = "DeepEP is available"
-    reason = deep_ep.why_unavailable(model.hidden_size, dtype, mesh.device) or available
+    choices = model.moe_router_topk * mesh.size("etp")
+    reason = deep_ep.why_unavailable(model.hidden_size, choices, dtype, mesh.device) or available
     reasons = collectives.all_gather_text(reason, mesh.world(), mesh.device)
     lacking = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason != available]
     if not lacking:
@@ -43,7 +44,7 @@ def expert_loads(chunks: Iterable[GPT], layers: int, mesh: ParallelMesh) -> dict
     for chunk in chunks:
         for number, block in enumerate(chunk.layers, chunk.stage_layers.first_layer):
             if isinstance(block.mlp, MoE) and (load := block.mlp.router.load) is not None:
-                counts, dropped = load[: block.mlp.router.experts], load[-1]
+                counts, dropped = load[: block.mlp.router.num_experts], load[-1]
                 numbers[number] = torch.stack(
                     [counts.max() * len(counts), counts.min() * len(counts), counts.sum(), dropped]
                 )

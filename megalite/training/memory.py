@@ -200,8 +200,9 @@ def _experts(model: ModelConfig, parts: int, item: int, wide: int) -> float:
     """Return the bytes per token that routed experts keep, each split over `parts` ranks that all receive the token.
 
     The router keeps logits and their shares. A choice keeps its row and the first inner tensor, six indices of 8 bytes,
-    and its weight twice.
+    and its weight twice. Padded experts have rows for all choices that their capacity allows.
     """
     inner = (model.activation.matrices - 1) * model.expert_ffn_size
     choice = (model.hidden_size * parts + inner) * item + 6 * 8 + 2 * wide
-    return model.moe_router_topk * choice + 2 * (model.num_experts or 0) * wide
+    capacity = model.moe_expert_capacity_factor if model.moe_pad_expert_input_to_capacity else None
+    return model.moe_router_topk * (capacity or 1.0) * choice + 2 * (model.num_experts or 0) * wide

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel import deep_ep
-from megalite.parallel.dispatch import Dispatcher
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.dispatch import Dispatcher, PaddedRows
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.training.data import open_data
 from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
@@ -60,7 +60,8 @@ def dispatched(experts: int, parts: int, kind: Any, which: str, capacity: int | 
     weights = own.weights.float().requires_grad_()
     dispatcher = Dispatcher(group, experts, parts, kind)
     with installed():
-        arrived = dispatcher.dispatch(tokens, own.experts, weights, capacity)()
+        padded = None if capacity is None else PaddedRows(capacity, capacity * group.size)
+        arrived = dispatcher.dispatch(tokens, own.experts, weights, padded)()
         factors = torch.linspace(-1, 2, arrived.groups.offsets[-1])[:, None]
         combined = arrived.combine((arrived.rows * arrived.weights[:, None] * factors).bfloat16())
         combined.backward(torch.cat([own.tokens, own.tokens[:, :3]], dim=1).flip(0).bfloat16())
@@ -137,20 +138,35 @@ def test_a_run_trains_the_same(layout: str, rank_pools: RankPools) -> None:
     assert on_ranks(rank_pools, 2, trained, f"{flags} flex", lacking) == [(wanted[0][0], [note], {"alltoall"}, 0)] * 2
 
 
+def test_a_buffer_serves_as_many_tokens_or_fewer() -> None:
+    process_group = mock.Mock(rank=lambda: 0, size=lambda: 2)
+    group = Group((0, 1), 0, process_group)
+    with installed():
+        small = deep_ep._buffer(group, 8, 64, 2)
+        assert deep_ep._buffer(group, 5, 64, 2) is small
+        large = deep_ep._buffer(group, 16, 64, 2)
+        assert deep_ep._buffer(group, 8, 64, 2) is small
+        assert deep_ep._buffer(group, 9, 64, 2) is large
+        assert deep_ep._buffer(group, 5, 64, 4) not in (small, large)
+        for buffer in group.buffers.values():
+            buffer.destroy()
+
+
 def reason_for(
-    hidden: int = 64, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (9, 0)
+    hidden: int = 64, choices: int = 32, dtype: torch.dtype = torch.bfloat16, capability: tuple[int, int] = (9, 0)
 ) -> str | None:
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
-        return deep_ep.why_unavailable(hidden, dtype, torch.device("cuda"))
+        return deep_ep.why_unavailable(hidden, choices, dtype, torch.device("cuda"))
 
 
 def test_what_it_needs_is_checked_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", stand_in)
     assert reason_for() is None
-    assert deep_ep.why_unavailable(64, torch.bfloat16, CPU) == "DeepEP needs a GPU"
+    assert deep_ep.why_unavailable(64, 2, torch.bfloat16, CPU) == "DeepEP needs a GPU"
     assert "H100" in str(reason_for(capability=(8, 0)))
     assert "--bf16" in str(reason_for(dtype=torch.float32))
     assert "--hidden-size" in str(reason_for(hidden=20))
+    assert "--moe-router-topk x --expert-tensor-parallel-size of at most 32" in str(reason_for(choices=40))
     with mock.patch("torch.are_deterministic_algorithms_enabled", return_value=True):
         assert "--deterministic-mode" in str(reason_for())
     monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))

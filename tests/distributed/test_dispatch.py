@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
-from megalite.parallel.dispatch import Dispatcher, exchange_rows_async
+from megalite.parallel.collectives import Pending
+from megalite.parallel.dispatch import Dispatcher, PaddedRows, exchange_rows_async
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_collectives import group_of_all, random
 from tests.harness.close import assert_bits_equal
@@ -81,7 +82,8 @@ def dispatched(experts: int, parts: int, kind: Any, which: str, capacity: int | 
     own = sent_by(group.rank, experts, which)
     tokens, weights = own.tokens.requires_grad_(), own.weights.requires_grad_()
     dispatcher = Dispatcher(group, experts, parts, kind)
-    arrived = dispatcher.dispatch(tokens, own.experts, weights, capacity)()
+    padded = None if capacity is None else PaddedRows(capacity, capacity * group.size)
+    arrived = dispatcher.dispatch(tokens, own.experts, weights, padded)()
     part = torch.tensor([0.25, 0.75])[group.rank % parts] if parts > 1 else torch.tensor(1.0)
     outputs = torch.empty_like(arrived.rows)
     first = group.rank // parts * dispatcher.local_experts
@@ -89,7 +91,6 @@ def dispatched(experts: int, parts: int, kind: Any, which: str, capacity: int | 
         outputs[start:stop] = arrived.rows[start:stop] * (arrived.weights[start:stop, None] * (first + number + 1) / 10)
     combined = arrived.combine(outputs * part)
     combined.backward(random(200 + group.rank, TOKENS, WIDTH))
-    assert arrived.groups.ends is not None
     return {
         "output": combined.detach(),
         "tokens": tokens.grad,
@@ -164,6 +165,34 @@ def rows_sent(kind: Any) -> list[int]:
         arrived = Dispatcher(group, 4, 1, kind).dispatch(random(1, 3, WIDTH), choices, random(2, 3, 2))()
         arrived.combine(arrived.rows)
     return sent
+
+
+def counted_before_tokens(kind: Any) -> list[str]:
+    """Return the order in which the host asks for the numbers of rows and waits for gathered or exchanged tokens."""
+    order: list[str] = []
+    wait, tolist = Pending.wait, Tensor.tolist
+
+    def noted_wait(pending: Pending) -> Tensor:
+        found = wait(pending)
+        order.extend(["tokens"] if found.shape[1:] == (WIDTH,) else [])
+        return found
+
+    def noted_tolist(tensor: Tensor) -> Any:
+        order.append("counts")
+        return tolist(tensor)
+
+    group, choices = group_of_all(), torch.tensor([[0, 1], [2, 3], [0, 1]])
+    with mock.patch.object(Pending, "wait", noted_wait), mock.patch.object(Tensor, "tolist", noted_tolist):
+        arrive = Dispatcher(group, 4, 1, kind).dispatch(random(1, 3, WIDTH), choices, random(2, 3, 2))
+        order.append("work of the caller")
+        arrive()
+    return order
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+def test_the_host_counts_rows_before_the_caller_goes_on(kind: str, rank_pools: RankPools) -> None:
+    """On a GPU, the host would otherwise wait for the caller's kernels, such as shared experts, and for the tokens."""
+    assert rank_pools(2).run(counted_before_tokens, kind) == [["counts", "work of the caller", "tokens"]] * 2
 
 
 def test_a_token_is_sent_once_to_a_rank(rank_pools: RankPools) -> None:

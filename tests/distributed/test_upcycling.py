@@ -144,6 +144,8 @@ def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     _, (loss, _), notes = trained(f"{given} --moe-router-pre-softmax")
     assert loss != pytest.approx(expected, rel=1e-3)
     assert any("the weights of a token's experts do not add up to 1" in note for note in notes)
+    _, _, notes = trained(f"{given} --moe-expert-capacity-factor 1.0")
+    assert any("--moe-expert-capacity-factor drops experts of tokens" in note for note in notes)
 
 
 def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None:

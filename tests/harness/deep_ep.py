@@ -65,6 +65,7 @@ class ElasticBuffer:
         assert deterministic
         assert not allow_multiple_reduction
         assert explicitly_destroy
+        assert num_topk <= 32
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.tokens, self.hidden, self.topk = self.sizes = num_max_tokens_per_rank, hidden, num_topk
         self.seconds = num_cpu_timeout_secs, num_gpu_timeout_secs

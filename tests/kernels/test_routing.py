@@ -99,6 +99,15 @@ def test_of_equal_scores_the_first_experts_are_chosen(score: dict[str, object], 
 
 
 @IMPLEMENTATIONS
+@pytest.mark.parametrize("score", [{"pre_softmax": True}, {"score_function": "sigmoid"}], ids=["softmax", "sigmoid"])
+def test_experts_are_chosen_by_logit_where_scores_are_rounded(score: dict[str, object], choice: str) -> None:
+    """The scores of the last two are equal in fp32: 0 as a part of the softmax, 1 as a sigmoid."""
+    logits = torch.tensor([[300.0, 20.0, 40.0], [300.0, 40.0, 20.0]])
+    use(Kernels(choice))  # type: ignore[arg-type]
+    assert choose_experts(logits, None, RoutingRule(2, **score)).tolist() == [[0, 2], [0, 1]]  # type: ignore[arg-type]
+
+
+@IMPLEMENTATIONS
 def test_a_logit_that_is_no_number_still_chooses_experts_that_exist(choice: str) -> None:
     use(Kernels(choice))  # type: ignore[arg-type]
     logits = logits_of(3, 5)

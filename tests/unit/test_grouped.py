@@ -13,7 +13,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel import grouped, placement
-from megalite.parallel.grouped import Groups, grouped_linear
+from megalite.parallel.grouped import ExpertRows, grouped_linear
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import GroupedProductGradient, Parameter
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
@@ -36,7 +36,11 @@ class Experts(nn.Module):
         return make_optimizer([self], ParallelMesh(), OptimizerConfig(lr=0.1), options, blocks=[[self]])
 
     def forward(self, input: Tensor, offsets: list[int]) -> Tensor:
-        return grouped_linear(input, self.weight, Groups(tuple(offsets)))
+        return grouped_linear(input, self.weight, expert_rows(offsets))
+
+
+def expert_rows(offsets: list[int]) -> ExpertRows:
+    return ExpertRows(tuple(offsets), torch.tensor(offsets[1:], dtype=torch.int32))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -111,7 +115,7 @@ def test_experts_without_rows_give_zeros_or_nothing(overwrite: bool) -> None:
 def test_what_is_handed_over_keeps_no_graph() -> None:
     input = random(4, IN, seed=1).requires_grad_() * 1
     with mock.patch.object(grouped, "accumulate_grad", return_value=None) as taken:
-        grouped_linear(input, Experts(1).weight, Groups((0, 4))).sum().backward()
+        grouped_linear(input, Experts(1).weight, expert_rows([0, 4])).sum().backward()
     gradient = taken.call_args.args[1]
     assert gradient.input.grad_fn is gradient.output_gradient.grad_fn is None
 
@@ -119,7 +123,7 @@ def test_what_is_handed_over_keeps_no_graph() -> None:
 @pytest.mark.parametrize("offsets", [[], [0, 2], [1, 4], [0, 3, 2, 4], [0, 5]])
 def test_offsets_that_do_not_deal_all_rows_are_an_error(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="do not rise from 0 to the 4 rows"):
-        grouped_linear(random(4, IN, seed=1), Experts(1).weight, Groups(tuple(offsets)))
+        grouped_linear(random(4, IN, seed=1), Experts(1).weight, expert_rows(offsets))
 
 
 def experts_tensor(name: str, experts: int) -> LogicalTensor:
@@ -144,7 +148,7 @@ def test_a_weight_that_is_not_one_tensor_of_experts_is_an_error(sharding: Shardi
     weight = Parameter(sharding, torch.float64, torch.device("cpu"))
     weight.allocate()
     with pytest.raises(ValueError, match="needs a weight that is one tensor without padding, of at least one expert"):
-        grouped_linear(random(0, IN, seed=1), weight, Groups((0,) * (1 + sharding.pieces[0].box.size[0])))
+        grouped_linear(random(0, IN, seed=1), weight, expert_rows([0] * (1 + sharding.pieces[0].box.size[0])))
 
 
 @pytest.mark.parametrize(
@@ -155,4 +159,4 @@ def test_rows_of_other_experts_than_the_weights_are_an_error(offsets: list[int],
     """The weight's elements could be laid out in that way."""
     words = f"rows of {len(offsets) - 1} experts with {width} .* has 2 experts .* of {IN}"
     with pytest.raises(ValueError, match=words):
-        grouped_linear(random(4, width, seed=1), Experts(2).weight, Groups(tuple(offsets)))
+        grouped_linear(random(4, width, seed=1), Experts(2).weight, expert_rows(offsets))

@@ -14,9 +14,11 @@ from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.moe import MoE
 from megalite.model.router import Z_LOSS, Router
+from megalite.model.router import Routing as Routed
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.initialization import initialize
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
@@ -265,6 +267,47 @@ def test_memory_is_the_rows_and_their_first_inner_tensors() -> None:
     kept.pop(hidden.untyped_storage().data_ptr(), None)  # the layer's input, which the norm before it keeps
     assert output.requires_grad
     assert sum(kept.values()) <= 1.1 * 2 * tokens * (128 + 2 * 256) * 4
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp", "received"),
+    [
+        (1, 1, 1, 3),  # one sequence, with at most 3 choices of an expert
+        (1, 4, 1, 12),  # four ranks, each with a sequence of its own
+        (4, 4, 1, 3),  # four ranks share a sequence
+        (2, 2, 2, 6),  # two sequences, each on two ranks
+        (4, 2, 1, 3),  # two of the four ranks of a sequence
+        (8, 2, 1, 2),  # two of the eight ranks, with one token each
+    ],
+)
+def test_experts_are_padded_to_the_capacity_of_the_sequences(tp: int, ep: int, etp: int, received: int) -> None:
+    """A sequence's capacity is that of all ranks that share it. Each rank may have all of an expert's choices."""
+    case, batch = CASES["padded experts"], 5
+    mesh = UnconnectedMesh(
+        rank=3, world_size=8, tensor_parallel_size=tp, expert_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
+    layer = MoE(config(case), ParallelContext(mesh, sequence_parallel=tp > 1), 0)
+    layout = SequenceLayout.whole(8)  # the capacity is 8 * 2 / 4 * 0.75
+    hidden = torch.empty(8 // tp, batch, HIDDEN)
+    seen = mock.Mock(side_effect=InterruptedError)
+    choices = torch.zeros(len(hidden) * batch, 2, dtype=torch.int64)
+    routed = mock.patch.object(
+        layer.router, "forward", return_value=Routed(choices, torch.ones(choices.shape), None, {})
+    )
+    with routed, mock.patch.object(Dispatcher, "dispatch", seen), pytest.raises(InterruptedError):
+        layer(hidden, LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs))
+    assert seen.call_args.args[-1] == PaddedRows(batch * min(3, 8 // tp), batch * received)
+
+
+def test_weights_of_a_wider_router_are_in_fp32() -> None:
+    """Experts would compute in fp64 otherwise, which GPUs do slowly."""
+    router = Router(config(CASES["wide logits"]), ParallelContext(ParallelMesh()), 0)
+    initialize(router, 1)
+    layout = SequenceLayout.whole(SEQUENCE)
+    routing = router(
+        torch.randn(SEQUENCE, BATCH, HIDDEN), LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs)
+    )
+    assert routing.weights.dtype == torch.float32
 
 
 def test_z_loss_is_a_term_of_its_own() -> None:
