@@ -672,8 +672,8 @@ MUTANTS = (
     Mutant(
         "what muon leaves to adam is counted on one stage alone",
         "megalite/training/builder.py",
-        'json.dumps(counts), mesh.group("pp"), mesh.device)',
-        'json.dumps(counts), mesh.group("tp"), mesh.device)',
+        'all_gather_json(counts, mesh, "pp")',
+        'all_gather_json(counts, mesh, "tp")',
         "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
     ),
     Mutant(
@@ -4332,7 +4332,7 @@ MUTANTS = (
     Mutant(
         "a loss that is not finite is one rank's alone",
         "megalite/training/nonfinite.py",
-        'return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0',
+        'return all_reduce_(flag, mesh.world(), "max").item() == 0.0',
         "return flag.item() == 0.0",
         "tests/end_to_end/test_nonfinite.py::test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks",
     ),
@@ -4823,8 +4823,8 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told in its own pipeline alone",
         "megalite/pipeline/proved_schedules.py",
-        "for text in all_gather_text(own, mesh.world(), mesh.device)]",
-        """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
+        "all_gather_json([place, *hashes, why[:_LONGEST]], mesh)",
+        """all_gather_json([place, *hashes, why[:_LONGEST]], mesh, "pp")""",
         _FAILED_PROOF,
     ),
     Mutant(

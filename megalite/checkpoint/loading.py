@@ -28,7 +28,8 @@ from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
-from megalite.parallel.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
+from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
@@ -195,7 +196,7 @@ def _dealt(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool
 
 
 def _on_this_node(mesh: ParallelMesh) -> list[int]:
-    hosts = all_gather_text(os.uname().nodename, mesh)
+    hosts = all_gather_json(os.uname().nodename, mesh)
     return [rank for rank, host in enumerate(hosts) if host == hosts[mesh.rank]]
 
 

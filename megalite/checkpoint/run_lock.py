@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +20,8 @@ from typing import TextIO
 
 from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.parallel.collective_error import all_gather_text, raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, ObjectPath
 
@@ -54,7 +54,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
                 if not note:
                     clear_away(directory)  # leftover files may fill the disk
                 holder = _write_holder(file)
-    refusal, holder = json.loads(all_gather_text(json.dumps([refusal, holder]), mesh)[0])
+    refusal, holder = all_gather_json([refusal, holder], mesh)[0]
     try:
         if refusal:
             raise ConfigurationError(refusal)

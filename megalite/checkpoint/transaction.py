@@ -28,7 +28,7 @@ from megalite.atomic_files import path_in_errors, sync_directory
 from megalite.checkpoint import manifest
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
 from megalite.errors import CheckpointError
-from megalite.parallel.collective_error import all_gather_text
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, ObjectPath
 
@@ -43,7 +43,7 @@ def new_transaction(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> S
     """
     if isinstance(directory, Path):
         return FolderTransaction(directory, iteration)
-    return ObjectTransaction(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
+    return ObjectTransaction(directory, iteration, mark=all_gather_json(secrets.token_hex(4), mesh)[0])
 
 
 @dataclass(frozen=True)

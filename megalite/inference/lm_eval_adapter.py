@@ -177,8 +177,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
                 advance(1)
         if copies == 1:
             return texts
-        shares = collectives.all_gather_text(json.dumps(texts), mesh.group("dp"), mesh.device)
-        every = [json.loads(share) for share in shares]
+        every = collectives.all_gather_json(texts, mesh, "dp")
         advance(len(contexts) - len(texts))
         return [every[number % copies][number // copies] for number in range(len(contexts))]
 
@@ -190,7 +189,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         """Raise ConfigurationError if the ranks have different requests, because their collectives would then hang."""
         mesh = self.network.mesh
         own = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
-        digests = collectives.all_gather_text(own, mesh.world(), mesh.device)
+        digests = collectives.all_gather_json(own, mesh)
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             raise ConfigurationError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[l
             found["prompts"] = read()
         except ConfigurationError as error:
             found["error"] = str(error)
-    found = json.loads(collectives.all_gather_text(json.dumps(found), mesh.world(), mesh.device)[0])
+    found = collectives.all_gather_json(found, mesh)[0]
     if "error" in found:
         raise ConfigurationError(found["error"])
     prompts: list[list[int]] = found["prompts"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
 from megalite.errors import CheckpointError, CorruptCheckpointError, MegaliteError
-from megalite.parallel import collectives
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath
 
@@ -34,7 +33,7 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
         where = f" on rank {mesh.rank}" if mesh.world_size > 1 else ""
         why = str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
         report = isinstance(failure, CorruptCheckpointError), f"{doing} failed{where}: {why}"
-    reports = [json.loads(text) for text in all_gather_text(json.dumps(report), mesh)]
+    reports = all_gather_json(report, mesh)
     if failure is not None and not isinstance(failure, _EXPECTED):
         raise failure
     failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])
@@ -46,10 +45,5 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
 
 def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:
     """Raise CheckpointError on every rank if the ranks do not all have the same `what`, a text made from the path."""
-    if len(set(all_gather_text(what, mesh))) > 1:
+    if len(set(all_gather_json(what, mesh))) > 1:
         raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")
-
-
-def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
-    """Return the texts of all ranks in rank order, on every rank. No text may be empty."""
-    return collectives.all_gather_text(text, mesh.world(), mesh.device)

@@ -9,6 +9,7 @@ reduce-scatter, and the order of the sum is always the same.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite.errors import CommunicationError
-from megalite.parallel.mesh import Group, WaitTimer
+from megalite.parallel.mesh import Group, ParallelMesh, WaitTimer
 
 _LOST = (
     "another rank has ended (its own message says why, or the system's log if it ran out of "
@@ -155,16 +156,20 @@ def all_gather_last(tensor: Tensor, group: Group) -> Tensor:
     return tensor if group.size == 1 else torch.cat(all_gather(tensor, group).chunk(group.size), dim=-1)
 
 
-def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
-    """Return the texts of all ranks of the group, in rank order, on every rank. No text may be empty."""
+def all_gather_json(value: object, mesh: ParallelMesh, *axes: str) -> list[Any]:
+    """Return the values of all ranks along `axes`, by default of all ranks, in rank order, on every rank.
+
+    They travel as JSON: tuples arrive as lists.
+    """
+    group, text = mesh.group(*axes) if axes else mesh.world(), json.dumps(value)
     if group.size == 1:
-        return [text]
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([encoded.numel()], device=device)
+        return [json.loads(text)]
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
+    length = torch.tensor([encoded.numel()], device=mesh.device)
     lengths = all_gather(length, group).tolist()
     gathered = all_gather(pad(encoded, (0, max(lengths) - encoded.numel())), group)
     rows = gathered.view(group.size, -1).cpu().numpy()
-    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:

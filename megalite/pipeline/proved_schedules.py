@@ -11,7 +11,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megalite.parallel.collectives import all_gather_text
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
@@ -116,9 +116,8 @@ class ProvedSchedules:
             if mesh is None:
                 raise
             failure = error
-        text = json.dumps(own)
-        for told in [text] if mesh is None else all_gather_text(text, mesh.group("pp"), mesh.device):
-            for micro_batches, backward, digests in json.loads(told):
+        for proved in [own] if mesh is None else all_gather_json(own, mesh, "pp"):
+            for micro_batches, backward, digests in proved:
                 self._proved[_Step(micro_batches, backward)] = digests[self.rank]
         if mesh is not None:
             self._agree([self._proved.get(step) for step in steps], failure, mesh)
@@ -162,8 +161,7 @@ class ProvedSchedules:
                 why = f"rank {mesh.rank} could not prove its steps: {type(failure).__name__}: {failure}"
         place = [self.rank, mesh.coordinate("tp")]
         hashes = map(_hashed, (self._declared, self._copied, [*digests, self._inside_actions]))
-        own = json.dumps([place, *hashes, why[:_LONGEST]])
-        told = [json.loads(text) for text in all_gather_text(own, mesh.world(), mesh.device)]
+        told = all_gather_json([place, *hashes, why[:_LONGEST]], mesh)
         for *_, error in told:
             if error:
                 raise ScheduleError(error) from failure
@@ -185,7 +183,7 @@ def _difference(
 ) -> str:
     """Return, as text, the first difference between `others[0]` and the majority of its kind. `words`: declarations of
     this rank. All ranks call it together."""
-    declared = [json.loads(text) for text in all_gather_text(json.dumps(words), mesh.world(), mesh.device)]
+    declared = all_gather_json(words, mesh)
     other = others[0]
     usual = next(rank for rank, (kind, _) in enumerate(found) if kind == found[other][0] and rank not in others)
     pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")

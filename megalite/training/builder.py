@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -164,11 +163,10 @@ def _data_axes(bucket: Bucket) -> str:
 
 def _after_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
     """Return, for each rank of this pipeline, the collectives that it runs after its action list."""
-    own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
     behind = []
-    for text in collectives.all_gather_text(own, mesh.group("pp"), mesh.device):
-        among = [(name, tuple(numbers[rank] for rank in ranks if rank in numbers)) for name, ranks in json.loads(text)]
+    for run in collectives.all_gather_json(optimizer.collectives(), mesh, "pp"):
+        among = [(name, tuple(numbers[rank] for rank in ranks if rank in numbers)) for name, ranks in run]
         behind.append([Collective(name, ranks) for name, ranks in among if len(ranks) > 1])
     return behind
 
@@ -251,5 +249,4 @@ def count_kinds(
     counts = Counter[str]()
     for name, size in tensors.values():
         counts[name] += size
-    stages = collectives.all_gather_text(json.dumps(counts), mesh.group("pp"), mesh.device)
-    return sum(map(Counter[str], map(json.loads, stages)), Counter[str]())
+    return sum(map(Counter[str], collectives.all_gather_json(counts, mesh, "pp")), Counter[str]())

@@ -23,11 +23,10 @@ def with_dispatcher(model: ModelConfig, dtype: torch.dtype, mesh: ParallelMesh) 
     """Return `model` with all-to-all instead of "flex" if any rank lacks DeepEP, and a note. All ranks call it."""
     if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
         return model, ()
-    available = "DeepEP is available"
     choices = model.moe_router_topk * mesh.size("etp")
-    reason = deep_ep.why_unavailable(model.hidden_size, choices, dtype, mesh.device) or available
-    reasons = collectives.all_gather_text(reason, mesh.world(), mesh.device)
-    lacking = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason != available]
+    reason = deep_ep.why_unavailable(model.hidden_size, choices, dtype, mesh.device)
+    reasons = collectives.all_gather_json(reason, mesh)
+    lacking = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason is not None]
     if not lacking:
         return model, ()
     note = f"note: --moe-token-dispatcher-type flex is alltoall in this run, with the same results: {lacking[0]}"
@@ -61,7 +60,7 @@ def expert_loads(chunks: Iterable[GPT], layers: int, mesh: ParallelMesh) -> dict
 
 def node_notes(mesh: ParallelMesh) -> tuple[str, ...]:
     """Return a note if the ranks that share this rank's experts are on several nodes. They all call it."""
-    nodes = set(collectives.all_gather_text(host_name(), mesh.group("ep", "etp"), mesh.device))
+    nodes = set(collectives.all_gather_json(host_name(), mesh, "ep", "etp"))
     if len(nodes) == 1:
         return ()
     sizes = f"EP {mesh.size('ep')} x ETP {mesh.size('etp')}"

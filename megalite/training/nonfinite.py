@@ -7,7 +7,6 @@ that are not skipped have no extra cost.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket
 from megalite.optim.optimizer import Optimizer, StepResult
-from megalite.parallel import collectives
+from megalite.parallel.collectives import all_gather_json, all_reduce_
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TermSums
 from megalite.pipeline.engine import PipelineEngine
@@ -56,7 +55,7 @@ def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
     The ranks may differ, because each tensor-parallel rank computes the loss itself.
     """
     flag = torch.tensor([not math.isfinite(loss)], dtype=torch.float32, device=mesh.device)
-    return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0
+    return all_reduce_(flag, mesh.world(), "max").item() == 0.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def locate(
     Called by all ranks together, before they begin another step. The next step overwrites the gradients that this
     leaves. Needs as much memory as a step, plus the gradient of the largest parameter.
     """
-    first = [_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)]
+    first = [_FirstRun(**report) for report in all_gather_json(asdict(_first_run(step, optimizer)), mesh)]
     hosts = [report.host for report in first]
     told = f"step {step.iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
@@ -110,13 +109,8 @@ def locate(
     with search.through(chunks):
         engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
     result = optimizer.complete(step.loss_scale)
-    second = [_SecondRun(**report) for report in _gather(_second_run(search, step, optimizer), mesh)]
+    second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
     return f"{told}. It was run once more to find the cause: {_of_runs(first, second, result, hosts, mesh, step)}"
-
-
-def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str, Any]]:
-    texts = collectives.all_gather_text(json.dumps(asdict(report)), mesh.world(), mesh.device)
-    return [json.loads(text) for text in texts]
 
 
 # ---------------------------------------------------------------------------------------------------- state of a rank

@@ -122,7 +122,7 @@ def _has_finished(path: AnyPath, metrics: AnyPath | None, last: int, mesh: Paral
     finished = mesh.rank == 0 and (
         has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
     )
-    return collectives.all_gather_text(str(finished), mesh.world(), mesh.device)[0] == str(True)
+    return bool(collectives.all_gather_json(finished, mesh)[0])
 
 
 def _run(

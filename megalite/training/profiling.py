@@ -6,7 +6,6 @@ allocator and the measured time line of one pipeline step.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -262,10 +261,10 @@ def write_recording(
         [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]
         for span in recording.spans
     ]
-    texts = collectives.all_gather_text(json.dumps(own), mesh.group("pp"), mesh.device)
+    recordings = collectives.all_gather_json(own, mesh, "pp")
     if mesh.rank != 0:
         return None
-    spans = [[Span(Action(*action), start, end) for *action, start, end in json.loads(text)] for text in texts]
+    spans = [[Span(Action(*action), start, end) for *action, start, end in each] for each in recordings]
     time_line = TimeLine(f"Step {iteration}, measured", stages, spans, in_seconds=True)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -61,4 +61,4 @@ def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) 
     """Gather the seconds per step of each rank, over `steps` steps. Called by all ranks together."""
     own = torch.tensor([[seconds.get(name, 0.0) / steps for name in OF_A_STEP]], dtype=torch.float64)
     gathered = collectives.all_gather(own.to(mesh.device), mesh.world())
-    return Timing(gathered.tolist(), collectives.all_gather_text(host_name(), mesh.world(), mesh.device))
+    return Timing(gathered.tolist(), collectives.all_gather_json(host_name(), mesh))

@@ -25,9 +25,13 @@ SHAPE = (12, 3, 12)
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 
-def group_of_all() -> Group:
+def mesh_of_all() -> ParallelMesh:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return ParallelMesh(rank=rank, world_size=size, tensor_parallel_size=size).group("tp")
+    return ParallelMesh(rank=rank, world_size=size, tensor_parallel_size=size)
+
+
+def group_of_all() -> Group:
+    return mesh_of_all().group("tp")
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -70,7 +74,8 @@ def results_of_collectives() -> dict[str, Any]:
         collectives.all_to_all(parts, [rank + 2 * group.rank for rank in range(group.size)], group)
     )
     results["numbers"] = collectives.gather_numbers(list(range(3 * group.rank)), group, x.device)
-    results["texts"] = collectives.all_gather_text("é" * (1 + 5 * group.rank), group, x.device)
+    results["values"] = collectives.all_gather_json(("é" * 5 * group.rank, None), mesh_of_all())
+    results["values of one rank"] = collectives.all_gather_json(group.rank, mesh_of_all(), "dp")
     return results
 
 
@@ -94,7 +99,8 @@ def test_collectives_give_what_their_names_say(size: int, rank_pools: RankPools)
         sent = [inputs[peer].flatten()[: peer + 2 * rank] for peer in range(size)]
         assert_bits_equal(results["all to all"], torch.cat(sent))
         assert results["numbers"] == ([list(range(3 * peer)) for peer in range(size)] if rank == 0 else [])
-        assert results["texts"] == ["é" * (1 + 5 * peer) for peer in range(size)]
+        assert results["values"] == [["é" * 5 * peer, None] for peer in range(size)]
+        assert results["values of one rank"] == [rank]
 
 
 def split_loss_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
