@@ -54,9 +54,10 @@ class Accumulator:
     """Sum of the gradients of a bucket's parameters from their uses in one chunk, with a count of arrived gradients.
 
     A round is the set of micro-batches that one reduction covers: all micro-batches of a step under ZeRO 0 and 1, a
-    single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round. Before the reduction, the
-    sums of the later uses are added to the sum of the first one. The gradients of a tied weight are therefore added in
-    the same order, whether its uses are on the same rank or not.
+    single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round, so a tied weight's
+    gradients from one use are added first, whether its uses are on the same rank or not. Before the reduction, the sums
+    of the later uses in this chunk are added to the sum of the first one. Uses in other chunks have an accumulator of
+    their own, and are added after the reduction: by `Bucket.completion` on the same rank, otherwise over the replicas.
     """
 
     def __init__(

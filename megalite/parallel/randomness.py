@@ -4,6 +4,9 @@ A random site masks one tensor per sample, and the caller gives the rows of it t
 neither the rank nor the layout, and no random state is carried or saved. The same elements are therefore dropped on
 every layout, at every micro-batch size, under every schedule and in every recomputation. The rule is in
 `megalite_kernels.dropout`.
+
+One operator is an exception: on GPUs, the dropout inside torch's fused attention draws its own mask. It is seeded by
+`RandomKey.seed_site`, and differs between tensor-parallel sizes and between micro-batch sizes (`docs/invariants.md`).
 """
 
 from __future__ import annotations
