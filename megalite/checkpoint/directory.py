@@ -104,7 +104,7 @@ def _tracked(directory: AnyPath) -> str | None:
 
 def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
-    others = manifest.of_others(directory / text[:100])
+    others = manifest.advise_import(directory / text[:100])
     return CheckpointError(f"{directory / TRACKER} names {shown(text)}, not a checkpoint here: {there}{others}")
 
 

@@ -217,7 +217,7 @@ def read_manifest(path: AnyPath) -> Manifest:
     try:
         return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is not a checkpoint: it has no {NAME}{of_others(path)}") from error
+        raise CorruptCheckpointError(f"{path} is not a checkpoint: it has no {NAME}{advise_import(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -228,7 +228,7 @@ def read_manifest(path: AnyPath) -> Manifest:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
 
 
-def of_others(path: AnyPath) -> str:
+def advise_import(path: AnyPath) -> str:
     """Return the end of an error message: advice if Megatron-LM has written the folder, otherwise an empty text."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
         return "; megalite-convert --loader megatron imports one of Megatron-LM"

@@ -17,7 +17,7 @@ from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box
 from megalite.storage import AnyPath
 
-_KEPT = 8
+_RECENT_BLOCKS = 8
 """Number of blocks that a thread keeps. They help if a tensor is read in other boxes than it was saved in."""
 
 
@@ -27,8 +27,8 @@ class CheckpointReader:
     def __init__(self, path: AnyPath) -> None:
         """Read the manifest of the checkpoint in folder `path`. Raises CheckpointError if it is missing or damaged."""
         self.path, self.manifest = path, read_manifest(path)
-        self._covered: set[str] = set()
-        self._kept = _Kept()
+        self._checked_coverage: set[str] = set()
+        self._recent_blocks = _RecentBlocks()
         self.tensors = self.manifest.tensors
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -39,9 +39,9 @@ class CheckpointReader:
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`. All bytes are verified. Raises CorruptFileError."""
-        if name not in self._covered:
+        if name not in self._checked_coverage:
             self.check_covered(name)
-            self._covered.add(name)
+            self._checked_coverage.add(name)
         target = Target(box, values)
         for saved in self.manifest.tensors[name].boxes:
             for block in needed_blocks(saved, [box]):
@@ -70,12 +70,13 @@ class CheckpointReader:
 
     def _block(self, block: Block) -> Tensor:
         """Return the verified bytes of a block. The memory is reused after this thread has read a few more blocks."""
-        kept, key = self._kept.blocks, (block.saved.file, block.start)
-        if key not in kept:
-            full = torch.empty(manifest.BLOCK, dtype=torch.uint8) if len(kept) < _KEPT else kept.pop(next(iter(kept)))
-            read_block(self.path, self.manifest, block, bytes_of(full[: block.size]))
-            kept[key] = full
-        return kept[key][: block.size]
+        recent, key = self._recent_blocks.blocks, (block.saved.file, block.start)
+        if key not in recent:
+            is_full = len(recent) == _RECENT_BLOCKS
+            memory = recent.pop(next(iter(recent))) if is_full else torch.empty(manifest.BLOCK, dtype=torch.uint8)
+            read_block(self.path, self.manifest, block, bytes_of(memory[: block.size]))
+            recent[key] = memory
+        return recent[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
         """Raise CorruptFileError if the bytes of a file outside of its boxes do not match their checksum."""
@@ -92,7 +93,7 @@ class CheckpointReader:
             raise CorruptFileError(path, "the checksum of the bytes around its tensors does not match")
 
 
-class _Kept(local):
+class _RecentBlocks(local):
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, int], Tensor] = {}
         """Blocks by their position, the oldest first."""

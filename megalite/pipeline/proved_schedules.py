@@ -167,26 +167,33 @@ class ProvedSchedules:
                 raise ScheduleError(error) from failure
         everyone = [("", declared) for _, declared, *_ in told]
         copies = [(tuple(place), copied) for place, _, copied, *_ in told]
-        for found, words in ((everyone, self._declared), (copies, self._copied)):
-            if others := _unlike_most(found):
-                differences = _difference(found, others, words, mesh)
-                raise ScheduleError(f"{ranks_text(others)}: {differences}. Do all ranks run the same megalite?")
-        if others := _unlike_most([(rank, lists) for (rank, _), *_, lists, _ in told]):
+        for found, own_declarations in ((everyone, self._declared), (copies, self._copied)):
+            if deviating := _unlike_most(found):
+                difference = _first_differing_declaration(found, deviating, own_declarations, mesh)
+                raise ScheduleError(f"{ranks_text(deviating)}: {difference}. Do all ranks run the same megalite?")
+        if deviating := _unlike_most([(rank, lists) for (rank, _), *_, lists, _ in told]):
             raise ScheduleError(
-                f"{ranks_text(others)}: the steps, or the collectives inside them, are not those of the other ranks "
+                f"{ranks_text(deviating)}: the steps, or the collectives inside them, are not those of the other ranks "
                 "with the same stages. Do all ranks run the same megalite?"
             )
 
 
-def _difference(
-    found: Sequence[tuple[Hashable, str]], others: Sequence[int], words: Sequence[str], mesh: ParallelMesh
+def _first_differing_declaration(
+    found: Sequence[tuple[Hashable, str]], deviating: Sequence[int], own_declarations: Sequence[str], mesh: ParallelMesh
 ) -> str:
-    """Return, as text, the first difference between `others[0]` and the majority of its kind. `words`: declarations of
-    this rank. All ranks call it together."""
-    declared = all_gather_json(words, mesh)
-    other = others[0]
-    usual = next(rank for rank, (kind, _) in enumerate(found) if kind == found[other][0] and rank not in others)
-    pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
+    """Return, as text, the first difference between the first deviating rank and the majority of its kind.
+
+    All ranks call it together.
+
+    Args:
+        found: kind and hash of the declarations of each rank.
+        deviating: the ranks that differ from the majority of their kind.
+        own_declarations: the declarations of this rank.
+    """
+    declared = all_gather_json(own_declarations, mesh)
+    kind = found[deviating[0]][0]
+    usual = next(rank for rank, (other, _) in enumerate(found) if other == kind and rank not in deviating)
+    pairs = zip_longest(declared[deviating[0]], declared[usual], fillvalue="nothing more")
     theirs, expected = next((one, two) for one, two in pairs if one != two)
     return f"declares {theirs[:_LONGEST]}, but rank {usual} declares {expected[:_LONGEST]}"
 

@@ -10,7 +10,7 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
-from megalite.checkpoint.manifest import of_others
+from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
@@ -97,7 +97,7 @@ def _refuse_other_folders(load: str) -> None:
     if has_file(folder / ".metadata"):
         raise ConfigurationError(
             f"--load {load} was not written by megalite: it has a .metadata, but no manifest.json, which says what "
-            f"model it is{of_others(folder)}"
+            f"model it is{advise_import(folder)}"
         )
 
 
