@@ -34,7 +34,7 @@ from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
-from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, interleaved, traffic
+from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, time_interleaved, traffic
 
 TARGET = 0.85
 """Of a copy's bandwidth, for rows of at least WIDE elements."""
@@ -136,7 +136,7 @@ def measured(comparison: Comparison, copy: float, device: torch.device, repeats:
         except Exception as error:
             notes.append(f"{RIVALS[rival]} {comparison.name}: {type(error).__name__}: {error}".partition("\n")[0])
             del steps[rival]
-    parts = dict(zip(steps, interleaved(list(steps.values()), device, repeats), strict=True))
+    parts = dict(zip(steps, time_interleaved(list(steps.values()), device, repeats), strict=True))
     if comparison.together:
         parts = {name: [*seconds, sum(seconds)] for name, seconds in parts.items()}
     needed = [comparison.needed.forward, comparison.needed.backward, sum(comparison.needed)]

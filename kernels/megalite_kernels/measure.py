@@ -48,7 +48,7 @@ Step = Callable[[Callable[[], None]], object]
 """Function to time. It calls its argument between its parts, for example between forward and backward."""
 
 
-def interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPEATS) -> list[list[float]]:
+def time_interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPEATS) -> list[list[float]]:
     """Return the median seconds of the parts of each step.
 
     Steps run in turn, so that a drop of the GPU's clock frequency slows all of them equally.
@@ -80,7 +80,7 @@ def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
     """Return the bytes per second that a plain copy reads and writes together."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    ((seconds,),) = interleaved([lambda mark: target.copy_(source)], device)
+    ((seconds,),) = time_interleaved([lambda mark: target.copy_(source)], device)
     return 2 * nbytes / seconds
 
 

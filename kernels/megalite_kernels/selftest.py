@@ -24,7 +24,7 @@ from torch import Tensor
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, interleaved, traffic
+from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, time_interleaved, traffic
 
 # Largest relative norm of the error: 8 roundings of fp32, 2 of half precision. Results in float64 are sums of values
 # that a kernel computed in fp32, so their tolerance is that of fp32.
@@ -115,14 +115,14 @@ class Speed:
         return f"{self.case.name:52} {self.direction:8} {figures}"
 
 
-def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -> Iterator[Speed]:
+def measure_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -> Iterator[Speed]:
     """Measure the time of each case. `elements`: size of its largest input."""
     use(Kernels("triton"))
     for case in chosen:
         torch.manual_seed(0)
         inputs = case.make_inputs(max(elements // case.width, 1), device)
         needed = traffic(case, inputs)
-        (times,) = interleaved([case_step(case, inputs)], inputs[0].device)
+        (times,) = time_interleaved([case_step(case, inputs)], inputs[0].device)
         for direction, seconds, moved in zip(("forward", "backward"), times, needed, strict=False):
             yield Speed(case, direction, seconds, moved / seconds)
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.device == "cuda" and not flags.numbers:
         copy = copy_rate(torch.device("cuda"))
         print(f"{'a copy':72} {copy / 1e9:5.0f} GB/s", flush=True)
-        for speed in check_speed(right, "cuda"):
+        for speed in measure_speed(right, "cuda"):
             print(speed.beside(copy), flush=True)
     wrong = len(chosen) - len(right)
     verdict = f"{wrong} of {len(chosen)} operations are WRONG" if wrong else f"{len(chosen)} operations are right"

@@ -133,13 +133,13 @@ class Operations(TorchDispatchMode):
 
 
 def test_both_directions_are_timed() -> None:
-    speeds = list(selftest.check_speed([PLAIN], "cpu", elements=256))
+    speeds = list(selftest.measure_speed([PLAIN], "cpu", elements=256))
     assert [speed.direction for speed in speeds] == ["forward", "backward"]
     assert all(speed.seconds > 0 for speed in speeds)
     assert speeds[0].rate == pytest.approx((2 * 256 + 128) * 4 / speeds[0].seconds)
     assert "GB/s" in speeds[0].beside(1e9)
     calls: list[int] = []
     case = replace(PLAIN, timed=lambda inputs: lambda: calls.append(1))
-    (speed,) = selftest.check_speed([case], "cpu", elements=256)
+    (speed,) = selftest.measure_speed([case], "cpu", elements=256)
     assert speed.direction == "forward"
     assert len(calls) == measure.WARM_UP + measure.REPEATS
