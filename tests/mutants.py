@@ -4317,9 +4317,9 @@ MUTANTS = (
     Mutant(
         "what is left of a first run is looked at after the second",
         "megalite/training/nonfinite.py",
-        "_of_runs(first, second, result, hosts",
-        "_of_runs([_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)], second, result, "
-        "hosts",
+        "_describe_cause(first, second, result, hosts",
+        "_describe_cause([_FirstRun(**each) for each in all_gather_json(asdict(_first_run(step, optimizer)), mesh)], "
+        "second, result, hosts",
         f"{_NOT_FINITE}a_fault_that_does_not_come_again_makes_a_device_suspect[0]",
     ),
     Mutant(

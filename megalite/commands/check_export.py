@@ -47,22 +47,22 @@ def main() -> None:
     if find_spec("transformers") is None:
         print("transformers: not installed (pip install transformers)")
     else:
-        tokens = of_transformers(folder)
+        tokens = generate_with_transformers(folder)
         print(f"transformers: loads all of it, and continues with {tokens}")
     if find_spec("vllm") is None:
         print("vLLM: not installed (pip install vllm)")
     else:
-        found = of_vllm(folder)
+        found = generate_with_vllm(folder)
         if tokens is not None and found != tokens:
             raise CheckpointError(f"vLLM continues with {found}, transformers with {tokens}")
         print(f"vLLM: loads it, and continues with {found}")
     if arguments.llama_cpp is None:
         print("llama.cpp: give --llama-cpp, the folder of its source (git clone https://github.com/ggml-org/llama.cpp)")
     else:
-        print(f"llama.cpp: {of_llama_cpp(folder, Path(arguments.llama_cpp))}")
+        print(f"llama.cpp: {run_llama_cpp(folder, Path(arguments.llama_cpp))}")
 
 
-def of_transformers(folder: Path) -> list[int]:
+def generate_with_transformers(folder: Path) -> list[int]:
     """Return the most likely tokens, computed by transformers. Raises CheckpointError if weights do not match."""
     import torch
 
@@ -76,7 +76,7 @@ def of_transformers(folder: Path) -> list[int]:
     return tokens[0, len(PROMPT) :].tolist()
 
 
-def of_vllm(folder: Path) -> list[int]:
+def generate_with_vllm(folder: Path) -> list[int]:
     """Return the most likely tokens, computed by vLLM."""
     import vllm  # type: ignore[import-not-found]
 
@@ -86,7 +86,7 @@ def of_vllm(folder: Path) -> list[int]:
     return list(answer.outputs[0].token_ids)
 
 
-def of_llama_cpp(folder: Path, source: Path) -> str:
+def run_llama_cpp(folder: Path, source: Path) -> str:
     """Convert the folder with llama.cpp and run its program, if built; return a description of the result.
 
     Raises:

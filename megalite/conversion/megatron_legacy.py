@@ -75,11 +75,11 @@ class Legacy:
         """
         found: dict[str, list[Chunk]] = {}
         for tensor_rank in range(self._tensor_ranks):
-            for name, values in self._of_tensor_rank(tensor_rank):
+            for name, values in self._read_tensor_rank(tensor_rank):
                 found.setdefault(name, []).extend(self._chunks(name, values, tensor_rank, gated))
         return found
 
-    def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
+    def _read_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
         """Yield the tensors of a tensor-parallel rank from all stages, each once.
 
         The layers are numbered over the whole network.

@@ -243,7 +243,7 @@ def report(store: Store | None, message: str, code: int) -> int:
     Returns:
         The exit code that was reported, by this process or by another one.
     """
-    store = None if store is None else _of_failures(store)
+    store = None if store is None else _prefix_for_failures(store)
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     with _SPEAKING:
         if store is not None:
@@ -301,10 +301,10 @@ def default_store() -> Store | None:
         return None
     from megalite import torch_internals
 
-    return _of_failures(torch_internals.default_store())
+    return _prefix_for_failures(torch_internals.default_store())
 
 
-def _of_failures(store: Store) -> Store:
+def _prefix_for_failures(store: Store) -> Store:
     """Return the store with the prefix for failures, in place of the prefixes of the given store."""
     from megalite.torch_internals import PrefixStore
 

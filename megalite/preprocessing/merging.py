@@ -25,10 +25,10 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     Raises:
         DataError: a directory has no token files, or only one file of a pair.
     """
-    return [prefix for path in inputs for prefix in (_in_directory(Path(path)) if Path(path).is_dir() else [path])]
+    return [prefix for path in inputs for prefix in (_list_prefixes(Path(path)) if Path(path).is_dir() else [path])]
 
 
-def _in_directory(folder: Path) -> list[str]:
+def _list_prefixes(folder: Path) -> list[str]:
     names = {path.with_suffix("") for path in folder.iterdir() if path.suffix in (".bin", ".idx") and path.is_file()}
     if not names:
         raise DataError(f"--input {folder} has no .bin and .idx files")

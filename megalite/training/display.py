@@ -44,12 +44,12 @@ class _Bearing:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        self._bear(partial(self._stream.write, text))
+        self._try(partial(self._stream.write, text))
 
     def flush(self) -> None:
-        self._bear(self._stream.flush)
+        self._try(self._stream.flush)
 
-    def _bear(self, call: Callable[[], object]) -> None:
+    def _try(self, call: Callable[[], object]) -> None:
         try:
             call()
         except BrokenPipeError:
@@ -87,13 +87,13 @@ class Display:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._take_down()
+        self._stop_bar()
         if self._stream.lost:  # drop output that is still buffered: otherwise it would fail at exit
             write_out()
 
     def summary(self, title: str, lines: Mapping[str, object]) -> None:
         """Print a titled block of names and values."""
-        self._take_down()
+        self._stop_bar()
         if self._enabled:
             width = max(map(len, lines), default=0)
             block = [f"  [dim]{escape(name):{width}}[/]  {escape(str(value))}" for name, value in lines.items()]
@@ -163,7 +163,7 @@ class Display:
             self._live.start()
         self._live.update(Group(Text(), figures), refresh=True)
 
-    def _take_down(self) -> None:
+    def _stop_bar(self) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -103,14 +103,15 @@ def locate(
     hosts = [report.host for report in first]
     told = f"step {step.iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
-        return f"{told}: {_of_parameters(first, hosts)}"
+        return f"{told}: {_describe_parameters(first, hosts)}"
     search = Search(stages, mesh.coordinate("pp"))
     optimizer.begin_step(len(step.micro_batches))
     with search.through(chunks):
         engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
     result = optimizer.complete(step.loss_scale)
     second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
-    return f"{told}. It was run once more to find the cause: {_of_runs(first, second, result, hosts, mesh, step)}"
+    cause = _describe_cause(first, second, result, hosts, mesh, step)
+    return f"{told}. It was run once more to find the cause: {cause}"
 
 
 # ---------------------------------------------------------------------------------------------------- state of a rank
@@ -171,7 +172,7 @@ def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[st
 # ---------------------------------------------------------------------------------------------------- report
 
 
-def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
+def _describe_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
     ranks = [rank for rank, report in enumerate(first) if report.parameters]
     names = _listed(dict.fromkeys(name for report in first for name in report.parameters))
     return (
@@ -180,7 +181,7 @@ def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
     )
 
 
-def _of_runs(
+def _describe_cause(
     first: Sequence[_FirstRun],
     second: Sequence[_SecondRun],
     result: StepResult,
@@ -194,7 +195,7 @@ def _of_runs(
         replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
         affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
         total = mesh.size("dp") * len(step.micro_batches)
-        return f"{_of_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
+        return f"{_describe_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)
         return f"every gradient was finite, but what {_ranks(kept, hosts)} accumulated from it is not: {_listed(names)}"
@@ -203,7 +204,7 @@ def _of_runs(
     return "all gradients are finite, but their norm overflows"
 
 
-def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
+def _describe_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
     findings = {rank: NotFinite(**report.finding) for rank, report in enumerate(second) if report.finding is not None}
     origin, finding = min(findings.items(), key=lambda item: (item[1].order, item[0]))
     ranks = [rank for rank, other in findings.items() if (other.order, other.place) == (finding.order, finding.place)]

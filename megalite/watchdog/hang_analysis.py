@@ -109,7 +109,7 @@ class _Group:
         """
         for absent, pending in groupby(self._pending, key=lambda item: self._absent(item[0])):
             (number, first), *later = pending
-            what = self._what(number, first)
+            what = self._describe_operation(number, first)
             if not absent:
                 text = f"{what}: all ranks are in it, but it does not end on {ranks_text(first)}"
                 yield _Wait(what, text, set(first), absent)
@@ -166,7 +166,7 @@ class _Group:
     def _absent(self, number: int) -> set[int]:
         return self.silent | {rank for rank, record in self.records.items() if record.collectives < number}
 
-    def _what(self, number: int, ranks: Collection[int]) -> str:
+    def _describe_operation(self, number: int, ranks: Collection[int]) -> str:
         operation = self.operations[min(ranks)][number]
         name, _, details = _operation_text(operation).partition(" ")
         return f"{name} #{number} of {ranks_text(self.ranks)} {details}".rstrip()

@@ -83,7 +83,7 @@ class Monitor(threading.Thread):
         self._strangers: dict[Link, float] = {}
         """Connections that have not sent their identity, the oldest first, with the time when each came."""
         self._ranks: dict[int, _Rank] = {}
-        self._speakers: dict[str, int] = {}
+        self._node_reporters: dict[str, int] = {}
         """Lowest rank of each node, without rank 0: it reports when rank 0 is lost."""
         self._world = range(world_size)
         self._missing = set(self._world)
@@ -193,25 +193,25 @@ class Monitor(threading.Thread):
         self._missing.discard(peer.rank)
         if not self._missing:
             self.secret.remove()
-        previous = self._speakers.get(peer.space, peer.rank)
-        self._choose_speaker(peer)
+        previous = self._node_reporters.get(peer.space, peer.rank)
+        self._choose_node_reporter(peer)
         self._tell_of_first(self._ranks[each] for each in {peer.rank, previous} & self._ranks.keys())
         if self._verdict is not None:
             link.send(**self._verdict)
         return rank
 
-    def _choose_speaker(self, peer: Peer) -> None:
-        """Make the rank its node's speaker if it is lower than the present one, and not rank 0."""
+    def _choose_node_reporter(self, peer: Peer) -> None:
+        """Make the rank its node's reporter if it is lower than the present one, and not rank 0."""
         if peer.rank:
-            self._speakers[peer.space] = min(peer.rank, self._speakers.get(peer.space, peer.rank))
+            self._node_reporters[peer.space] = min(peer.rank, self._node_reporters.get(peer.space, peer.rank))
 
     def _tell_of_first(self, to: Iterable[_Rank]) -> None:
-        """Send ranks the place of rank 0, and whether they are to speak when it is lost."""
+        """Send ranks the place of rank 0, and whether they report for their node when it is lost."""
         own = self._ranks.get(0)
         first, placed = (self._first, self._began) if own is None else (own.peer, own.placed)
         age = time.monotonic() - placed
         for rank in to:
-            speaks = self._speakers.get(rank.peer.space) == rank.peer.rank
+            speaks = self._node_reporters.get(rank.peer.space) == rank.peer.rank
             rank.link.send(first=asdict(first), age=age, speaks=speaks)
 
     def _tell_all(self, **message: Any) -> None:
@@ -223,9 +223,9 @@ class Monitor(threading.Thread):
     def _tick(self, now: float) -> None:
         if now - self._pinged > _PING_SECONDS:
             self._pinged = now
-            self._speakers.clear()  # some may have left
+            self._node_reporters.clear()  # some may have left
             for rank in self._ranks.values():
-                self._choose_speaker(rank.peer)
+                self._choose_node_reporter(rank.peer)
             self._tell_of_first(self._ranks.values())
         if 0 in self._ranks and self._ranks[0].peer.section == MEETING:
             self._began = now  # ranks that are still connecting do not count as missing

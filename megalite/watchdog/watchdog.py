@@ -80,7 +80,7 @@ class Watchdog:
         self._link: Link | None = None
         self._first: Peer | None = None  # rank 0, as its monitor describes it
         self._first_placed = 0.0  # time when its place was known, or earlier
-        self._speaks = place.local_rank == 0  # this rank reports an error if rank 0 is lost
+        self._is_node_reporter = place.local_rank == 0  # this rank reports an error if rank 0 is lost
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
@@ -197,7 +197,7 @@ class Watchdog:
             if self._link is not None and now - told > _HEARTBEAT_SECONDS:
                 told = now
                 self._link.send(**self._where())
-            self._look_at_the_clock(now)
+            self._check_deadlines(now)
 
     def _read(self, seconds: float) -> None:
         if self._link is None:
@@ -219,7 +219,7 @@ class Watchdog:
     def _take(self, message: Message) -> None:
         self._heard = time.monotonic()
         if "first" in message:
-            self._first, self._speaks = Peer.of(message["first"]), message["speaks"]
+            self._first, self._is_node_reporter = Peer.of(message["first"]), message["speaks"]
             self._first_placed = self._looked - message["age"]
         elif "first_fails" in message:
             self._first_fails = exit_code(message["first_fails"])
@@ -230,7 +230,7 @@ class Watchdog:
         elif "bye" in message:  # rank 0 has reached the end of the run
             self._leaving = True
 
-    def _look_at_the_clock(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
         if late is not None and self._alarm is None:
             limit = self._limits.of(late.name, self.sections.longest)
@@ -241,8 +241,8 @@ class Watchdog:
             return
         since, why = self._alarm
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
-        # The speaking rank acts first: it reports that rank 0 is suspended, before another rank kills rank 0.
-        patience += 0 if self._speaks else ANSWER_SECONDS
+        # The node's reporter acts first: it reports that rank 0 is suspended, before another rank kills rank 0.
+        patience += 0 if self._is_node_reporter else ANSWER_SECONDS
         if self._link is None or now - since > patience:
             self._conclude_alone(why)
 
@@ -276,13 +276,13 @@ class Watchdog:
         return (self.sections.open() or [nowhere])[-1]
 
     def _lose_first(self) -> None:
-        """Let the next rank on each node speak: rank 0's process has ended, and with it the monitor."""
+        """Let the reporter of each node report: rank 0's process has ended, and with it the monitor."""
         if self._leaving:
             return
         if self._alarm is not None and self._first_fails is None:  # rank 0 was suspended, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
-        if code is None and self._first is not None and self._comes_to_speak():
+        if code is None and self._first is not None and self._wait_to_report():
             lost = self._first, time.monotonic() - self._first_placed
             code = self._report(self._last_store, death([lost]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
@@ -293,7 +293,7 @@ class Watchdog:
         try:
             name = folder_name()
             own = self._dump(name)
-            if self._comes_to_speak():
+            if self._wait_to_report():
                 peers, silence = {self._place.rank: self._peer()}, {}
                 if first is not None:
                     peers[0], silence[0] = first, time.monotonic() - self._heard
@@ -306,15 +306,15 @@ class Watchdog:
             kill = [first] if first is not None and first.space == process_space() else []
             self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
-    def _comes_to_speak(self) -> bool:
-        """Wait for this rank's turn to speak, and tell whether it speaks.
+    def _wait_to_report(self) -> bool:
+        """Wait for this rank's turn to report, and return whether it reports.
 
-        If the rank that should speak is lost too, another rank may, provided that a store still exists to select only
+        If the node's reporter is lost too, another rank may report, provided that a store still exists to select only
         one.
         """
-        if not self._speaks:
+        if not self._is_node_reporter:
             time.sleep(_LEAVING_SECONDS)
-        return self._speaks or self._last_store is not None
+        return self._is_node_reporter or self._last_store is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[Peer] = ()) -> NoReturn:
         for peer in kill:
