@@ -135,6 +135,11 @@ def _whole_number(text: str) -> int | float:
     return number
 
 
+def is_count(value: object, end: int = 2**63) -> bool:
+    """Return whether a value is an integer from 0 to (not including) `end`."""
+    return type(value) is int and 0 <= value < end
+
+
 def reason(error: Exception) -> str:
     """Return the cause of an error in one line, without the error number and the path of an OSError."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]

@@ -1542,8 +1542,8 @@ MUTANTS = (
     Mutant(
         "the weights of Qwen's experts add up to 1 if they do not, and the other way round",
         "megalite/conversion/config_keys.py",
-        """{"moe_router_pre_softmax": not config.get(name, default)}""",
-        """{"moe_router_pre_softmax": bool(config.get(name, default))}""",
+        "{field: not config.get(name, default)}",
+        "{field: bool(config.get(name, default))}",
         f"{_FAMILIES}megalite_computes_what_transformers_does[qwen2-moe]",
     ),
     Mutant(
@@ -3153,7 +3153,7 @@ MUTANTS = (
     Mutant(
         "a chunk's offset has numbers without end",
         "megalite/conversion/megatron_torch_dist.py",
-        " or not all(map(_is_number, values)):",
+        " or not all(map(is_count, values)):",
         " or not all(type(value) is int for value in values):",
         "tests/unit/test_conversion_megatron_damage.py::test_a_size_is_a_few_numbers_of_64_bits",
     ),

@@ -64,13 +64,18 @@ def unread(*names: str) -> Keys:
     return Keys(names, lambda _: {}, lambda _: {})
 
 
+def negated(name: str, field: str, default: bool) -> Keys:
+    """Return the entry for a key that is true if a field is false. `default`: the family's value of a missing key."""
+    return Keys(
+        (name,),
+        lambda config: {field: not config.get(name, default)},
+        lambda model: {name: not getattr(model, field)},
+    )
+
+
 def tied(default: bool) -> Keys:
     """Return the entry for the key that ties the output layer to the word embedding."""
-    return Keys(
-        ("tie_word_embeddings",),
-        lambda config: {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", default)},
-        lambda model: {"tie_word_embeddings": not model.untie_embeddings_and_output_weights},
-    )
+    return negated("tie_word_embeddings", "untie_embeddings_and_output_weights", default)
 
 
 def grouped_queries(default: int | None = None) -> Keys:
@@ -173,11 +178,7 @@ def num_experts(*names: str) -> Keys:
 
 def renormalized(name: str, default: bool) -> Keys:
     """Return the entry for the key that says if the weights of the chosen experts add up to 1."""
-    return Keys(
-        (name,),
-        lambda config: {"moe_router_pre_softmax": not config.get(name, default)},
-        lambda model: {name: not model.moe_router_pre_softmax},
-    )
+    return negated(name, "moe_router_pre_softmax", default)
 
 
 def sparse_layers() -> Keys:

@@ -5,6 +5,7 @@ Tensor names are those of published checkpoints. `mapping` explains the patterns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.conversion import config_keys as keys
@@ -73,7 +74,7 @@ def _llama_like(
     """
     shared = (keys.activation("hidden_act", "silu", gated=True), rotary or keys.rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
-    return Family(name, architecture, all_keys, always, _LLAMA_RULES, prefix="model.")
+    return Family(name, architecture, all_keys, always, _LLAMA_RULES)
 
 
 LLAMA = _llama_like(
@@ -108,18 +109,31 @@ QWEN3 = _llama_like(
 # ------------------------------------------------------------------------------------------------ experts
 
 
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules for the experts of a layer one by one, with the names of their three matrices."""
-    each = f"{block}.experts.{{expert}}"
-    inner = "expert_ffn hidden -> 1 expert_ffn hidden"
+def _gated(block: str, tensor: str, width: str, names: Sequence[str]) -> tuple[Rule, ...]:
+    """Return the rules for the gate, up and down matrices of experts, which have these names.
+
+    `tensor`: prefix of the logical tensors. `width`: the axis of the inner width.
+    """
+    gate, up, down = (f"{block}.{name}.weight" for name in names)
     return (
-        Rule(f"{block}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),)),
-        Rule(f"{each}.{gate}.weight", inner, (MappedBox("moe.gate_up", offset=(0,)),)),
-        Rule(f"{each}.{up}.weight", inner, (MappedBox("moe.gate_up", offset=(1,)),)),
-        Rule(f"{each}.{down}.weight", "hidden expert_ffn -> hidden expert_ffn", (MappedBox("moe.down"),)),
+        Rule(gate, f"{width} hidden -> 1 {width} hidden", (MappedBox(f"{tensor}.gate_up", offset=(0,)),)),
+        Rule(up, f"{width} hidden -> 1 {width} hidden", (MappedBox(f"{tensor}.gate_up", offset=(1,)),)),
+        Rule(down, f"hidden {width} -> hidden {width}", (MappedBox(f"{tensor}.down"),)),
     )
 
 
+def _experts(block: str, names: Sequence[str]) -> tuple[Rule, ...]:
+    """Return the rules for the router and for the experts of a layer one by one, whose matrices have these names."""
+    router = Rule(f"{block}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),))
+    return (router, *_gated(f"{block}.experts.{{expert}}", "moe", "expert_ffn", names))
+
+
+def _shared_experts(block: str) -> tuple[Rule, ...]:
+    """Return the rules for the matrices of the shared experts, with the name of their block."""
+    return _gated(block, "moe.shared", "shared_ffn", _GATE_UP_DOWN)
+
+
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _FUSED_EXPERTS = (
     Rule(f"{_MLP}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),)),
     Rule(
@@ -135,17 +149,7 @@ _FUSED_EXPERTS = (
 )
 
 
-def _shared_experts(block: str) -> tuple[Rule, ...]:
-    """Return the rules for the matrices of the shared experts, with the name of their block."""
-    inner = "shared_ffn hidden -> 1 shared_ffn hidden"
-    return (
-        Rule(f"{block}.gate_proj.weight", inner, (MappedBox("moe.shared.gate_up", (), (0,)),)),
-        Rule(f"{block}.up_proj.weight", inner, (MappedBox("moe.shared.gate_up", (), (1,)),)),
-        Rule(f"{block}.down_proj.weight", "hidden shared_ffn -> hidden shared_ffn", (MappedBox("moe.shared.down"),)),
-    )
-
-
-_QWEN_EXPERTS = _experts(_MLP, "gate_proj", "up_proj", "down_proj")
+_QWEN_EXPERTS = _experts(_MLP, _GATE_UP_DOWN)
 _OF_TRAINING = keys.unread("router_aux_loss_coef", "output_router_logits")
 _QWEN_KEYS = (
     keys.num_experts("num_experts", "num_local_experts"),
@@ -175,7 +179,7 @@ MIXTRAL = _with_experts(
         fixed("router_jitter_noise", 0.0),
         _OF_TRAINING,
     ),
-    _experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
+    _experts("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
 )
 QWEN2_MOE = _with_experts(
     _llama_like(
@@ -271,7 +275,6 @@ GEMMA = Family(
     (*_GEMMA_KEYS, keys.grouped_queries(16), keys.tanh_gate(), keys.rotary(), _ONE_WAY),
     _GEMMA_ALWAYS,
     _LLAMA_RULES,
-    prefix="model.",
 )
 GEMMA2 = Family(
     "gemma2",
@@ -285,7 +288,6 @@ GEMMA2 = Family(
     ),
     _GEMMA_ALWAYS | {"sandwich_norm": True},
     _SANDWICH_RULES,
-    prefix="model.",
 )
 GEMMA3 = Family(
     "gemma3_text",
@@ -299,7 +301,6 @@ GEMMA3 = Family(
     ),
     _GEMMA_ALWAYS | {"sandwich_norm": True, "qk_layernorm": True},
     _SANDWICH_RULES,
-    prefix="model.",
 )
 
 # ------------------------------------------------------------------------------------------------ GPT-2, GPT-NeoX

@@ -57,7 +57,7 @@ class Family:
     rules: tuple[Rule, ...]
     fused: tuple[Rule, ...] = ()
     """Rules for files that have all experts of a layer in one tensor, as transformers 5 may write them; () if none."""
-    prefix: str = ""
+    prefix: str = "model."
     """Prefix of tensor names, which some files leave out."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Tensor names that some files have, with the names in the table."""

@@ -21,7 +21,7 @@ from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from megalite.restricted_pickle import StoredTensor, read_pickle
-from megalite.small_files import MIB, MOST_AXES, read_json, shown
+from megalite.small_files import MIB, MOST_AXES, is_count, read_json, shown
 
 _OF_THE_RUN = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
@@ -164,13 +164,9 @@ def _name(value: object) -> str:
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or len(values) > MOST_AXES or not all(map(_is_number, values)):
+    if not isinstance(values, tuple) or len(values) > MOST_AXES or not all(map(is_count, values)):
         raise TypeError(f"{shown(values)} is neither a size nor an offset")
     return values
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**63
 
 
 def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:

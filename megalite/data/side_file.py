@@ -17,7 +17,7 @@ from typing import Any
 from megalite.atomic_files import TemporaryFile
 from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
-from megalite.small_files import MIB, read_json, reason, shown
+from megalite.small_files import MIB, is_count, read_json, reason, shown
 
 SUFFIX = ".megalite.json"
 CHUNK = 1 << 26
@@ -83,7 +83,7 @@ def _record(found: Any) -> Record:
     if not isinstance(found, dict) or found.keys() | {"crc32"} != {"tokenizer", "tokens", "documents", "crc32"}:
         raise ValueError("it does not have the right keys")
     tokenizer, tokens, documents, crc32 = found["tokenizer"], found["tokens"], found["documents"], found.get("crc32")
-    if not _is_count(tokens) or not _is_count(documents):
+    if not is_count(tokens) or not is_count(documents):
         raise ValueError("tokens and documents are not counts")
     if tokenizer is not None and not _is_identity(tokenizer):
         raise ValueError("its tokenizer is not valid")
@@ -92,17 +92,13 @@ def _record(found: Any) -> Record:
     if not isinstance(crc32, dict) or crc32.keys() != {"chunk_bytes", "bin", "idx"} or crc32["chunk_bytes"] != CHUNK:
         raise ValueError(f"its checksums are not of chunks of {CHUNK:,} bytes of the .bin and .idx")
     checksums = {name: crc32[name] for name in ("bin", "idx")}
-    if not all(isinstance(each, list) and all(_is_count(one, 2**32) for one in each) for each in checksums.values()):
+    if not all(isinstance(each, list) and all(is_count(one, 2**32) for one in each) for each in checksums.values()):
         raise ValueError("its checksums are not CRC-32")
     return Record(tokenizer, tokens, documents, checksums)
 
 
-def _is_count(value: object, end: int = 2**63) -> bool:
-    return type(value) is int and 0 <= value < end
-
-
 def _is_identity(value: object) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("vocab_size", 0)) or len(value) > _MOST_FIELDS:
+    if not isinstance(value, dict) or not is_count(value.get("vocab_size", 0)) or len(value) > _MOST_FIELDS:
         return False
     if not all(name.isidentifier() and name.isascii() and len(name) <= _LONGEST_FIELD for name in value):
         return False
