@@ -43,39 +43,30 @@ class TemporaryFile:
 
     def write(self, data: bytes) -> None:
         """Append data."""
-        with self._reported():
+        with writing_output(self.path):
             self._file.write(data)
 
     def flush(self) -> None:
         """Pass the written data to the operating system. After this, it is not lost if the process is killed."""
-        with self._reported():
+        with writing_output(self.path):
             self._file.flush()
 
     def sync(self) -> None:
         """Write all data to disk and close the file. After this, the data is not lost if the machine crashes."""
-        with self._reported():
+        with writing_output(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 
     def rename(self) -> None:
         """Move the file to its final path, replacing a file of this name. Call `sync` or `flush` before."""
-        with self._reported():
+        with writing_output(self.path):
             os.replace(self.temporary, self.path)
 
     def close(self) -> None:
         """Close the file without renaming or removing it."""
         with suppress(OSError):  # data that cannot be flushed (full disk) is not needed: the file was not renamed
             self._file.close()
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise FileError(
-                f"writing {self.path} failed ({error.strerror}): free space or choose another output path"
-            ) from error
 
     def __enter__(self) -> TemporaryFile:
         return self
@@ -151,6 +142,17 @@ def path_in_errors(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def writing_output(path: str | Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes a file, into a FileError."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(
+            f"writing {path} failed ({error.strerror}): free space or choose another output path"
+        ) from error
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import aside
 from megalite.process.host import host_name
-from megalite.process.place import Place
+from megalite.process.place import Place, ranks_by_value
 from megalite.process.signals import StopRequest
 from megalite.storage import open_directory
 from megalite.torch_internals import PrefixStore
@@ -123,9 +123,6 @@ class Examination:
     def _arrive(self, stack: ExitStack) -> Roll:
         came = self._call.gather("arrival", host_name(), range(self._place.world_size))
         if self._place.rank == 0:
-            nodes: dict[str, list[int]] = {}
-            for rank, node in came.items():
-                nodes.setdefault(node, []).append(rank)
             probe: Probe | None = None
             if (save := self._save) is not None:
                 work = aside(lambda: Probe(open_directory(save)))
@@ -133,7 +130,7 @@ class Examination:
             if probe is not None:
                 stack.callback(probe.remove)
             name_and_text = None if probe is None else (probe.name, probe.text)
-            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, name_and_text)))
+            self._call.tell("roll", asdict(Roll(ranks_by_value(came), uuid.uuid4().hex, name_and_text)))
         roll = Roll(**self._call.hear("roll", self._options.patience))
         if self._place.rank not in roll.ranks:
             raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")

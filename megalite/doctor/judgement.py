@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from megalite.doctor.reports import Found
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
 from megalite.process import output
-from megalite.process.place import ranks_text
+from megalite.process.place import ranks_by_value, ranks_text
 from megalite.training.memory import in_words
 
 Row = Sequence[str]
@@ -38,7 +38,7 @@ def _findings(found: Found) -> Iterator[Finding]:
     yield from _absent(found)
     yield from _silent(found)
     problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
-    for problem, ranks in _by_text(problems).items():
+    for problem, ranks in ranks_by_value(problems).items():
         yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {ranks_text(ranks)}: {problem}")
     yield from disagreements({rank: report.traits for rank, report in found.reports.items()}, found.roll.nodes)
     for node, report in found.nodes.items():
@@ -52,23 +52,12 @@ def _findings(found: Found) -> Iterator[Finding]:
     yield from slow_nodes(found.timings, found.roll.nodes)
 
 
-def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks that report each text."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
-    return ranks
-
-
 def _absent(found: Found) -> Iterator[Finding]:
     """Yield ranks that never connected, by launcher; the node is known if another of its ranks has connected."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     came = set(found.roll.ranks)
-    by_launcher: dict[int, list[int]] = {}
-    for rank in range(found.world_size):
-        if rank not in came:
-            by_launcher.setdefault(rank // size, []).append(rank)
-    for launcher, ranks in by_launcher.items():
+    launchers = {rank: rank // size for rank in range(found.world_size) if rank not in came}
+    for launcher, ranks in ranks_by_value(launchers).items():
         siblings = {found.roll.node_of(rank) for rank in came if rank // size == launcher}
         node = siblings.pop() if len(siblings) == 1 else None
         where = "" if node is not None or size == 1 else f", of the launcher's node {launcher}"
@@ -96,7 +85,7 @@ def _unmeasured(found: Found) -> Iterator[Finding]:
         if gone:
             yield Finding("sick", f"{ranks_text(gone)} did not return from timing messages: ended, or suspended", node)
     if len(found.measured) == found.world_size:
-        for failure, ranks in _by_text(found.failures).items():
+        for failure, ranks in ranks_by_value(found.failures).items():
             yield Finding("sick", f"on {ranks_text(ranks)}: {failure}")
 
 

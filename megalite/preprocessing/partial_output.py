@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from megalite.atomic_files import writing_output
 from megalite.data.corpus import Position
 from megalite.errors import DataError, FileError
 from megalite.preprocessing.encoding import EncodedChunk
@@ -234,13 +235,9 @@ class PartialOutput:
             self.folder.rmdir()
 
     def _append(self, line: bytes) -> None:
-        try:
+        with writing_output(self._journal.name):
             self._journal.write(line)
             self._journal.flush()
-        except OSError as error:
-            raise FileError(
-                f"writing {self._journal.name} failed ({error.strerror}): free space or choose another output path"
-            ) from error
 
     def __enter__(self) -> PartialOutput:
         return self

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from megalite.errors import ConfigurationError
 
+Value = TypeVar("Value")
 _SIZES = {
     "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
@@ -121,6 +123,14 @@ def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
         "MASTER_PORT (a host that all reach, rank 0's, and a free port on it). If each is to run alone, set RANK=0 "
         "WORLD_SIZE=1"
     )
+
+
+def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """Return the ranks that have each value. `values`: by rank."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from megalite.process.place import ranks_text
+from megalite.process.place import ranks_by_value, ranks_text
 from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
@@ -145,9 +145,7 @@ class _Group:
         for number in sorted({number for operations in self.operations.values() for number in operations}):
             entered = {rank: operations[number] for rank, operations in self.operations.items() if number in operations}
             if len({(one.name, one.dtype, one.shapes) for one in entered.values()}) > 1:
-                kinds: dict[tuple[object, ...], list[int]] = {}
-                for rank, operation in entered.items():
-                    kinds.setdefault(_kind(operation), []).append(rank)
+                kinds = ranks_by_value({rank: _kind(operation) for rank, operation in entered.items()})
                 if len(kinds) > 1:
                     return number, {_operation_text(entered[ranks[0]]): ranks for ranks in kinds.values()}
         return 0, {}
@@ -172,9 +170,7 @@ class _Group:
         return f"{name} #{number} of {ranks_text(self.ranks)} {details}".rstrip()
 
     def _why_absent(self, absent: set[int]) -> str:
-        by_last: dict[int, list[int]] = {}
-        for rank in sorted(absent - self.silent):
-            by_last.setdefault(self.records[rank].collectives, []).append(rank)
+        by_last = ranks_by_value({rank: self.records[rank].collectives for rank in sorted(absent - self.silent)})
         parts = [f"{ranks_text(ranks)} {_last(f'{_are(ranks)} not', last)}" for last, ranks in sorted(by_last.items())]
         if self.silent:
             parts.append(f"{ranks_text(self.silent)} left no record")
