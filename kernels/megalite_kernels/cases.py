@@ -354,7 +354,8 @@ def _routing() -> Iterator[Case]:
         name = f"{rule.topk} of {experts} by {'pre-' * rule.pre_softmax}{rule.score_function}"
         chosen = Case("routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), indexed=True)
         yield replace(chosen, traffic=_choice_traffic)
-        yield Case("routing", f"routing_weights {name}", experts, inputs, partial(_weigh, rule), indexed=True)
+        weigh = partial(routing_weights, rule=rule)
+        yield Case("routing", f"routing_weights {name}", experts, inputs, weigh, indexed=True)
 
 
 def _choose(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
@@ -363,10 +364,6 @@ def _choose(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
 
 def _choice_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
     return inputs[0].nbytes + outputs[0].nbytes, 0
-
-
-def _weigh(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
-    return routing_weights(logits, experts, rule)
 
 
 def _permutation_inputs(width: int, choices: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:

@@ -196,9 +196,8 @@ class Optimizer:
         """
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self._rules for part in rule.collectives()]
-        gathers = [(part.name, part.ranks) for part in self._parameter_gathers()]
-        counting = [(part.name, part.ranks) for part in self._counting()]
-        every = [*((part.name, part.ranks) for part in own), *rules, *gathers, *counting]
+        later = [*self._parameter_gathers(), *self._counting()]
+        every = [*((part.name, part.ranks) for part in own), *rules, *((part.name, part.ranks) for part in later)]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
     def _completion(self) -> Iterator[Collective[object]]:
