@@ -19,7 +19,7 @@ from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.parallel.sharding import Box
+from megalite.parallel.sharding import Box, LogicalTensor
 from megalite.parallel.state import states_of
 
 _SHOWN = 8
@@ -55,24 +55,25 @@ class OpenedModel:
         return widest(kind for name, kind in self.source.tensors.items() if not name.startswith(STATE))
 
 
-def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's logical tensors by name, in the order of the network.
-
-    Modules' state on which the network's function depends follows as `state/NAME`.
-    """
-    without_losses = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
-    network = GPT(without_losses, ParallelMesh(device=torch.device("meta")))
-    weights = {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
+def tensors_of_training(model: ModelConfig) -> dict[str, LogicalTensor]:
+    """Return the logical tensors of a network by name, in its order. Modules' state follows as `state/NAME`."""
+    network = GPT(model, ParallelMesh(device=torch.device("meta")))
+    weights = {piece.tensor.name: piece.tensor for _, piece in named_pieces(network)}
     states = (piece.tensor for state in states_of(network) for piece in state.sharding.pieces)
-    return weights | {STATE + tensor.name: tensor.shape for tensor in states}
+    return weights | {STATE + tensor.name: tensor for tensor in states}
+
+
+def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the logical tensors on which a network's function depends, as `tensors_of_training` does."""
+    without_losses = replace(model, moe_router_load_balancing_type=("none",), moe_aux_loss_coeff=(0.0,))
+    return {name: tensor.shape for name, tensor in tensors_of_training(without_losses).items()}
 
 
 def states_of_training(model: ModelConfig) -> set[str]:
     """Return the names of modules' state that only training needs: the loads that a balancing loss remembers."""
     if model.num_experts is None:
         return set()
-    network = GPT(model, ParallelMesh(device=torch.device("meta")))
-    return {STATE + state.sharding.name for state in states_of(network)} - logical_tensors(model).keys()
+    return {name for name in tensors_of_training(model) if name.startswith(STATE)} - logical_tensors(model).keys()
 
 
 def check_sizes(folder: Path, model: ModelConfig) -> None:

@@ -7,17 +7,12 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import STATE
 from megalite.checkpoint.tensors import Kind, Source
 from megalite.config import ModelConfig
-from megalite.conversion.opened import OpenedModel
+from megalite.conversion.opened import OpenedModel, tensors_of_training
 from megalite.errors import CheckpointError
-from megalite.model.gpt import GPT
 from megalite.parallel.initialization import initial_values
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box, LogicalTensor
-from megalite.parallel.state import states_of
 
 
 def upcycled(dense: OpenedModel, model: ModelConfig, seed: int) -> OpenedModel:
@@ -61,24 +56,21 @@ class _Upcycled:
     """Tensors of a network with experts, from those of a dense one (a `Source`)."""
 
     def __init__(self, dense: Source, model: ModelConfig, seed: int) -> None:
-        network = GPT(model, ParallelMesh(device=torch.device("meta")))
-        states = ((STATE + piece.tensor.name, piece) for state in states_of(network) for piece in state.sharding.pieces)
-        weights = ((piece.tensor.name, piece) for _, piece in named_pieces(network))
         self._dense, self._seed = dense, seed
         self._copied: dict[str, str] = {}
         self._drawn: dict[str, LogicalTensor] = {}
         self.tensors: dict[str, Kind] = {}
-        for name, piece in (*weights, *states):
+        for name, tensor in tensors_of_training(model).items():
             of_layer = name.replace(".moe.", ".mlp.")
             if name in dense.tensors:
                 self.tensors[name] = dense.tensors[name]
             elif of_layer in dense.tensors:
                 kind = dense.tensors[of_layer]
                 self._copied[name] = of_layer
-                self.tensors[name] = Kind((piece.tensor.shape[0], *kind.shape), kind.dtype)
+                self.tensors[name] = Kind((tensor.shape[0], *kind.shape), kind.dtype)
             elif ".moe." in name:
-                self._drawn[name] = piece.tensor
-                self.tensors[name] = Kind(piece.tensor.shape, torch.float32)
+                self._drawn[name] = tensor
+                self.tensors[name] = Kind(tensor.shape, torch.float32)
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`."""
