@@ -94,9 +94,8 @@ def build_time_line(arguments: Arguments) -> TimeLine:
         if flags := given(arguments, f"{SIZES} transfer"):
             raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
         return measured
-    stages, micro_batches = find_stages(arguments, name, measured), arguments.num_micro_batches
-    if micro_batches is None and measured is not None:
-        micro_batches = measured.micro_batches
+    stages = find_stages(arguments, name, measured)
+    micro_batches = arguments.num_micro_batches or (None if measured is None else measured.micro_batches)
     if micro_batches is None:
         raise ConfigurationError("--num-micro-batches must be given, 1 or more")
     orders = orders_of(SCHEDULES[name], stages, micro_batches, find_group(arguments, name, stages))
@@ -112,15 +111,13 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
     """Return the pipeline that the flags describe, or the measured one."""
     from megalite.pipeline.stages import Stages
 
-    ranks, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
-    if ranks is None and measured is not None:
-        ranks = measured.stages.ranks
+    ranks = arguments.pipeline_model_parallel_size or (None if measured is None else measured.stages.ranks)
+    chunks = arguments.num_virtual_stages_per_pipeline_rank
     if ranks is None:
         raise ConfigurationError("--pipeline-model-parallel-size must be given, 1 or more")
     shape = SHAPES[name]
     if shape.chunks is None:
-        if chunks is None and measured is not None:
-            chunks = measured.stages.chunks
+        chunks = chunks or (None if measured is None else measured.stages.chunks)
         if chunks is None or chunks < 2 or ranks < 2:
             problem = "2 or more --num-virtual-stages-per-pipeline-rank on 2 or more --pipeline-model-parallel-size"
             raise ConfigurationError(f"--pipeline-schedule {name} needs {problem}")
