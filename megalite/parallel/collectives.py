@@ -165,21 +165,21 @@ def all_gather_json(value: object, mesh: ParallelMesh, *axes: str) -> list[Any]:
     if group.size == 1:
         return [json.loads(text)]
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
-    length = torch.tensor([encoded.numel()], device=mesh.device)
-    lengths = all_gather(length, group).tolist()
-    gathered = all_gather(pad(encoded, (0, max(lengths) - encoded.numel())), group)
-    rows = gathered.view(group.size, -1).cpu().numpy()
-    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    return [json.loads(row.numpy().tobytes()) for row in _gather_uneven(encoded, group)]
 
 
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks, in rank order, on the group's first rank, and an empty list on the others."""
-    own = torch.tensor([len(numbers), *numbers], device=device)
-    length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
-    own = pad(own, (0, length - own.numel()))
     # All ranks receive the numbers, which are few. A gather to one rank would need NCCL buffers there for every peer.
-    gathered = all_gather(own, group).view(group.size, length)
-    return [row[1 : row[0] + 1] for row in gathered.tolist()] if group.rank == 0 else []
+    gathered = _gather_uneven(torch.tensor(numbers, dtype=torch.int64, device=device), group)
+    return [row.tolist() for row in gathered] if group.rank == 0 else []
+
+
+def _gather_uneven(values: Tensor, group: Group) -> list[Tensor]:
+    """Gather [n] of each rank, whose n may differ, on the CPU of all ranks, in rank order."""
+    lengths = all_gather(torch.tensor([values.numel()], device=values.device), group).tolist()
+    rows = all_gather(pad(values, (0, max(lengths) - values.numel())), group).view(group.size, max(lengths)).cpu()
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
