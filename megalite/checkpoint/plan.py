@@ -18,13 +18,13 @@ from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.layout import BucketLayout, unique_parameters
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
 from megalite.parallel.state import State, states_of
 
@@ -208,8 +208,7 @@ def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSli
     """
     if optimizer is not None:
         return list(optimizer.slices())
-    parameters = {id(parameter): parameter for parameter, _ in named_pieces(module)}.values()
-    return [StateSlice(p, 0, p.numel(), p.detach().flatten(), {}) for p in parameters]
+    return [StateSlice(p, 0, p.numel(), p.detach().flatten(), {}) for p in unique_parameters(module)]
 
 
 def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[str, State]]:

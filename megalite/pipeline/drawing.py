@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from statistics import median
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from megalite.atomic_files import write_atomically
 from megalite.pipeline.schedules import Kind
 from megalite.pipeline.simulator import Span, lanes
-from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
+from megalite.pipeline.timeline import COMPUTATIONS, TimeLine, medians_by_kind
 from megalite.pipeline.trace import to_trace
 
 LEFT, RIGHT, TOP, ROW, GAP = 70.0, 24.0, 76.0, 32.0, 12.0
@@ -112,13 +111,10 @@ def _summary(time_line: TimeLine) -> list[str]:
 
 def _scale(time_line: TimeLine) -> float:
     """Return pixels per unit of time, such that a typical short box has room for its number, if the page allows it."""
-    lengths: dict[str, list[float]] = {}
-    for span in (span for rank in time_line.computation for span in rank):
-        if span.end > span.start:
-            lengths.setdefault(span.action.kind, []).append(span.end - span.start)
+    lengths = medians_by_kind(span for rank in time_line.computation for span in rank if span.end > span.start)
     room = 5 + DIGIT * max(2, len(str(time_line.micro_batches - 1)))
     narrowest, widest = (width / time_line.end for width in WIDTHS)
-    return min(max(room / min(map(median, lengths.values())), narrowest), widest)
+    return min(max(room / min(lengths.values()), narrowest), widest)
 
 
 def _draw_legend(svg: Element, time_line: TimeLine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -89,13 +89,17 @@ def measured_durations(measured: TimeLine, stages: Stages) -> Duration:
     return duration
 
 
+def medians_by_kind(spans: Iterable[Span]) -> dict[Kind, float]:
+    """Return the median time of each kind of action."""
+    times: dict[Kind, list[float]] = {}
+    for span in spans:
+        times.setdefault(span.action.kind, []).append(span.end - span.start)
+    return {kind: median(values) for kind, values in times.items()}
+
+
 def _medians(measured: TimeLine, stage: int) -> dict[Kind, float]:
     rank, chunk = measured.stages.place(stage)
-    times: dict[Kind, list[float]] = {}
-    for span in measured.computation[rank]:
-        if span.action.chunk == chunk:
-            times.setdefault(span.action.kind, []).append(span.end - span.start)
-    medians = {kind: median(values) for kind, values in times.items()}
+    medians = medians_by_kind(span for span in measured.computation[rank] if span.action.chunk == chunk)
     if {"F", "B"} <= medians.keys():
         return medians | {"I": medians["B"] / 2, "W": medians["B"] / 2}
     if {"F", "I", "W"} <= medians.keys():
