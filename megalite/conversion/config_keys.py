@@ -176,11 +176,6 @@ def num_experts(*names: str) -> Keys:
     return Keys(names, read, lambda model: {names[0]: model.num_experts})
 
 
-def renormalized(name: str, default: bool) -> Keys:
-    """Return the entry for the key that says if the weights of the chosen experts add up to 1."""
-    return negated(name, "moe_router_pre_softmax", default)
-
-
 def sparse_layers() -> Keys:
     """Return the entry for Qwen's layers with experts: every decoder_sparse_step-th one that is not in a list."""
 

@@ -154,7 +154,7 @@ _OF_TRAINING = keys.unread("router_aux_loss_coef", "output_router_logits")
 _QWEN_KEYS = (
     keys.num_experts("num_experts", "num_local_experts"),
     keys.sparse_layers(),
-    keys.renormalized("norm_topk_prob", False),
+    keys.negated("norm_topk_prob", "moe_router_pre_softmax", False),
     key("moe_intermediate_size", "moe_ffn_hidden_size", written="expert_ffn_size"),
     _OF_TRAINING,
 )

@@ -102,7 +102,7 @@ class Profiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Mark a step. `number` counts from 1."""
-        if self._recorder is not None and number == self._steps[0] - 1:
+        if isinstance(self._recorder, _Trace) and number == self._steps[0] - 1:
             self._recorder.warm_up()
         if self._recorder is not None and number == self._steps[0]:
             self._recorder.begin()
@@ -185,9 +185,6 @@ class _RangeForNsys:
 
     def __init__(self, config: ProfilingConfig, place: torch.device) -> None:
         self._shapes, self._device, self._ranges = config.record_shapes, place, ExitStack()
-
-    def warm_up(self) -> None:
-        pass
 
     def begin(self) -> None:
         device.synchronize(self._device)
