@@ -6,9 +6,6 @@ The mask selects the implementation. A dense mask uses torch's scaled_dot_produc
 FlexAttention (arXiv:2412.05496), which skips the blocks of scores that no query sees. With a dense mask and a cap, or
 dropout by position (`dropout`), attention runs unfused in plain operations. The fused operator on a GPU draws its own
 dropout mask (`draws_its_own`).
-
-Attention over parts of the keys is combined by the log-sum-exp of each part's scores (`attention_with_lse`). If part i
-gave lse_i and output_i, then lse = log(sum of exp(lse_i)), and the output is the sum of exp(lse_i - lse) * output_i.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,9 +100,9 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
     return device.type == "cuda" and dtype != torch.float64 and cap is None
 
 
-def keeps_scores(mask: Mask, cap: float | None, *, with_lse: bool = False) -> bool:
+def keeps_scores(mask: Mask, cap: float | None) -> bool:
     """Tell if forward would save all scores for backward, so that recomputing them is better."""
-    return (with_lse or cap is not None) and not isinstance(mask, BlockMask)
+    return cap is not None and not isinstance(mask, BlockMask)
 
 
 def attention(
@@ -149,16 +146,35 @@ def attention(
     )
 
 
+class Kept(NamedTuple):
+    """Dropout of the probabilities for a part of the keys.
+
+    Attributes:
+        mask: [batch, heads, queries, keys] uint8, 1 for kept probabilities.
+        scale: factor of the kept probabilities.
+    """
+
+    mask: Tensor
+    scale: float
+
+
 def attention_with_lse(
-    query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float | None, cap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None,
+    cap: float | None,
+    kept: Kept | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attention` without dropout, and the log-sum-exp of each query's scores.
+    """Compute `attention`, and the log-sum-exp of each query's scores, which dropout does not change.
 
     The log-sum-exp is [batch, heads, queries], in fp32 or wider, of scaled and capped scores, with the natural
     logarithm. Gradients flow through both results. A query that sees no key has the output 0 and the log-sum-exp -inf.
 
-    There is no dropout, because a `DropoutMask` covers full rows of keys. With a dense mask, attention runs unfused and
-    saves all scores for backward: torch's fused operators return the log-sum-exp but have no gradient for it.
+    With a dense mask, attention runs unfused and saves all scores for backward: torch's fused operators return the
+    log-sum-exp but have no gradient for it. Dropout needs a dense mask.
     """
     if isinstance(mask, BlockMask):
         output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))
@@ -168,7 +184,10 @@ def attention_with_lse(
     blind = ~mask.any(dim=-1, keepdim=True)
     scores = _scores(query, key, mask | blind, scale, cap)
     lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)
-    output = torch.softmax(scores, dim=-1).to(value.dtype) @ _for_heads_of(query, value)
+    probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
+    if kept is not None:
+        probabilities = probabilities * kept.mask * kept.scale
+    output = probabilities @ _for_heads_of(query, value)
     return output.masked_fill(blind, 0.0), lse
 
 

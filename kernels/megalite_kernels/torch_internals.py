@@ -7,6 +7,7 @@ available only under `torch.ops.aten`. tests/unit/test_torch_internals.py checks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,3 +34,48 @@ def layer_norm_gradients(
         gradient, input, shape, mean, inverse, weight, bias, (True, True, True)
     )
     return found
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention [batch, heads, queries, width] and the log-sum-exp of each query's scores, without a graph.
+
+    Heads come before tokens in all arguments, and consecutive heads share a group of keys and values.
+
+    Args:
+        bias: [batch or 1, 1, queries, keys], added to the scores, in their dtype; on CPUs only.
+        causal: query i sees the keys up to i.
+    """
+    operators: Any = torch.ops.aten
+    if query.is_cuda:
+        found = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
+    else:
+        operator = operators._scaled_dot_product_flash_attention_for_cpu
+        found = operator(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return found[0], found[1]
+
+
+def flash_attention_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. Output and log-sum-exp may be those over more keys than these."""
+    operators: Any = torch.ops.aten
+    given = (gradient, query, key, value, output, lse)
+    if query.is_cuda:
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout's generator, which is not used
+        lengths = None, None, query.shape[2], key.shape[2]
+        operator = operators._scaled_dot_product_flash_attention_backward
+        found = operator(*given, *lengths, 0.0, causal, state, state[:0], scale=scale)
+    else:
+        operator = operators._scaled_dot_product_flash_attention_for_cpu_backward
+        found = operator(*given, 0.0, causal, attn_mask=bias, scale=scale)
+    return found[0], found[1], found[2]

@@ -64,6 +64,8 @@ class Arguments:
     """Ranks that share each layer's matrices (short: --tp)."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Ranks that each hold some of the layers (short: --pp)."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that each hold a part of every window (short: --cp)."""
     output: str | None = None
     """JSON file to write all figures to."""
     tokenizer_model: str | None = None
@@ -93,11 +95,13 @@ def main() -> int:
     choose_kernels(KernelsConfig(arguments.kernels))
     model, batch_size = open_model(arguments.load), arguments.micro_batch_size
     tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    cp = arguments.context_parallel_size
     check_layout(model.config, tp, pp)
-    if place.world_size % (tp * pp):
+    if place.world_size % (tp * pp * cp):
+        also = f" x --context-parallel-size {cp}" if cp > 1 else ""
         raise ConfigurationError(
             f"{place.world_size} ranks cannot be divided: --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
+            f"--pipeline-model-parallel-size {pp}{also} take {tp * pp * cp} for each copy of the model"
         )
     length, stride = lengths(arguments, model)
     tokenizer = load_tokenizer(model, arguments.tokenizer_model)
@@ -107,7 +111,7 @@ def main() -> int:
 
         names = [name for names in arguments.tasks for name in names.split(",") if name]
         tasks = lm_eval_adapter.load_tasks(names, arguments.include_path)
-    mesh = join(ParallelConfig(tp, pp), place, repr(arguments))
+    mesh = join(ParallelConfig(tp, pp, cp), place, repr(arguments))
     network = load_network(model, mesh)
     results: dict[str, Any] = {"checkpoint": str(model.path), "seq_length": length, "stride": stride}
     if documents:
@@ -142,6 +146,11 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
         raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
+    if arguments.tasks and arguments.context_parallel_size > 1:
+        raise ConfigurationError(
+            f"--tasks with --context-parallel-size {arguments.context_parallel_size}: tasks may generate text, which "
+            "needs the whole sequence on each rank: give --context-parallel-size 1"
+        )
     if arguments.output is not None and Path(arguments.output).is_dir():
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
-from megalite.config.fields import PositiveInt, at_most
+from megalite.config.fields import PositiveInt, at_most, needs
 from megalite.config.layer_patterns import MOST_LAYERS
 
+if TYPE_CHECKING:
+    from megalite.config.model import ModelConfig
+
+ContextParallelWay = Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+
+
+CHUNKS_PER_RANK = 16
+"""Chunks per rank with cp-balance documents: enough for the busiest rank to have less than 1.05 x the mean work."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,19 @@ class ParallelConfig:
     """Ranks that share each layer's matrices (short: --tp)."""
     pipeline_model_parallel_size: Annotated[PositiveInt, at_most(MOST_LAYERS)] = 1
     """Ranks that each hold some of the layers, as stages that micro-batches go through (short: --pp)."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: Annotated[PositiveInt, at_most(100_000)] = 1
     """Ranks that each hold a part of every sequence (short: --cp)."""
+    cp_comm_type: tuple[ContextParallelWay, ...] = ("p2p",)
+    """How context-parallel ranks compute attention together, for all layers or one value per layer: p2p passes keys and
+    values around a ring, all_gather (or allgather) gathers them, a2a exchanges heads, a2a+p2p does both."""
+    hierarchical_context_parallel_sizes: tuple[PositiveInt, ...] = ()
+    """Two sizes for cp-comm-type a2a+p2p: the neighbouring ranks that exchange heads, and the ranks of each ring. Their
+    product is context-parallel-size."""
+    cp_balance: Literal["zigzag", "documents"] = "zigzag"
+    """How chunks of a sample are dealt to context-parallel ranks: zigzag gives rank r the chunks r and 2C - 1 - r of
+    2C; documents deals more and smaller chunks by the scores that the documents of each micro-batch leave."""
+    cp_chunks_per_rank: PositiveInt | None = None
+    """Chunks of a sample per rank with cp-balance documents; unset: 16, or fewer if seq-length needs it."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks over which the experts of a layer are distributed (short: --ep)."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -125,6 +144,21 @@ class ParallelConfig:
         return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
+    def head_ranks(self) -> Mapping[str, int]:
+        """Number of context-parallel ranks that exchange heads, for each value of cp-comm-type."""
+        first = self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
+        return {"p2p": 1, "all_gather": 1, "allgather": 1, "a2a": self.context_parallel_size, "a2a+p2p": first}
+
+    def chunks_per_rank(self, seq_length: int) -> int | None:
+        """Return the number of chunks that cp-balance documents deals to each rank; None for zigzag."""
+        if self.cp_balance == "zigzag" or self.context_parallel_size == 1:
+            return None
+        if self.cp_chunks_per_rank is not None:
+            return self.cp_chunks_per_rank
+        parts = seq_length // self.context_parallel_size
+        return next(count for count in range(CHUNKS_PER_RANK, 0, -1) if parts % count == 0)
+
+    @property
     def expert_tensor_model_pipeline_parallel_size(self) -> int:
         """Number of ranks that share one replica of all experts, over all stages."""
         sizes = self.mesh_sizes
@@ -147,3 +181,50 @@ class ParallelConfig:
         if self.data_parallel_sharding_strategy is None:
             return 1 if self.use_distributed_optimizer else 0
         return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
+
+
+def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_length: int) -> Iterator[str]:
+    """Yield a line for each relation of context parallelism that does not hold. There are none for one rank."""
+    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    if size == 1:
+        return
+    if parallel.cp_balance == "zigzag":
+        yield from needs(parallel, "cp_chunks_per_rank", "--cp-balance documents")
+    chunks = parallel.chunks_per_rank(seq_length) or 2
+    multiple = chunks * size * (tensor if parallel.sequence_parallel else 1)
+    if seq_length % multiple:
+        below = seq_length // multiple * multiple
+        nearest = f"{below} and {below + multiple}" if below else f"{multiple}"
+        tensor_ranks = f" x {tensor} tensor-parallel ranks" if multiple > chunks * size else ""
+        yield (
+            f"--seq-length {seq_length} with --context-parallel-size {size}: must be a multiple of {multiple}, for "
+            f"{chunks} chunks x {size} ranks{tensor_ranks}; near it: {nearest}"
+        )
+    ways, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
+    if len(ways) not in (1, model.num_layers):
+        yield f"--cp-comm-type has {len(ways)} values: give one for all layers, or {model.num_layers}, one per layer"
+    if "a2a+p2p" not in ways:
+        yield from needs(parallel, "hierarchical_context_parallel_sizes", "--cp-comm-type a2a+p2p")
+    elif not sizes:
+        yield (
+            "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B: A ranks exchange heads, B are "
+            f"in a ring, and A x B is --context-parallel-size {size}"
+        )
+    elif len(sizes) != 2 or sizes[0] * sizes[1] != size:
+        yield (
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}: must be two sizes whose product is "
+            f"--context-parallel-size {size}: {_products(size)}"
+        )
+    heads = model.num_attention_heads // tensor
+    for way in dict.fromkeys(ways):
+        if heads % (ranks := parallel.head_ranks[way]):
+            fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+            yield (
+                f"--cp-comm-type {way} divides the {heads} heads of a tensor-parallel rank among {ranks} ranks: "
+                f"{', '.join(fitting)} ranks can divide them; p2p and all_gather divide none"
+            )
+
+
+def _products(size: int) -> str:
+    """Return the pairs of sizes whose product is `size`, as text."""
+    return ", ".join(f"{first} {size // first}" for first in range(1, size + 1) if size % first == 0)

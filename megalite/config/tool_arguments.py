@@ -23,7 +23,7 @@ def parse_tool_arguments(
 ) -> Arguments:
     """Return the dataclass with values from the command line; the field `output_prefix` has the flag `--output-prefix`.
 
-    `--tp` and `--pp` are short for the tensor- and pipeline-parallel sizes.
+    `--tp`, `--pp` and `--cp` are short for the tensor-, pipeline- and context-parallel sizes.
 
     Args:
         arguments: the dataclass.
@@ -65,7 +65,7 @@ def _as_called(description: str) -> str:
 
 def _in_full(argument: str) -> str:
     flag, equals, value = argument.partition("=")
-    return f"--{tables()['aliases'][flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp") else argument
+    return f"--{tables()['aliases'][flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp", "--cp") else argument
 
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:

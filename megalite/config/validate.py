@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megalite.config import megatron_flags
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.model import LEAST_ITEM_BYTES, MAX_BYTES, idle_positions, network_problems, relation_problems
+from megalite.config.model import (
+    LEAST_ITEM_BYTES,
+    MAX_BYTES,
+    ModelConfig,
+    idle_positions,
+    network_problems,
+    relation_problems,
+)
 from megalite.config.monitoring import logging_problems, profiling_problems
 from megalite.config.optimizer import optimizer_problems
-from megalite.config.parallel import ParallelConfig
+from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, why_nothing_is_aligned
 from megalite.config.run import RunConfig, section_types
 from megalite.config.training import training_problems
@@ -24,7 +30,10 @@ from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
-_IDLE_WITHOUT_PIPELINE = "account_for_* overlap_p2p_communication align_grad_reduce"
+_IDLE_WITH_ONE_RANK = {
+    "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
+    "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
+}
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
@@ -51,11 +60,12 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
         lines.append("--sequence-parallel: off, since --tensor-model-parallel-size is 1")
-    if config.parallel.pipeline_model_parallel_size == 1:
-        idle = given(config.parallel, _IDLE_WITHOUT_PIPELINE)
-        lines += [f"{flag}: changes nothing, since --pipeline-model-parallel-size is 1" for flag in idle]
-        defaults = {name: getattr(ParallelConfig, name) for name in changed(config.parallel, _IDLE_WITHOUT_PIPELINE)}
-        config = replace(config, parallel=replace(config.parallel, **defaults))
+    for axis, names in _IDLE_WITH_ONE_RANK.items():
+        if getattr(config.parallel, axis) == 1:
+            idle = given(config.parallel, names)
+            lines += [f"{flag}: changes nothing, since {flag_of(axis)} is 1" for flag in idle]
+            defaults = {name: getattr(ParallelConfig, name) for name in changed(config.parallel, names)}
+            config = replace(config, parallel=replace(config.parallel, **defaults))
     if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(config.model, config.parallel)):
         config = replace(config, parallel=replace(config.parallel, align_grad_reduce=True))
         lines.append(f"--no-align-grad-reduce: changes nothing {why}")
@@ -83,7 +93,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     problems = (
         _division(config, world_size),
         profiling_problems(config.profiling, save, tensorboard_dir, training.train_iters, world_size),
-        _to_come(config),
+        context_parallel_problems(config.parallel, model, data.seq_length),
         _experts(config),
         _positions(config),
         relation_problems(model),
@@ -178,8 +188,8 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
         yield f"--num-distributed-optimizer-instances {instances} does not divide {peers} {kinds} ranks"
     elif of_experts % instances:
         yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the {of_experts} data-parallel ranks "
-            "of the experts"
+            f"--num-distributed-optimizer-instances {instances} does not divide the experts' data-parallel size, "
+            f"{of_experts}"
         )
     elif peers == instances > 1:
         yield f"--num-distributed-optimizer-instances {instances}: with one rank in each nothing is sharded"
@@ -188,12 +198,6 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "
             "--data-parallel-sharding-strategy than no_shard"
         )
-
-
-def _to_come(config: RunConfig) -> Iterator[str]:
-    """Refuse parallel axes that the mesh, the buckets and checkpoints support, but the network does not yet."""
-    if (size := config.parallel.context_parallel_size) > 1:
-        yield f"--context-parallel-size {size}: {megatron_flags.reason('context')}; it takes 1"
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
@@ -208,24 +212,48 @@ def _experts(config: RunConfig) -> Iterator[str]:
         return
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"
-    divided = [
-        ("num_experts", model.num_experts, "expert_model_parallel_size", sizes["expert_parallel_size"]),
-        (
-            "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size",
-            model.expert_ffn_size,
-            "expert_tensor_parallel_size",
-            sizes["expert_tensor_parallel_size"],
-        ),
-        (
-            "moe_shared_expert_intermediate_size",
-            model.moe_shared_expert_intermediate_size or 0,
-            "tensor_model_parallel_size",
-            tensor,
-        ),
-    ]
-    for name, size, ranks_name, ranks in divided:
-        if size % ranks:
-            yield f"{flag_of(name)} {size} is not divisible by {flag_of(ranks_name)} {ranks}"
+    kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
+        for kind, weight in zip(kinds, weights, strict=True):
+            if not weight and kind != "none":
+                yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
+    feed_forwards = _feed_forwards(model)
+    if "moe" not in feed_forwards:
+        yield f"--moe-layer-freq {model.moe_layer_freq} gives no layer experts: drop --num-experts"
+        return
+    if model.num_experts % sizes["expert_parallel_size"]:
+        ranks = f"--expert-model-parallel-size {sizes['expert_parallel_size']}"
+        yield f"--num-experts {model.num_experts} is not divisible by {ranks}"
+    if model.expert_ffn_size % sizes["expert_tensor_parallel_size"]:
+        yield from _uneven_experts(config, "dense" in feed_forwards)
+    shared = model.moe_shared_expert_intermediate_size or 0
+    if shared % tensor:
+        yield (
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size {tensor}"
+        )
+
+
+def _uneven_experts(config: RunConfig, has_dense_layers: bool) -> Iterator[str]:
+    """Yield that the ranks of an expert do not divide its width, unless the line on dense layers says the same."""
+    own, parallel = config.model.moe_ffn_hidden_size, config.parallel
+    width = f"{flag_of('ffn_hidden_size' if own is None else 'moe_ffn_hidden_size')} {config.model.expert_ffn_size}"
+    ranks = parallel.expert_tensor_parallel_size
+    if ranks is not None:
+        yield f"{width} is not divisible by --expert-tensor-parallel-size {ranks}"
+    elif own is not None or not has_dense_layers:
+        tensor = parallel.tensor_model_parallel_size
+        yield (
+            f"{width} is not divisible by --tensor-model-parallel-size {tensor}: --expert-tensor-parallel-size 1 "
+            "does not split experts"
+        )
+
+
+def _feed_forwards(model: ModelConfig) -> set[str]:
+    """Return the kinds of feed-forward layers of the network; all kinds if the layers are not known."""
+    try:
+        return {layer.feed_forward for layer in model.layers}
+    except ConfigurationError:  # reported by `relation_problems`
+        return {"dense", "moe"}
 
 
 def _positions(config: RunConfig) -> Iterator[str]:
@@ -237,7 +265,9 @@ def _positions(config: RunConfig) -> Iterator[str]:
 def _layout(config: RunConfig) -> Iterator[str]:
     model, parallel = config.model, config.parallel
     tensor = parallel.tensor_model_parallel_size
-    split = [("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_size)]
+    split = [("num-attention-heads", model.num_attention_heads)]
+    if "dense" in _feed_forwards(model):
+        split.append(("ffn-hidden-size", model.ffn_size))
     if parallel.sequence_parallel:
         split.append(("seq-length", config.data.seq_length))
     for flag, size in split:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megalite.config.fields import flag_of
 from megalite.config.run import RunConfig
 
+_FEW_TOKENS = 1024
+"""Tokens of a sample on a rank below which context parallelism buys nothing."""
 _HALF_OF_THE_LAST_BIT = 2.0**-8
 """Precision of bf16: a change of a number by less than this fraction may be rounded away."""
 
@@ -36,12 +40,17 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
         lines.append(
             "--disable-bias-linear: GELU is in its tanh form; Megatron-LM's without biases is exact (--exact-gelu)"
         )
+    if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate == 0:
+        lines.append("--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start")
+    if model.moe_z_loss_coeff == 0:
+        lines.append("--moe-z-loss-coeff 0: there is no z-loss, and none is recorded")
     layers = (training.recompute_num_layers or 1) if training.recompute_method == "uniform" else 1
     if config.parallel.zero_stage == 3 and layers > 1:
         lines.append(
             f"--recompute-num-layers {layers} under ZeRO 3: backward recomputes that many layers together, and gathers"
             " all of their parameters at once"
         )
+    lines += _context_parallel(config)
     # Masks may give micro-batches different numbers of counted tokens. The gradient is then another mean than
     # Megatron-LM's, unless Megatron-LM runs with --calculate-per-token-loss.
     masks = [name for name in ("sft", "eod_mask_loss", "fim_data") if getattr(config.data, name)]
@@ -51,3 +60,21 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
             "Megatron-LM's averages the means of the micro-batches, unless it is given --calculate-per-token-loss"
         )
     return tuple(lines)
+
+
+def _context_parallel(config: RunConfig) -> Iterator[str]:
+    model, size, length = config.model, config.parallel.context_parallel_size, config.data.seq_length
+    if size == 1:
+        return
+    if length // size < _FEW_TOKENS:
+        yield (
+            f"--context-parallel-size {size} with --seq-length {length}: a rank has {length // size} tokens of a "
+            "sample. Samples that fit on one rank train faster with data parallelism, which communicates less"
+        )
+    scaled = model.use_rope_scaling or model.rotary_seq_len_interpolation_factor is not None
+    if model.position_embedding_type == "rope" and not scaled and model.rotary_base <= 10_000 and length > 4096:
+        yield (
+            f"--rotary-base {model.rotary_base} with --seq-length {length}: models for long samples have a larger base "
+            "(Llama 3 has 500000 for 8192 tokens), or scale that of a model for shorter ones: --use-rope-scaling, or "
+            "--position-embedding-type yarn"
+        )

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
@@ -30,6 +31,7 @@ from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout, zigzag
 from megalite.pipeline.point_to_point import Links, make_links
 from megalite.pipeline.stages import Stages
 
@@ -48,26 +50,45 @@ class Network:
     def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Run this rank's stage on [batch, sequence] tokens, and return its output [sequence, batch, hidden].
 
-        It returns after starting to send the output to the next stage. Both stages then work concurrently.
+        Under context parallelism, the output has this rank's part of the sequence (`layout`). It returns after starting
+        to send the output to the next stage. Both stages then work concurrently.
         """
-        rank = self.mesh.coordinate("pp")
+        rank, layout = self.mesh.coordinate("pp"), self.layout(tokens.shape[1])
         hidden = None
         if self.stage.embedding is None:
-            batch, sequence = tokens.shape
-            passed = messages(self.config, self.mesh.size("pp"), sequence=sequence, batch=batch, dtype=self.stage.dtype)
+            batch, own = len(tokens), sum(map(len, layout.runs))
+            passed = messages(self.config, self.mesh.size("pp"), sequence=own, batch=batch, dtype=self.stage.dtype)
             (spec,) = passed[rank - 1]
             arriving = torch.empty(spec.shape or (), dtype=spec.dtype, device=self.mesh.device)
             hidden = self.links.receive(arriving, rank - 1).wait(f"stage {rank} waited for hidden states")
-        micro_batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
+        micro_batch = MicroBatch(
+            layout.own(tokens),
+            layout.own(positions),
+            first_keys=None,
+            labels=None,
+            loss_mask=None,
+            key=RandomKey(0, ()),
+            layout=layout,
+        )
         hidden, _ = self.stage.hidden_states(hidden, micro_batch, cache)
         if self.stage.head is None:
             self._sent.wait(f"stage {rank} waited until its hidden states had arrived")
             self._sent = self.links.send(hidden.contiguous(), rank + 1)
         return hidden
 
+    def layout(self, sequence: int) -> SequenceLayout:
+        """Return the context-parallel ranks' parts of sequences of this length, a multiple of `self.chunks`."""
+        return SequenceLayout.cut(sequence, zigzag(self.mesh.size("cp")), self.mesh.coordinate("cp"))
+
+    @property
+    def chunks(self) -> int:
+        """Number of equal chunks that a sequence is cut into."""
+        return sum(map(len, zigzag(self.mesh.size("cp"))))
+
     def share(self, values: Tensor) -> Tensor:
-        """Return the values of the last stage on every rank of the pipeline. The other stages pass zeros."""
-        return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
+        """Return the values of the last stage on every rank of the replica. Ranks pass zeros where they have none."""
+        values = collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
+        return collectives.all_reduce_(values, self.mesh.group("cp"))
 
 
 def choose_layout(
@@ -128,10 +149,10 @@ def logits(network: Network, tokens: Tensor) -> Tensor:
     """Return the logits [batch, sequence, vocabulary] of [batch, sequence] tokens, complete on every rank."""
     stage, group = network.stage, network.stage.context.group("vocabulary")
     found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
-    for rows, hidden in _micro_batches(network, tokens):
+    for rows, columns, hidden in _micro_batches(network, tokens):
         if stage.head is not None:
             whole = collectives.all_gather_last(stage.head(hidden), group)
-            found[rows] = whole[..., : network.vocab_size].transpose(0, 1)
+            found[rows, columns] = whole[..., : network.vocab_size].transpose(0, 1)
     return network.share(found)
 
 
@@ -152,25 +173,31 @@ def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
     shape, device = (tokens.shape[0], tokens.shape[1] - 1), network.mesh.device
     scores = torch.zeros(shape, dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
     likeliest = torch.zeros(shape, dtype=torch.int64, device=device)
-    for rows, hidden in _micro_batches(network, tokens[:, :-1]):
+    for rows, places, hidden in _micro_batches(network, tokens[:, :-1]):
         if stage.head is None:
             continue
         for start in range(0, len(hidden), step := max(_TOKENS // hidden.shape[1], 1)):
-            columns = slice(start, start + step)
-            part = stage.head(hidden[columns])
+            columns = places[start : start + step]
+            part = stage.head(hidden[start : start + step])
             likeliest[rows, columns] = _likeliest(part, group, network.vocab_size).t()
-            labels = tokens[rows, 1:][:, columns].to(device).t()
+            labels = tokens[rows, 1:].to(device)[:, columns].t()
             scores[rows, columns] = -vocab_parallel_cross_entropy(part, labels, group, network.vocab_size).t()
     return TokenScores(network.share(scores), network.share(likeliest))
 
 
-def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield parts of the batch with this rank's hidden states: one part per stage, to keep all stages busy."""
-    positions = torch.arange(tokens.shape[1], device=network.mesh.device).expand(tokens.shape)
-    step = -(-len(tokens) // network.mesh.size("pp"))
-    for start in range(0, len(tokens), step):
+def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield parts of the batch: rows, and columns and hidden states of this rank. One part per stage keeps all busy."""
+    device, (batch, sequence) = network.mesh.device, tokens.shape
+    padded = -(-sequence // network.chunks) * network.chunks
+    tokens = F.pad(tokens, (0, padded - sequence))
+    positions = torch.arange(padded, device=device).clamp(max=sequence - 1).expand(tokens.shape)
+    places = network.layout(padded).places(device)
+    real = places < sequence
+    step = -(-batch // network.mesh.size("pp"))
+    for start in range(0, batch, step):
         rows = slice(start, start + step)
-        yield rows, network.run(tokens[rows].to(network.mesh.device), positions[rows])
+        hidden = network.run(tokens[rows].to(device), positions[rows])
+        yield rows, places[real], hidden if padded == sequence else hidden[real]
 
 
 def _likeliest(logits: Tensor, group: Group, vocab_size: int) -> Tensor:

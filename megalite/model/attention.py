@@ -7,10 +7,12 @@ import math
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
-from megalite.model.attention_core import Core, LocalCore
+from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
+from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.norm import Norm
 from megalite.parallel.context import AXES, ParallelContext
+from megalite.parallel.inside import Inside
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
@@ -106,7 +108,7 @@ class Attention(nn.Module):
             self.query_norm = Norm(config, context, f"{name}.query_norm", width, of_part=True)
             self.key_norm = Norm(config, context, f"{name}.key_norm", width, of_part=True)
         scalar = config.query_pre_attn_scalar
-        self.core: Core = LocalCore(
+        local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
             groups=self._key_value_of_head(config, group),
             scale=None if scalar is None else 1.0 / math.sqrt(scalar),
@@ -115,6 +117,14 @@ class Attention(nn.Module):
             site=Site(layer, "attention"),
             recompute=recompute,
         )
+        self.core: LocalCore | ContextParallelCore = local
+        if context.mesh.size("cp") > 1:
+            self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        return [] if isinstance(self.core, LocalCore) else self.core.inside
 
     def _key_value_of_head(self, config: ModelConfig, over: Group) -> list[int]:
         """Return the local key-value group of each local query head. `over`: the ranks over which heads are split."""

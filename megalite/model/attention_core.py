@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megalite.errors import ConfigurationError
+from megalite.model.sample_mask import SampleMask
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
-from megalite_kernels.attention import Mask, attention, attention_with_lse, draws_its_own, keeps_scores
-
-Core = Callable[[Tensor, Tensor, Tensor, Mask, SequenceLayout, RandomKey | None], Tensor]
-"""An attention core with the arguments of `LocalCore.__call__`.
-
-Context parallelism needs another core, which may call the `LocalCore` on each rank.
-"""
+from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,13 @@ class LocalCore:
     recompute: bool
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, layout: SequenceLayout, random: RandomKey | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
     ) -> Tensor:
         """Compute attention.
 
@@ -60,35 +60,11 @@ class LocalCore:
         Returns:
             Weighted values, [tokens, batch, heads * head_dim].
         """
+        assert not isinstance(mask, SampleMask), "only context parallelism cuts samples"
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random)
         if (self.recompute or keeps_scores(mask, self.cap)) and torch.is_grad_enabled():
             return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         return core(query, key, value)
-
-    def with_lse(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, random: RandomKey | None
-    ) -> tuple[Tensor, Tensor]:
-        """Compute attention over a part of the keys. megalite_kernels.attention describes how to combine the parts.
-
-        Returns:
-            The weighted values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
-            [tokens, batch, heads] in fp32 or wider.
-
-        Raises:
-            ConfigurationError: attention dropout is enabled.
-        """
-        if random is not None and self.dropout > 0.0:
-            raise ConfigurationError(
-                f"--attention-dropout {self.dropout}: attention to parts of the keys has no probabilities to drop, "
-                "which only all parts together make: give --attention-dropout 0, or do not cut sequences over ranks"
-            )
-        if (self.recompute or keeps_scores(mask, self.cap, with_lse=True)) and torch.is_grad_enabled():
-            core = functools.partial(self._attend_with_lse, mask=mask)
-            found: tuple[Tensor, Tensor] = checkpoint(
-                core, query, key, value, use_reentrant=False, preserve_rng_state=False
-            )
-            return found
-        return self._attend_with_lse(query, key, value, mask=mask)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: SequenceLayout, random: RandomKey | None
@@ -102,16 +78,17 @@ class LocalCore:
         mixed = attention(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_with_lse(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask) -> tuple[Tensor, Tensor]:
-        mixed, lse = attention_with_lse(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap)
-        return mixed.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+    @property
+    def groups_are_even(self) -> bool:
+        """True if each group serves an equal number of consecutive heads."""
+        heads, groups = len(self.groups), max(self.groups) + 1
+        return heads % groups == 0 and list(self.groups) == [head * groups // heads for head in range(heads)]
 
     def _heads_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Permute all three to [batch, heads or groups, tokens, head_dim].
 
         Keys and values are repeated per head unless each group serves an equal number of consecutive heads.
         """
-        heads, groups = len(self.heads), key.shape[2]
-        if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
+        if not self.groups_are_even:
             key, value = key[:, :, self.groups], value[:, :, self.groups]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)

@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.model.cache import KeyValueCache
+from megalite.model.sample_mask import SampleMask
+from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite_kernels.attention import Mask
 
-_WHOLE = SequenceLayout(0, ())  # a marker for full samples: a default value cannot depend on the number of tokens
+_NO_BOUNDS = FirstKeys()
+_WHOLE = SequenceLayout(0, ((),))  # a marker for full samples: a default value cannot depend on the number of tokens
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class MicroBatch:
     Attributes:
         tokens: [batch, sequence] int64.
         positions: [batch, sequence] int64, counted from the start of the sample or of the document.
-        first_keys: [batch, sequence] int64, index in the sample of the first key that each query sees, which is its
-            document's first token (see the function `first_keys`). None for the sample's first token.
+        first_keys: [batch, tokens of the sample] int64, index in the sample of the first key that each query sees,
+            which is its document's first token (see the function `first_keys`). None for the sample's first token.
+            Under context parallelism, too, it covers all tokens of the sample.
         labels: [batch, sequence] int64; None for logits instead of a loss.
         loss_mask: [batch, sequence], the weight of each token's loss.
         key: key of the random numbers.
         layout: indices of the tokens in their samples; by default, the rank has full samples.
+        bounds: bounds of `first_keys` on the host, which context parallelism plans by.
         padding: [batch, sequence] bool, true for tokens that only fill up a sample; None if there are none.
         replayed: [batch, sequence, layers with experts, topk] int64, the experts that routers take instead of choosing;
             -1 where they choose. None: they always choose.
@@ -44,6 +49,7 @@ class MicroBatch:
     loss_mask: Tensor | None
     key: RandomKey
     layout: SequenceLayout = _WHOLE
+    bounds: FirstKeys = _NO_BOUNDS
     padding: Tensor | None = None
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
@@ -61,7 +67,8 @@ class LayerContext:
         rotary: cosine and sine, [sequence, batch, 1, rotated / 2] each.
         windowed_rotary: the same for layers with a sliding window.
         masks: attention mask (see megalite_kernels.attention) for each window (`LayerSpec.keys_before`). A mask of None
-            is causal over the full sample. With a cache, the keys are the slots filled so far.
+            is causal over the full sample. With a cache, the keys are the slots filled so far. Under context
+            parallelism, it is a `SampleMask`.
         key: key of the random numbers.
         layout: indices of the tokens in their samples.
         rows: indices in the sample of the hidden states between layers: a part of the tokens under sequence
@@ -74,7 +81,7 @@ class LayerContext:
 
     rotary: tuple[Tensor, Tensor] | None
     windowed_rotary: tuple[Tensor, Tensor] | None
-    masks: Mapping[int | None, Mask]
+    masks: Mapping[int | None, Mask | SampleMask]
     key: RandomKey
     layout: SequenceLayout
     rows: Runs
@@ -97,10 +104,10 @@ def first_keys(document_ids: Tensor) -> Tensor:
 
 
 def first_visible(micro_batch: MicroBatch, before: int | None) -> Tensor:
-    """Return the index of the first key that each query sees, [batch or 1, sequence].
+    """Return the index of the first key that each query of the sample sees, [batch or 1, tokens of the sample].
 
     A query sees keys of its document and, if `before` is given, at most so many keys before its own.
     """
-    places = micro_batch.layout.places(micro_batch.tokens.device)
+    places = torch.arange(micro_batch.layout.length, device=micro_batch.tokens.device)
     near = (torch.zeros_like(places) if before is None else (places - before).clamp(min=0)).unsqueeze(0)
     return near if micro_batch.first_keys is None else torch.maximum(micro_batch.first_keys, near)

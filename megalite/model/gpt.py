@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
@@ -21,7 +20,8 @@ from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import LM_LOSS, Head, LossConfig
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
-from megalite.parallel.context import AXES, ParallelContext
+from megalite.model.sample_mask import SampleMask
+from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -49,6 +49,7 @@ class GPT(nn.Module):
         recompute: Recompute | None = None,
         loss: LossConfig | None = None,
         dtype: torch.dtype = torch.float32,
+        attention_ways: tuple[AttentionWay, ...] = (AttentionWay(),),
     ) -> None:
         """Build this rank's part on the mesh's device. Parameter values are not set yet (see `initialize`).
 
@@ -56,14 +57,14 @@ class GPT(nn.Module):
             stage_layers: the part of the model in this stage; None for the full model.
             tied_ranks: the ranks that hold the word embedding or an output layer tied to it; None for this rank alone.
             tied: the weight of the word embedding, if another stage on this rank has it.
+            attention_ways: see `ParallelContext`.
         """
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model's vocabulary size is not set")
-        if mesh.size("cp") > 1:
-            raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
         stage_layers = stage_layers or StageLayers(0, config.num_layers, embedding=True, loss=True)
-        context = ParallelContext(mesh, sequence_parallel and mesh.size(*AXES["heads"]) > 1, dtype)
+        split = sequence_parallel and mesh.size(*AXES["heads"]) > 1
+        context = ParallelContext(mesh, split, dtype, attention_ways)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
@@ -106,7 +107,8 @@ class GPT(nn.Module):
             spans = [(layer, layer + 1, True) for layer in range(len(self.layers))]
         for start, stop, recomputed in reversed(spans):
             those = inside_forward(list(self.layers)[start:stop])
-            found += [*(those if recomputed else ()), *(each for each in reversed(those) if each.has_gradient)]
+            in_backward = [each for each in reversed(those) for _ in range(each.backward)]
+            found += [*(those if recomputed else ()), *in_backward]
         return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
@@ -127,8 +129,13 @@ class GPT(nn.Module):
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, TermSums]:
         """Run `forward` up to the stage's last layer. With a cache, tokens also attend to the cached tokens."""
-        if not micro_batch.layout.is_whole:
-            raise ValueError("the network needs whole samples, and the micro-batch has a part of each")
+        if (parts := len(micro_batch.layout.of_ranks)) != self.mesh.size("cp"):
+            raise ValueError(
+                f"the samples of a micro-batch are cut for {parts} ranks, and the network has {self.mesh.size('cp')} "
+                "context-parallel ranks"
+            )
+        if parts > 1 and cache is not None:
+            raise ValueError("a cache of keys and values needs whole samples, and context parallelism cuts them")
         if self.embedding is not None:
             rows = micro_batch.layout.part(*self.shard)
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key, rows)
@@ -145,16 +152,17 @@ class GPT(nn.Module):
                 windowed_rotary = rotary_tables(in_windows(self.config, base), micro_batch.positions, self.dtype)
         if cache is not None:
             cache.move_to(micro_batch.positions)
+        see: Callable[[int | None], Mask | SampleMask]
         see = functools.partial(self._mask, micro_batch) if cache is None else cache.mask
         masks = {window: see(window) for window in self.windows}
         layout = micro_batch.layout
-        rows = layout.part(*self.shard)
+        shard, shards = self.shard
 
         def own_rows(values: Tensor | None) -> Tensor | None:
-            """Return the rows of [batch, sequence, ...] values, as [tokens of `rows`, batch, ...]."""
+            """Return this rank's part, between layers, of the tokens of [batch, tokens, ...] values, tokens first."""
             if values is None:
                 return None
-            return torch.cat([values[:, run.start : run.stop] for run in rows], dim=1).transpose(0, 1)
+            return values.split(values.shape[1] // shards, dim=1)[shard].transpose(0, 1)
 
         return LayerContext(
             rotary,
@@ -162,26 +170,37 @@ class GPT(nn.Module):
             masks,
             micro_batch.key,
             layout,
-            rows,
+            layout.part(shard, shards),
             cache,
             padding=own_rows(micro_batch.padding),
             replayed=own_rows(micro_batch.replayed),
             choices=micro_batch.choices,
         )
 
-    def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
+    def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask | SampleMask:
         """Make the attention mask of layers with this window: the keys of the sample that each token sees."""
-        config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
-        causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
-        if causal and layout.is_whole and config.attn_logit_softcapping is None:
+        layout = micro_batch.layout
+        if window is not None and window >= layout.length - 1:
+            window = None
+        if len(layout.of_ranks) == 1:
+            return self._whole_mask(micro_batch, window)
+        first, bounds = first_visible(micro_batch, window), replace(micro_batch.bounds, window=window)
+        whole = functools.partial(self._whole_mask, micro_batch, window)
+        in_blocks = self._goes_in_blocks(first.device, min(map(len, layout.runs)))
+        return SampleMask(layout, first.expand(len(micro_batch.tokens), -1), bounds, whole, in_blocks)
+
+    def _whole_mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
+        """Make the mask for a rank that has all tokens of each sample."""
+        if micro_batch.first_keys is None and window is None and self.config.attn_logit_softcapping is None:
             return None
         first = first_visible(micro_batch, window)
-        dropout = config.attention_dropout if self.training else 0.0
-        run = math.gcd(layout.length, *map(len, layout.runs))
-        places = None if layout.is_whole else layout.places(first.device)
-        if goes_in_blocks(first.device, self.dtype, run, config.head_dim, dropout):
-            return block_mask(first.expand(batch, -1), places, layout.length)
-        return dense_mask(first, places, torch.arange(layout.length, device=first.device))
+        if self._goes_in_blocks(first.device, micro_batch.layout.length):
+            return block_mask(first.expand(len(micro_batch.tokens), -1))
+        return dense_mask(first)
+
+    def _goes_in_blocks(self, device: torch.device, run: int) -> bool:
+        dropout = self.config.attention_dropout if self.training else 0.0
+        return goes_in_blocks(device, self.dtype, run, self.config.head_dim, dropout)
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         terms = NO_SUMS
@@ -222,6 +241,7 @@ class NetworkOptions(TypedDict, total=False):
     recompute: Recompute
     loss: LossConfig
     dtype: torch.dtype
+    attention_ways: tuple[AttentionWay, ...]
 
 
 def make_chunks(

@@ -130,7 +130,7 @@ class MoE(nn.Module):
     def inside(self) -> list[Inside]:
         """The collectives of forward with the ranks that share the experts."""
         return [
-            Inside(name, "ep x etp", has_gradient) for name, has_gradient in self.dispatcher.collectives(self.padded)
+            Inside(name, "ep x etp", int(has_gradient)) for name, has_gradient in self.dispatcher.collectives(self.padded)
         ]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:

@@ -1,15 +1,16 @@
 """The router of a layer with experts: each token's experts and weights, and the losses that balance the loads.
 
 The balancing loss of a group of tokens is E * sum_i f_i * P_i over the E experts (arXiv:2101.03961, 2412.19437). f_i is
-the share of the tokens' choices that are expert i, by score alone: without bias, groups and capacity. P_i is the mean
-share of expert i in the tokens' scores. f has no gradient. The group is a micro-batch, a sequence, or the global batch,
-for which f is taken from the previous step.
+the share of expert i in the tokens' unbiased choices: by score alone, without bias, groups, capacity and recorded
+choices. P_i is the mean share of expert i in the tokens' scores. f has no gradient. The group is a micro-batch, a
+sequence, or the global batch, for which f is taken from the previous step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megalite.model.batch import LayerContext, MicroBatch
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
+from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 from megalite.parallel.state import State
@@ -28,13 +30,8 @@ from megalite.parallel.tally import Tally
 from megalite_kernels.permutation import occurrences
 from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
 
-BALANCING_LOSSES: Mapping[LoadBalancing, str] = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
 Z_LOSS, ENTROPY = "moe_z_loss", "router_entropy"
-"""Names of the loss terms."""
+"""Names of loss terms; those of the balancing losses are in `BALANCING_LOSSES`."""
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -62,7 +59,7 @@ class Router(nn.Module):
         expert_bias: [experts], fp32: the bias of the choice; None without.
         previous_load: [experts], fp32: the share of each expert in the choices of the previous step; None without
             global_aux_loss.
-        tally: tokens per expert, then choices per expert by score alone, then dropped choices.
+        tally: tokens per expert, then unbiased choices per expert, then dropped choices.
         load: the tally's sums over the last step that updated the weights; None before the first one.
     """
 
@@ -71,11 +68,8 @@ class Router(nn.Module):
         assert config.num_experts is not None
         name, self.num_experts = f"layers.{layer}.moe", config.num_experts
         self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
-        self.config, self.rule, self.sample_group = (
-            config,
-            routing_rule(config),
-            context.mesh.group(*context.sample_axes),
-        )
+        self.config, self.rule = config, routing_rule(config)
+        self.sample_group = context.mesh.group(*context.sample_axes)
         weight = LogicalTensor(
             f"{name}.router",
             (self.num_experts, config.hidden_size),
@@ -98,20 +92,19 @@ class Router(nn.Module):
         self.previous_load: State | None = None
         if "global_aux_loss" in self.balancing:
             self.previous_load = state("previous_load", 1 / self.num_experts)
-        self.tally = Tally(
-            2 * self.num_experts + 1, context.mesh.group(*context.token_axes), context.mesh.device, self._take
-        )
+        token_group = context.mesh.group(*context.token_axes)
+        self.tally = Tally(2 * self.num_experts + 1, token_group, context.mesh.device, self._on_step)
         self.load: Tensor | None = None
 
     @staticmethod
     def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
         """Declare the terms that routers return, except for the axes of their sums."""
-        counts = {"aux_loss": (_micro_batches, ("dp",)), "seq_aux_loss": (_sequences, ("dp",))}
-        terms = []
-        for kind, weight in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
-            if weight:
-                count, axes = counts.get(kind, (_tokens, ("dp", "cp")))
-                terms.append(LossTerm(BALANCING_LOSSES[kind], count, weight, count_axes=axes))
+        losses = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
+        terms = [
+            LossTerm(BALANCING_LOSSES[kind].name, BALANCING_LOSSES[kind].count, weight)
+            for kind, weight in losses
+            if weight
+        ]
         if config.moe_z_loss_coeff:
             terms.append(LossTerm(Z_LOSS, _tokens, config.moe_z_loss_coeff))
         layers = sum(layer.feed_forward == "moe" for layer in config.layers)
@@ -119,38 +112,60 @@ class Router(nn.Module):
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Routing:
         """Route the tokens of hidden states [sequence (/ size under sequence parallelism), batch, hidden]."""
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        dtype = hidden.dtype if self.config.moe_router_dtype is None else _DTYPES[self.config.moe_router_dtype]
-        dtype = torch.promote_types(dtype, hidden.dtype)
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype)).to(torch.promote_types(dtype, wide))
-        shape, padding = logits.shape[:2], context.padding
-        logits = logits.flatten(0, 1)
-        bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
-        chosen = by_score = choose_experts(logits, bias, self.rule)
-        if self.training and (bias is not None or self.rule.groups > 1):
-            by_score = choose_experts(logits, None, RoutingRule(self.rule.topk))
-        if context.replayed is not None:
-            replayed = context.replayed[:, :, self.number].flatten(0, 1)
-            chosen = torch.where(replayed < 0, chosen, replayed)
-        weights = routing_weights(logits, chosen, self.rule).to(wide)
-        chosen, by_score = chosen.view(*shape, -1), by_score.view(*shape, -1)
-        if padding is not None:
-            by_score, chosen = (each.masked_fill(padding[:, :, None], -1) for each in (by_score, chosen))
+        logits = self._logits(hidden)
+        chosen, unbiased_choice = self._choose(logits, context)
+        weights = routing_weights(logits.flatten(0, 1), chosen.flatten(0, 1), self.rule)
+        weights = weights.to(torch.promote_types(hidden.dtype, torch.float32))
+        if context.padding is not None:
+            padding = context.padding[:, :, None]
+            unbiased_choice, chosen = (each.masked_fill(padding, -1) for each in (unbiased_choice, chosen))
         if context.choices is not None:
             context.choices[self.number] = chosen.int()
         if not self.training:
             return Routing(chosen.flatten(0, 1), weights, None, NO_SUMS)
-        routed = (chosen >= 0).sum()
-        if (capacity := self.capacity(context.layout.length)) is not None:
-            chosen = _within(chosen, weights.detach(), capacity, self.config.moe_token_drop_policy, self.sample_group)
-        counts = torch.cat(
+        kept = self._keep(chosen, weights.detach(), context.layout)
+        counts = self._count(kept, unbiased_choice, chosen)
+        return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, unbiased_choice, context.padding))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Compute the logits, in fp32 or wider: [sequence, batch, hidden] to [sequence, batch, experts]."""
+        dtype = hidden.dtype if self.config.moe_router_dtype is None else _DTYPES[self.config.moe_router_dtype]
+        dtype = torch.promote_types(dtype, hidden.dtype)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        return logits.to(torch.promote_types(dtype, torch.float32))
+
+    def _choose(self, logits: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Return the choice of each token, of padding too, and in training the unbiased one: [sequence, batch, topk].
+
+        `logits`: [sequence, batch, experts].
+        """
+        shape, logits = (*logits.shape[:2], self.rule.topk), logits.flatten(0, 1)
+        bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
+        chosen = unbiased_choice = choose_experts(logits, bias, self.rule)
+        if self.training and (bias is not None or self.rule.groups > 1):
+            unbiased_choice = choose_experts(logits, None, self.rule.unrestricted)
+        chosen = chosen.view(shape)
+        if context.replayed is not None:
+            replayed = context.replayed[:, :, self.number]
+            chosen = torch.where(replayed < 0, chosen, replayed)
+        return chosen, unbiased_choice.view(shape)
+
+    def _keep(self, chosen: Tensor, weights: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the choices within the capacity of the experts; -1 for the others."""
+        capacity, policy = self.capacity(layout.length), self.config.moe_token_drop_policy
+        if capacity is None:
+            return chosen
+        return _drop_over_capacity(chosen, weights, capacity, policy, self.sample_group, layout)
+
+    def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor) -> Tensor:
+        """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding."""
+        return torch.cat(
             [
-                occurrences(chosen.flatten(), self.num_experts),
-                occurrences(by_score.flatten(), self.num_experts),
-                (routed - (chosen >= 0).sum())[None],
+                occurrences(kept.flatten(), self.num_experts),
+                occurrences(unbiased_choice.flatten(), self.num_experts),
+                ((chosen >= 0).sum() - (kept >= 0).sum())[None],
             ]
         )
-        return Routing(chosen.flatten(0, 1), weights, counts, self._terms(logits.view(*shape, -1), by_score, padding))
 
     def capacity(self, sequence: int) -> int | None:
         """Return how many tokens of a sequence an expert takes in training; None without a limit."""
@@ -159,12 +174,12 @@ class Router(nn.Module):
             return None
         return min(math.ceil(sequence * self.rule.topk / self.num_experts * factor), sequence)
 
-    def _terms(self, logits: Tensor, by_score: Tensor, padding: Tensor | None) -> TermSums:
+    def _terms(self, logits: Tensor, unbiased_choice: Tensor, padding: Tensor | None) -> TermSums:
         """Return the sums of the loss terms over this rank's tokens.
 
         Args:
             logits: [sequence, batch, experts].
-            by_score: [sequence, batch, topk]; -1 for padding.
+            unbiased_choice: [sequence, batch, topk]; -1 for padding.
             padding: [sequence, batch]; None without padding.
         """
         real = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device) if padding is None else ~padding
@@ -172,16 +187,17 @@ class Router(nn.Module):
         terms: dict[str, Tensor] = {}
         if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
             counts = torch.cat(
-                [occurrences(by_score.transpose(0, 1).flatten(1), self.num_experts), real.sum(0)[:, None]], dim=1
+                [occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts), real.sum(0)[:, None]], dim=1
             )
             counts = collectives.all_reduce_(counts, self.sample_group).to(logits.dtype)
             if "aux_loss" in self.balancing:
-                terms[BALANCING_LOSSES["aux_loss"]] = self._balance(counts.sum(0), shares.sum((0, 1)))
+                terms[BALANCING_LOSSES["aux_loss"].name] = self._balance(counts.sum(0), shares.sum((0, 1)))
             if "seq_aux_loss" in self.balancing:
-                terms[BALANCING_LOSSES["seq_aux_loss"]] = self._balance(counts, shares.sum(0))
+                terms[BALANCING_LOSSES["seq_aux_loss"].name] = self._balance(counts, shares.sum(0))
         if self.previous_load is not None:
             load = self.previous_load.values.to(logits.dtype)
-            terms[BALANCING_LOSSES["global_aux_loss"]] = self.num_experts * (load * shares.sum((0, 1))).sum()
+            of_batch = self.num_experts * (load * shares.sum((0, 1))).sum()
+            terms[BALANCING_LOSSES["global_aux_loss"].name] = of_batch
         if self.config.moe_z_loss_coeff:
             terms[Z_LOSS] = (logits.logsumexp(-1).square() * real).sum()
         return {**terms, ENTROPY: torch.special.entr(shares.detach()).sum()}
@@ -198,15 +214,15 @@ class Router(nn.Module):
         return (fractions * shares / tokens).sum() * self.num_experts
 
     @torch.no_grad()
-    def _take(self, totals: Tensor) -> None:
+    def _on_step(self, totals: Tensor) -> None:
         self.load = totals
-        counts, by_score = totals[: self.num_experts], totals[self.num_experts : 2 * self.num_experts]
+        counts, unbiased, _ = totals.split([self.num_experts, self.num_experts, 1])
         if self.expert_bias is not None:
             # Compared in whole numbers: the sign is exact for any number of tokens.
             missing = (counts.sum() - self.num_experts * counts).sign()
             self.expert_bias.values += self.config.moe_router_bias_update_rate * missing
         if self.previous_load is not None:
-            self.previous_load.values.copy_(by_score.double() / by_score.sum().clamp(min=1))
+            self.previous_load.values.copy_(unbiased.double() / unbiased.sum().clamp(min=1))
 
 
 def routing_rule(config: ModelConfig) -> RoutingRule:
@@ -221,7 +237,9 @@ def routing_rule(config: ModelConfig) -> RoutingRule:
     )
 
 
-def _within(experts: Tensor, weights: Tensor, capacity: int, policy: str, group: Group) -> Tensor:
+def _drop_over_capacity(
+    experts: Tensor, weights: Tensor, capacity: int, policy: str, group: Group, layout: SequenceLayout
+) -> Tensor:
     """Set the choices of each sequence beyond the capacity of an expert to -1.
 
     Args:
@@ -232,6 +250,10 @@ def _within(experts: Tensor, weights: Tensor, capacity: int, policy: str, group:
     own = slice(group.rank * len(experts), (group.rank + 1) * len(experts))
     # Small whole numbers are exact in fp32, so choices and weights are gathered together.
     both = collectives.all_gather(torch.cat([experts.to(weights.dtype), weights.view_as(experts)], dim=-1), group)
+    cut = len(layout.of_ranks) > 1  # Chunks of context-parallel ranks are gathered in another order than the sample's.
+    places = layout.gathered_places(both.device) if cut else None
+    if places is not None:
+        both = torch.empty_like(both).index_copy_(0, places, both)
     sequence, batch, _ = both.shape
     numbers, weights = (part.transpose(0, 1).reshape(batch, -1) for part in both.tensor_split(2, dim=-1))
     order = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
@@ -239,25 +261,56 @@ def _within(experts: Tensor, weights: Tensor, capacity: int, policy: str, group:
         order = weights.sort(dim=1, descending=True, stable=True).indices
     sorted_numbers, by_expert = numbers.gather(1, order).sort(dim=1, stable=True)
     order = order.gather(1, by_expert)
-    places = torch.arange(numbers.shape[1], device=numbers.device) - torch.searchsorted(sorted_numbers, sorted_numbers)
-    dropped = torch.zeros_like(numbers, dtype=torch.bool).scatter_(1, order, places >= capacity)
-    dropped = dropped.view(batch, sequence, -1).transpose(0, 1)[own]
-    return experts.masked_fill(dropped, -1)
+    ranks = torch.arange(numbers.shape[1], device=numbers.device) - torch.searchsorted(sorted_numbers, sorted_numbers)
+    dropped = torch.zeros_like(numbers, dtype=torch.bool).scatter_(1, order, ranks >= capacity)
+    dropped = dropped.view(batch, sequence, -1).transpose(0, 1)
+    return experts.masked_fill(dropped[own] if places is None else dropped[places[own]], -1)
+
+
+def _real_samples(micro_batch: MicroBatch) -> Tensor:
+    """Return which samples have tokens besides padding, [batch] bool, on the rank with their first tokens.
+
+    Padding is at the end of a sample, so its first token tells. The other context-parallel ranks return false, because
+    counts are summed over them.
+    """
+    tokens, padding = micro_batch.tokens, micro_batch.padding
+    if micro_batch.layout.runs[0].start > 0:
+        return torch.zeros(len(tokens), dtype=torch.bool)
+    return torch.ones(len(tokens), dtype=torch.bool) if padding is None else ~padding[:, 0]
 
 
 def _micro_batches(micro_batch: MicroBatch) -> Tensor:
     """Return 1, or 0 if the micro-batch consists of padding."""
-    return torch.ones(()) if micro_batch.padding is None else (~micro_batch.padding).any()
+    return _real_samples(micro_batch).any()
 
 
 def _sequences(micro_batch: MicroBatch) -> Tensor:
     """Return the number of samples that are not padding alone."""
-    if micro_batch.padding is None:
-        return torch.tensor(len(micro_batch.tokens))
-    return (~micro_batch.padding).any(dim=1).sum()
+    return _real_samples(micro_batch).sum()
 
 
 def _tokens(micro_batch: MicroBatch) -> Tensor:
     if micro_batch.padding is None:
         return torch.tensor(micro_batch.tokens.numel())
     return (~micro_batch.padding).sum()
+
+
+@dataclass(frozen=True)
+class BalancingLoss:
+    """Balancing loss of groups of tokens.
+
+    Attributes:
+        name: name of the loss term.
+        count: returns the number of groups in a micro-batch, over which the mean is taken; for the loss of the global
+            batch, the number of tokens.
+    """
+
+    name: str
+    count: Callable[[MicroBatch], Tensor]
+
+
+BALANCING_LOSSES: Mapping[LoadBalancing, BalancingLoss] = {
+    "aux_loss": BalancingLoss("load_balancing_loss", _micro_batches),
+    "seq_aux_loss": BalancingLoss("seq_load_balancing_loss", _sequences),
+    "global_aux_loss": BalancingLoss("global_load_balancing_loss", _tokens),
+}

@@ -26,6 +26,19 @@ AXES: Mapping[Meaning, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
+class AttentionWay:
+    """Way in which context-parallel ranks compute attention together.
+
+    Attributes:
+        head_ranks: number of neighbouring ranks that exchange heads for tokens. The others pass keys and values.
+        gathers: True to gather keys and values instead of passing them around a ring.
+    """
+
+    head_ranks: int = 1
+    gathers: bool = False
+
+
+@dataclass(frozen=True)
 class ParallelContext:
     """Parallel settings that all layers of a network share.
 
@@ -35,11 +48,14 @@ class ParallelContext:
         sequence_parallel: True if activations between the matrix products are split along the sequence, over the
             tensor-parallel ranks.
         dtype: dtype of weights and activations.
+        attention_ways: how each layer of the network computes attention under context parallelism; one for all layers,
+            or one per layer.
     """
 
     mesh: ParallelMesh
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
+    attention_ways: tuple[AttentionWay, ...] = (AttentionWay(),)
 
     def __post_init__(self) -> None:
         if self.sequence_parallel and self.mesh.size("tp") == 1:

@@ -12,114 +12,21 @@ them beforehand and never waits. Backward and the way back reuse the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
-from megalite.parallel.deep_ep import DeepEPExchange, Waiting
+from megalite.parallel.deep_ep import DeepEPExchange
 from megalite.parallel.grouped import ExpertRows
 from megalite.parallel.mesh import Group
+from megalite.parallel.transfer import exchange_rows_async, transfer, transfer_rows
 from megalite_kernels.permutation import group_rows, occurrences, permute, unpermute
-
-
-class _Transfer:
-    """Transfer of rows to other ranks, and of their gradients back: under way between a `_Begin` and an `_End`."""
-
-    def __init__(self, there: Callable[..., Waiting], back: Callable[..., Waiting]) -> None:
-        self.there, self.back = there, back
-        self._wait: Waiting | None = None
-
-    def begin(self, send: Callable[..., Waiting], rows: tuple[Tensor, ...]) -> Tensor:
-        """Begin to send, and return an empty tensor, which only orders the two nodes of the transfer."""
-        self._wait = send(*rows)
-        return rows[0].new_empty(0)
-
-    def end(self) -> tuple[Tensor, ...]:
-        """Wait for the received rows, which are not kept here."""
-        assert self._wait is not None
-        wait, self._wait = self._wait, None
-        return wait()
-
-
-class _Begin(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transfer: _Transfer, *rows: Tensor) -> Tensor:
-        ctx.transfer = transfer
-        return transfer.begin(transfer.there, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.transfer.end()
-
-
-class _End(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, begun: Tensor, transfer: _Transfer) -> tuple[Tensor, ...]:
-        ctx.transfer = transfer
-        return transfer.end()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.transfer.begin(ctx.transfer.back, gradients), None
-
-
-def _transfer(there: Callable[..., Waiting], back: Callable[..., Waiting], *rows: Tensor) -> Waiting:
-    """Begin a transfer of rows, and return the function that waits for its end and returns the received rows.
-
-    Work between the two runs while the rows are under way. So does its backward: autograd runs the nodes that are ready
-    in the reverse order of forward.
-    """
-    transfer = _Transfer(there, back)
-    begun = _Begin.apply(transfer, *rows)
-
-    def end() -> tuple[Tensor, ...]:
-        received: tuple[Tensor, ...] = _End.apply(begun, transfer)
-        return received
-
-    return end
-
-
-def _transfer_rows(
-    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]
-) -> Callable[[], Tensor]:
-    """Begin the transfer of one tensor by collectives, and return the function that waits for the received rows."""
-
-    def waiting(send: Callable[[Tensor], Pending]) -> Callable[[Tensor], Waiting]:
-        def begin(rows: Tensor) -> Waiting:
-            pending = send(rows)
-            return lambda: (pending.wait(),)
-
-        return begin
-
-    end = _transfer(waiting(there), waiting(back), rows)
-    return lambda: end()[0]
-
-
-def exchange_rows_async(
-    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group
-) -> Callable[[], Tensor]:
-    """Begin to send rows [n, width], and return the function that returns the received rows [m, width].
-
-    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Counts may be zero.
-    Received rows are sorted by the rank that sent them. Every rank of the group must call this function and run its
-    backward, even without rows.
-    """
-    if group.size == 1:
-        return lambda: rows
-
-    def there(rows: Tensor) -> Pending:
-        return collectives.all_to_all_rows_async(rows, send_counts, receive_counts, group)
-
-    def back(rows: Tensor) -> Pending:
-        return collectives.all_to_all_rows_async(rows, receive_counts, send_counts, group)
-
-    return _transfer_rows(rows, there, back)
 
 
 def _add_in_rank_order_async(rows: Tensor, group: Group) -> Pending:
@@ -216,7 +123,7 @@ class Dispatcher:
             padded: pad the rows of each expert. All ranks of the group give the same numbers.
         """
         if self.group.size == 1:
-            by_expert = None if padded else self._count_own(choices)
+            by_expert = None if padded else self._rows_per_expert(choices)
             return lambda: self._arrange(tokens, choices, weights, lambda rows: rows, padded, by_expert)
         ways = {"allgather": self._gather, "alltoall": self._exchange, "flex": self._exchange_by_deep_ep}
         return ways[self.kind](tokens, choices, weights, padded)
@@ -230,14 +137,14 @@ class Dispatcher:
         def add(rows: Tensor) -> Pending:
             return _add_in_rank_order_async(rows, self.group)
 
-        own = self._own(collectives.all_gather(choices, self.group))
-        arriving, of_choices = _transfer_rows(tokens, gather, add), _transfer_rows(weights, gather, add)
-        by_expert = None if padded else self._count_own(own)
+        local_choices = self._local_choices(collectives.all_gather(choices, self.group))
+        arriving, of_choices = transfer_rows(tokens, gather, add), transfer_rows(weights, gather, add)
+        by_expert = None if padded else self._rows_per_expert(local_choices)
 
         def back(rows: Tensor) -> Tensor:
-            return _transfer_rows(rows, add, gather)()
+            return transfer_rows(rows, add, gather)()
 
-        return lambda: self._arrange(arriving(), own, of_choices(), back, padded, by_expert)
+        return lambda: self._arrange(arriving(), local_choices, of_choices(), back, padded, by_expert)
 
     def _exchange(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
@@ -266,8 +173,8 @@ class Dispatcher:
 
         def arrived() -> Dispatched:
             numbers, of_choices = arriving_choices().tensor_split(2, dim=1)
-            own = self._own(numbers.detach().long() - 1)
-            return self._arrange(arriving_tokens(), own, of_choices, back, padded, by_expert)
+            local_choices = self._local_choices(numbers.detach().long() - 1)
+            return self._arrange(arriving_tokens(), local_choices, of_choices, back, padded, by_expert)
 
         return arrived
 
@@ -280,10 +187,10 @@ class Dispatcher:
         of_parts = torch.where(choices[..., None] < 0, -1, ranks * local + choices[..., None] % local).flatten(1)
         exchange = DeepEPExchange(of_parts, local * self.group.size, self.group)
         weights = weights.float().repeat_interleave(self.parts, dim=1)
-        arriving = _transfer(exchange.send, exchange.send_gradients, tokens, weights)
+        arriving = transfer(exchange.send, exchange.send_gradients, tokens, weights)
 
         def back(rows: Tensor) -> Tensor:
-            return _transfer(exchange.add_up, exchange.add_up_gradients, rows)()[0]
+            return transfer(exchange.add_up, exchange.add_up_gradients, rows)()[0]
 
         def arrived() -> Dispatched:
             rows, of_choices = arriving()
@@ -294,7 +201,7 @@ class Dispatcher:
     def _arrange(
         self,
         rows: Tensor,
-        own: Tensor,
+        local_choices: Tensor,
         weights: Tensor,
         back: Callable[[Tensor], Tensor],
         padded: PaddedRows | None,
@@ -303,17 +210,17 @@ class Dispatcher:
         """Sort the received rows by expert, once per expert of this rank.
 
         Args:
-            own: see `_own`.
+            local_choices: see `_local_choices`.
             by_expert: number of rows of each expert of this rank; not needed if they are padded.
         """
         count = self.local_experts
         if padded is not None:
             offsets = tuple(padded.received * number for number in range(count + 1))
-            permutation = group_rows(own, count, capacity=padded.received)
+            permutation = group_rows(local_choices, count, capacity=padded.received)
         else:
             assert by_expert is not None
             offsets = (0, *accumulate(by_expert))
-            permutation = group_rows(own, count, rows=offsets[-1])
+            permutation = group_rows(local_choices, count, rows=offsets[-1])
         of_rows = permute(weights.reshape(-1, 1), permutation.of_choices).squeeze(1)
 
         def combine(outputs: Tensor) -> Tensor:
@@ -321,14 +228,14 @@ class Dispatcher:
 
         return Dispatched(permute(rows, permutation), of_rows, ExpertRows(offsets, permutation.ends), combine)
 
-    def _own(self, choices: Tensor) -> Tensor:
+    def _local_choices(self, choices: Tensor) -> Tensor:
         """Return choices with this rank's experts counted from its first; -1 for experts of other ranks."""
-        own = choices - self.group.rank // self.parts * self.local_experts
-        return torch.where((own < 0) | (own >= self.local_experts) | (choices < 0), -1, own)
+        local = choices - self.group.rank // self.parts * self.local_experts
+        return torch.where((local < 0) | (local >= self.local_experts) | (choices < 0), -1, local)
 
-    def _count_own(self, own: Tensor) -> list[int]:
+    def _rows_per_expert(self, local_choices: Tensor) -> list[int]:
         """Return the number of rows of each expert of this rank. The host waits for the device."""
-        counts: list[int] = occurrences(own.flatten(), self.local_experts).tolist()
+        counts: list[int] = occurrences(local_choices.flatten(), self.local_experts).tolist()
         return counts
 
     def _ranks_of(self, choices: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ class Inside(NamedTuple):
 
     Attributes:
         group: the axes of its group, for example "dp x cp" or "ep".
-        has_gradient: True if its backward runs a collective, too.
+        backward: number of collectives that its backward runs.
     """
 
     name: str
     group: str
-    has_gradient: bool = True
+    backward: int = 1
 
 
 def inside_forward(modules: Iterable[nn.Module]) -> list[Inside]:

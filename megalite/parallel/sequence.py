@@ -1,7 +1,13 @@
-"""Indices of a rank's tokens in their samples."""
+"""Cutting of samples into chunks for context parallelism, and the indices of a rank's tokens in their samples.
+
+A sample is cut into equal chunks, and each context-parallel rank has equally many of them. By default there are 2C
+chunks for C ranks, and rank r has the chunks r and 2C - 1 - r, which gives all ranks the same number of causal scores.
+Documents never move a cut: they are a mask.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,33 +15,89 @@ from torch import Tensor
 
 Runs = tuple[range, ...]
 """Indices of tokens or of rows of a tensor, as consecutive runs in order."""
+ChunkTable = tuple[tuple[int, ...], ...]
+"""The chunks of each context-parallel rank, ascending. All ranks have equally many."""
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The indices in the sample of this rank's tokens. They are equal for all samples of a batch.
+    """The indices in the sample of each context-parallel rank's tokens. They are equal for all samples of a batch.
 
     Attributes:
         length: number of tokens of the full sample.
-        runs: the indices, counted from 0 at the start of the sample.
+        of_ranks: the indices of each rank's tokens, counted from 0 at the start of the sample, ascending.
+        rank: this rank's position among the context-parallel ranks.
     """
 
     length: int
-    runs: Runs
+    of_ranks: tuple[Runs, ...]
+    rank: int = 0
 
     @staticmethod
     def whole(length: int) -> SequenceLayout:
         """Return the layout of a rank that has all tokens of each sample."""
-        return SequenceLayout(length, (range(length),))
+        return SequenceLayout(length, ((range(length),),))
+
+    @staticmethod
+    def cut(length: int, table: ChunkTable, rank: int) -> SequenceLayout:
+        """Return the layout of `rank` if samples are cut into the chunks of the table.
+
+        Raises:
+            ValueError: the tokens do not divide evenly into chunks.
+        """
+        if len(table) == 1:
+            return SequenceLayout.whole(length)
+        chunk, left = divmod(length, sum(map(len, table)))
+        if left:
+            raise ValueError(f"{length} tokens of a sample cannot be cut into {sum(map(len, table))} equal chunks")
+        starts = (tuple(number * chunk for number in chunks) for chunks in table)
+        return SequenceLayout(length, tuple(tuple(range(at, at + chunk) for at in each) for each in starts), rank)
+
+    @property
+    def runs(self) -> Runs:
+        """The indices of this rank's tokens."""
+        return self.of_ranks[self.rank]
 
     @property
     def is_whole(self) -> bool:
         """True if the rank has all tokens, in order."""
         return self.runs == (range(self.length),)
 
+    def grouped(self, size: int) -> SequenceLayout:
+        """Return the layout of groups of `size` neighbouring ranks, which put their tokens together, in order."""
+        if size == len(self.of_ranks):
+            return SequenceLayout.whole(self.length)
+        groups = [sum(self.of_ranks[at : at + size], ()) for at in range(0, len(self.of_ranks), size)]
+        in_order = tuple(tuple(sorted(runs, key=lambda run: run.start)) for runs in groups)
+        return SequenceLayout(self.length, in_order, self.rank // size)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return this rank's tokens of [batch, length, ...]."""
+        return values if self.is_whole else torch.cat([values[:, run.start : run.stop] for run in self.runs], dim=1)
+
     def places(self, device: torch.device) -> Tensor:
-        """Return the index in the sample of each token, [tokens] int64."""
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
+        """Return the index in the sample of each token of this rank, [tokens] int64."""
+        return _places(self.runs, device)
+
+    def gathered_places(self, device: torch.device) -> Tensor:
+        """Return the index in the sample of each token if those of all ranks are gathered in rank order: [length]."""
+        return _places(sum(self.of_ranks, ()), device)
+
+    def in_order(self, of_ranks: Sequence[Tensor], dimension: int) -> Tensor:
+        """Put the tokens of all ranks, along this dimension of a tensor per rank, into the order of the sample."""
+        pieces = {
+            run.start: piece
+            for runs, values in zip(self.of_ranks, of_ranks, strict=True)
+            for run, piece in zip(runs, values.split([len(run) for run in runs], dimension), strict=True)
+        }
+        return torch.cat([pieces[start] for start in sorted(pieces)], dimension)
+
+    def by_rank(self, values: Tensor, dimension: int) -> list[Tensor]:
+        """Return each rank's tokens of a tensor with the tokens of the sample in order along this dimension."""
+        return [
+            torch.cat([values.narrow(dimension, run.start, len(run)) for run in runs], dimension)
+            for runs in self.of_ranks
+        ]
 
     def part(self, number: int, parts: int) -> Runs:
         """Cut the rank's tokens, in order, into `parts` equal parts, and return the indices of part `number`.
@@ -60,3 +122,60 @@ class SequenceLayout:
             return (range(heads.start * self.length, heads.stop * self.length),)
         at = (head * self.length for head in heads)
         return tuple(range(begin + run.start, begin + run.stop) for begin in at for run in self.runs)
+
+
+def _places(runs: Sequence[range], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+
+
+def zigzag(ranks: int) -> ChunkTable:
+    """Return the default table: two chunks per rank, the first ones in order and the last ones in reverse order."""
+    if ranks == 1:
+        return ((0,),)
+    return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+
+
+def deal(work: Sequence[int], ranks: int) -> ChunkTable:
+    """Deal chunks to ranks so that the most work of a rank is small.
+
+    Chunks are dealt by falling work, each to the rank with the least work among those that may take one more. Then
+    chunks of the busiest rank are exchanged for smaller ones of others while that helps.
+
+    Args:
+        work: the work of each chunk; their number is a multiple of `ranks`.
+    """
+    each = len(work) // ranks
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
+        rank = min((rank for rank in range(ranks) if len(dealt[rank]) < each), key=lambda rank: (loads[rank], rank))
+        dealt[rank].append(chunk)
+        loads[rank] += work[chunk]
+    while (exchange := _exchange(work, dealt, loads)) is not None:
+        (one, chunk), (other, smaller) = exchange
+        dealt[one].remove(chunk)
+        dealt[other].remove(smaller)
+        dealt[one].append(smaller)
+        dealt[other].append(chunk)
+        loads[one] -= work[chunk] - work[smaller]
+        loads[other] += work[chunk] - work[smaller]
+    return tuple(tuple(sorted(chunks)) for chunks in dealt)
+
+
+def _exchange(
+    work: Sequence[int], dealt: Sequence[Sequence[int]], loads: Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Return a chunk of the busiest rank, and the chunk of another rank to exchange it for: (rank, chunk) each.
+
+    The exchange leaves both ranks with as little as possible, and less than the busiest has now. None: none does.
+    """
+    busiest = max(range(len(loads)), key=lambda rank: (loads[rank], -rank))
+    best, least = None, loads[busiest]
+    for other in range(len(loads)):
+        for chunk in dealt[busiest]:
+            for smaller in dealt[other] if other != busiest else ():
+                moved = work[chunk] - work[smaller]
+                most = max(loads[busiest] - moved, loads[other] + moved)
+                if moved > 0 and most < least:
+                    best, least = ((busiest, chunk), (other, smaller)), most
+    return best

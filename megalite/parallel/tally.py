@@ -36,16 +36,16 @@ class Tally(nn.Module):
         own: [size], int64: this rank's counts since the step began.
     """
 
-    def __init__(self, size: int, group: Group, device: torch.device, take: Callable[[Tensor], None]) -> None:
+    def __init__(self, size: int, group: Group, device: torch.device, on_step: Callable[[Tensor], None]) -> None:
         """Make a tally of `size` counters.
 
         Args:
             group: the ranks whose counts are summed; for tokens, those along `ParallelContext.token_axes`.
-            take: called with the sums over the group, [size] int64, after the step has updated the weights, but not
+            on_step: called with the sums over the group, [size] int64, after the step has updated the weights, but not
                 after a skipped step. It may change a `State`.
         """
         super().__init__()
-        self.group, self.take = group, take
+        self.group, self.on_step = group, on_step
         self.own = torch.zeros(size, dtype=torch.int64, device=device)
 
     def count(self, numbers: Tensor, along: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def tallies_of(module: nn.Module) -> list[Tally]:
 
 @torch.no_grad()
 def end_step(tallies: Sequence[Tally]) -> None:
-    """Sum the counts of all tallies over the ranks in one all-reduce, and call `take` of each tally with its sums."""
+    """Sum the counts of all tallies over the ranks in one all-reduce, and call each tally's `on_step` with its sums."""
     totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)
     for tally, total in zip(tallies, totals.split([len(tally.own) for tally in tallies]), strict=True):
-        tally.take(total)
+        tally.on_step(total)

@@ -1,8 +1,9 @@
-"""Micro-batches on the device, from the arrays that the loader reads."""
+"""Micro-batches on the device, from the arrays that the loader reads: a rank's part of each sample."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,28 +11,86 @@ from torch import Tensor
 
 from megalite.data.loader import MicroBatchArrays
 from megalite.model.batch import MicroBatch, first_keys
+from megalite.parallel.attention_plan import FirstKeys, balanced, work_of_chunks
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout, zigzag
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """Rule by which samples are cut into chunks, and chunks are dealt to the context-parallel ranks.
+
+    Attributes:
+        ranks: number of context-parallel ranks.
+        rank: this rank's position among them.
+        chunks_per_rank: chunks of each rank if they are dealt by the work that documents leave; None: two chunks each,
+            dealt the same way in every sample.
+        windows: number of layers with each window.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+    chunks_per_rank: int | None = None
+    windows: Mapping[int | None, int] = field(default_factory=lambda: {None: 1})
+
+    def layout(self, length: int, first: FirstKeys) -> SequenceLayout:
+        """Return the tokens of each rank. `first`: bounds of the first key that each query sees."""
+        table = zigzag(self.ranks)
+        if self.ranks > 1 and self.chunks_per_rank is not None:
+            table = balanced(length, self.ranks, self.chunks_per_rank, self.windows, first)
+        return SequenceLayout.cut(length, table, self.rank)
+
+    def busiest(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, float]:
+        """Return the scores that the busiest rank of each micro-batch computes, and those of a rank on average.
+
+        Both are sums over the micro-batches, and over layers.
+        """
+        loads = [self.loads(micro_batch.layout, micro_batch.bounds) for micro_batch in micro_batches]
+        return sum(map(max, loads)), sum(map(sum, loads)) / self.ranks
+
+    def loads(self, layout: SequenceLayout, first: FirstKeys) -> list[int]:
+        """Return the number of scores that each rank computes, summed over layers."""
+        size = len(layout.runs[0])
+        work = work_of_chunks(layout.length, layout.length // size, self.windows, first)
+        return [sum(work[run.start // size] for run in runs) for runs in layout.of_ranks]
 
 
 def to_micro_batches(
-    arrays: Iterable[MicroBatchArrays], seed: int, dtype: torch.dtype, device: torch.device
+    arrays: Iterable[MicroBatchArrays],
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cutting: Cutting = Cutting(),
 ) -> list[MicroBatch]:
-    """Return micro-batches on the device. The loss mask has `dtype` promoted to at least fp32, so that losses are not
-    rounded."""
+    """Return micro-batches on the device, with this rank's part of each sample.
 
-    def moved(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    Labels, masks and positions are those of the full samples, so no rank needs a neighbour's token. The loss mask has
+    `dtype` promoted to at least fp32, so that losses are not rounded.
+    """
+    return [_to_micro_batch(fields, seed, dtype, device, cutting) for fields in arrays]
 
-    return [
-        MicroBatch(
-            tokens=moved(fields["tokens"]),
-            positions=moved(fields["positions"]),
-            first_keys=None if fields["document_ids"] is None else first_keys(moved(fields["document_ids"])),
-            labels=moved(fields["labels"]),
-            loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
-            padding=None if fields["padding"] is None else moved(fields["padding"]),
-            replayed=None if fields["replayed"] is None else moved(fields["replayed"]),
-            key=RandomKey(seed, tuple(fields["sample_ids"])),
-        )
-        for fields in arrays
-    ]
+
+def _to_micro_batch(
+    fields: MicroBatchArrays, seed: int, dtype: torch.dtype, device: torch.device, cutting: Cutting
+) -> MicroBatch:
+    first, bounds = None, FirstKeys()
+    if fields["document_ids"] is not None:
+        first = first_keys(torch.from_numpy(fields["document_ids"]))
+        bounds = FirstKeys(first.amin(0).numpy(), first.amax(0).numpy())
+    layout = cutting.layout(fields["tokens"].shape[1], bounds)
+
+    def own(array: np.ndarray) -> Tensor:
+        return layout.own(torch.from_numpy(np.ascontiguousarray(array))).to(device)
+
+    return MicroBatch(
+        tokens=own(fields["tokens"]),
+        positions=own(fields["positions"]),
+        first_keys=None if first is None else first.to(device),
+        labels=own(fields["labels"]),
+        loss_mask=own(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
+        padding=None if fields["padding"] is None else own(fields["padding"]),
+        replayed=None if fields["replayed"] is None else own(fields["replayed"]),
+        key=RandomKey(seed, tuple(fields["sample_ids"])),
+        layout=layout,
+        bounds=bounds,
+    )

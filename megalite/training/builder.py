@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from megalite.checkpoint import Contents, Plan
-from megalite.config import ModelConfig, RunConfig
+from megalite.config import ModelConfig, ParallelConfig, RunConfig
 from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages, why_nothing_is_aligned
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
@@ -25,6 +25,7 @@ from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
+from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
@@ -35,6 +36,7 @@ from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
+from megalite.training.batches import Cutting
 from megalite.training.data import RunData
 
 
@@ -92,7 +94,21 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
         recompute=make_recompute(config),
         loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
         dtype=model_dtype(config),
+        attention_ways=attention_ways(config.parallel),
     )
+
+
+def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:
+    """Return how layers compute attention under context parallelism, one way for all or one per layer."""
+    gathers = ("all_gather", "allgather")
+    return tuple(AttentionWay(parallel.head_ranks[way], way in gathers) for way in parallel.cp_comm_type)
+
+
+def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
+    """Return the rule by which samples are cut for the context-parallel ranks."""
+    length = config.data.seq_length
+    windows = Counter(layer.keys_before for layer in config.model.layers)
+    return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), windows)
 
 
 def make_proved_schedules(

@@ -20,20 +20,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from megalite.config import RunConfig
 from megalite.config.kernels import KernelsConfig
 from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
+from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.gpt import GPT
 from megalite.model.moe import MoE
 from megalite.optim.buckets import Bucket
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.randomness import RandomKey
+from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import Kernels, use
 
 _UNTRACED: tuple[tuple[type, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
+    (ContextParallelCore, "__call__"),
     (MoE, "forward"),  # the numbers of rows differ in each step
     (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
@@ -62,6 +66,19 @@ def choose_kernels(config: KernelsConfig) -> None:
             "run without it by --kernels reference, which is slower"
         ) from error
     use(kernels)
+
+
+def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
+    """Raise ConfigurationError if context-parallel ranks would drop other probabilities than one rank does."""
+    model, parallel = config.model, config.parallel
+    dtype = getattr(torch, config.training.dtype)
+    draws = draws_its_own(device, dtype, model.attn_logit_softcapping)
+    if parallel.context_parallel_size > 1 and model.attention_dropout > 0.0 and draws:
+        raise ConfigurationError(
+            f"--attention-dropout {model.attention_dropout} with --context-parallel-size "
+            f"{parallel.context_parallel_size}: the fused operator of this GPU draws its own mask, which depends on "
+            "the ranks: give --attention-dropout 0"
+        )
 
 
 def require_compiler() -> None:

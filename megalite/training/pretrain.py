@@ -25,7 +25,7 @@ from megalite.process.place import Place
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
-from megalite.training.kernels import choose_kernels
+from megalite.training.kernels import choose_kernels, require_equal_dropout
 from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
@@ -58,6 +58,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     require_backend(config.optimizer)
     choose_kernels(config.kernels)
     require_device(config.profiling, device.local_device(place.local_rank))
+    require_equal_dropout(config, device.local_device(place.local_rank))
     directory = None if config.checkpoint.save is None else open_directory(config.checkpoint.save)
     mesh = take_place(config.parallel, place)
     sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)

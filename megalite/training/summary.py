@@ -5,22 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
-from megalite.model.batch import MicroBatch
+from megalite.data.loader import MicroBatchArrays
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
+from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.training import memory
+from megalite.training.batches import to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.trainer import Trainer
+from megalite.training.trainer import BUSIEST, Trainer
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
 
@@ -50,6 +52,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} per rank",
+        **_context(trainer),
         **_pipeline(trainer),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, trainer.dtype),
@@ -61,6 +64,23 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
         "training": f"{trainer.iterations} steps of {growing} samples x {config.data.seq_length} tokens",
         "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
+    }
+
+
+def _context(trainer: Trainer) -> dict[str, object]:
+    """Return what a context-parallel rank holds and computes of a sample, if several share it."""
+    cutting, parallel, length = trainer.cutting, trainer.config.parallel, trainer.config.data.seq_length
+    if cutting.ranks == 1:
+        return {}
+    chunks = cutting.chunks_per_rank or 2
+    first = FirstKeys()
+    loads = cutting.loads(cutting.layout(length, first), first)
+    busiest = f"the busiest rank computes {max(loads) * len(loads) / sum(loads):.3f} x the mean scores"
+    if trainer.config.data.reset_attention_mask:
+        busiest += f" without documents, and with them as {BUSIEST} in the metrics says"
+    return {
+        "context": f"{length // cutting.ranks:,} of {length:,} tokens per rank in {chunks} chunks, by "
+        f"{', '.join(dict.fromkeys(parallel.cp_comm_type))}; {busiest}"
     }
 
 
@@ -115,15 +135,19 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     """
     training, device = trainer.config.training, trainer.mesh.device
     shape = training.micro_batch_size, trainer.config.data.seq_length
-    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
-    # Equal tokens would all go to the same experts.
-    tokens = torch.arange(zeros.numel(), device=device).view(shape) % (trainer.model_config.vocab_size or 1)
-    ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape)
-    first_keys = zeros if trainer.config.data.reset_attention_mask else None
-    micro_batch = MicroBatch(
-        tokens, positions, first_keys, zeros, ones, RandomKey(training.seed, tuple(range(shape[0])))
+    zeros = np.zeros(shape, dtype=np.int64)
+    fields = MicroBatchArrays(
+        # Equal tokens would all go to the same experts.
+        tokens=np.arange(zeros.size).reshape(shape) % (trainer.model_config.vocab_size or 1),
+        labels=zeros,
+        loss_mask=np.ones(shape, dtype=np.float32),
+        positions=np.broadcast_to(np.arange(shape[1]), shape),
+        document_ids=zeros if trainer.config.data.reset_attention_mask else None,
+        padding=None,
+        replayed=None,
+        sample_ids=range(shape[0]),
     )
+    (micro_batch,) = to_micro_batches([fields], training.seed, trainer.dtype, device, trainer.cutting)
     stages = trainer.schedules.stages
     own = stages.of_rank(trainer.mesh.coordinate("pp"))
     forwards = [
@@ -153,7 +177,7 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
     activations = [
         memory.activation_bytes(
             trainer.model_config,
-            tokens=config.training.micro_batch_size * config.data.seq_length,
+            tokens=config.training.micro_batch_size * config.data.seq_length // trainer.cutting.ranks,
             dtype=trainer.dtype,
             tensor_parallel_size=trainer.mesh.size("tp"),
             expert_tensor_parallel_size=trainer.mesh.size("etp"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from megalite import checkpoint
@@ -16,11 +17,13 @@ from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
+from megalite.data.loader import MicroBatchArrays
+from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
-from megalite.parallel import device
+from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
@@ -51,6 +54,9 @@ from megalite.training.profiling import begin_recording, missed_step_note, write
 from megalite.training.resume import ResumePoint
 from megalite.training.routing_recorder import RoutingRecorder
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
+
+BUSIEST = "busiest_context_parallel_rank"
+"""Name of a figure in the metrics: see `Trainer._busiest`."""
 
 
 class Trainer:
@@ -109,6 +115,7 @@ class Trainer:
             records = routing_records(config, config.training.moe_record_routing)
             sample_group = mesh.group(*self.chunks[0].context.sample_axes)
             self.routing_recorder = RoutingRecorder(records, mesh, sample_group)
+        self.cutting = builder.make_cutting(config, mesh)
         self.plan = builder.make_plan(config, self.model_config, mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
@@ -122,7 +129,7 @@ class Trainer:
         batch_size = self.batch_size.at(self.consumed_samples)
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
-            micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+            micro_batches = self._micro_batches(arrays)
         if self.routing_recorder is not None:
             micro_batches = self.routing_recorder.begin_step(micro_batches, is_first=self.consumed_samples == 0)
         own_counts = loss_terms.counted(self.terms, micro_batches, self.mesh.device)
@@ -154,7 +161,11 @@ class Trainer:
         self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(losses, update, rates, loss_scale, batch_size, seconds)
+        figures = {} if self.cutting.ranks == 1 else {BUSIEST: self._busiest(micro_batches)}
+        return self._metrics(losses, update, rates, loss_scale, batch_size, seconds, figures)
+
+    def _micro_batches(self, arrays: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
+        return to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device, self.cutting)
 
     def locate_not_finite(self) -> str | None:
         """Return a report on the source of NaN or infinity in the last step, or None if no report is due.
@@ -177,6 +188,12 @@ class Trainer:
             return None
         with self.sections(PROFILE):
             return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
+
+    def _busiest(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the scores of the busiest context-parallel rank of each micro-batch, over a rank's on average."""
+        own = torch.tensor(self.cutting.busiest(micro_batches), dtype=torch.float64, device=self.mesh.device)
+        most, mean = collectives.all_reduce_(own, self.mesh.group("dp")).tolist()
+        return float(most / mean)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches per rank in a step of `batch_size` samples."""
@@ -203,7 +220,7 @@ class Trainer:
                 if batch and should_stop is not None and should_stop():
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
-                micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+                micro_batches = self._micro_batches(arrays)
                 sums = add_sums(sums, self.engine.run(actions, micro_batches))
                 counts = add_sums(counts, loss_terms.counted((LM_LOSS,), micro_batches, self.mesh.device))
         total = loss_terms.total_sums((LM_LOSS,), sums, self.mesh)
@@ -303,6 +320,7 @@ class Trainer:
         loss_scale: float,
         batch_size: int,
         seconds: float,
+        figures: Mapping[str, float],
     ) -> StepMetrics:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
         per_device = tokens_per_second / self.mesh.world_size
@@ -322,7 +340,7 @@ class Trainer:
             model_tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
-            extra=self._statistics(losses, update, rates),
+            extra={**self._statistics(losses, update, rates), **figures},
         )
 
     def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:

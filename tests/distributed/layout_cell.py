@@ -22,6 +22,7 @@ from tests.initial_weights import Network
 from tests.oracle import Dropout, Oracle
 
 SEQUENCE = 12
+LONG_SEQUENCE = 24  # can be cut for 2, 3 and 4 context-parallel ranks
 LAYERS = 4
 HIDDEN = 16
 
@@ -61,7 +62,9 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 3, 4),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved-2", "interleaved-3", "zb-v"),
     "dp": (1, 2, 3, 4, 8),
-    "cp": (1,),
+    "cp": (1, 2, 3, 4),
+    "way": ("p2p", "all_gather", "a2a", "a2a+p2p"),
+    "chunks": (None, 2),
     "ep": (1, 2),
     "etp": (1, 2),
     "zero": (0, 1, 2, 3),
@@ -104,6 +107,7 @@ class Cell:
     qk_layernorm: bool = False
     tied: bool = True
     vocabulary: str = "even"
+    parallel_residual: bool = False  # also in families that do not have it
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
@@ -111,6 +115,8 @@ class Cell:
     schedule: str = "1f1b"  # with interleaved-1f1b, followed by the number of stages per rank
     dp: int = 1
     cp: int = 1
+    way: str = "p2p"  # of attention over the context-parallel ranks
+    chunks: int | None = None  # of a sample per context-parallel rank, dealt by the work of documents
     ep: int = 1
     etp: int = 1
     zero: int = 0
@@ -121,8 +127,9 @@ class Cell:
     fused_loss: bool = False  # fused with the output layer
     # the data
     samples: int = 4  # per step, over all ranks
+    sequence: int = SEQUENCE
     documents: bool = False
-    loss_mask: str = "ones"  # random: also masks complete samples; nothing: no token counts
+    loss_mask: str = "ones"  # random: also masks complete samples; nothing: no token counts; only N: one
     padding: bool = False  # at the end of some samples, and one of them consists of it
     # the training
     dispatcher: str = "alltoall"
@@ -189,7 +196,7 @@ class Cell:
     def alone(self) -> Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
-        plain = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
+        plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
         return replace(self, **plain, compiled=None, infinity_on=None)
 
     def __str__(self) -> str:
@@ -204,7 +211,7 @@ def valid(row: Row) -> bool:
     Only rows that `validate` refuses are invalid.
     """
     ranks = row["tp"] * row["cp"] * row["pp"] * row["dp"]
-    if ranks > 8:
+    if ranks > 8 or not _valid_context(row):
         return False
     expert_copies, rest = divmod(ranks, row["pp"] * row["ep"] * row["etp"])
     if rest:
@@ -222,13 +229,32 @@ def valid(row: Row) -> bool:
     return samples(row["dp"]) % (row["dp"] * row["micro_batch_size"]) == 0
 
 
+def _valid_context(row: Row) -> bool:
+    """Tell whether the row's context parallelism can be run, and is not the same as that of a plainer row."""
+    cp, tensor = row["cp"], row["tp"] if row["sequence_parallel"] else 1
+    if cp == 1:
+        return row["way"] == "p2p" and row["chunks"] is None
+    heads = KEY_VALUES[row["key_values"]][0] // row["tp"]
+    if row["way"] == "a2a+p2p" and cp != 4:
+        return False
+    chunks = (row["chunks"] or 2) * cp * tensor
+    return LONG_SEQUENCE % chunks == 0 and heads % head_ranks(row) == 0
+
+
+def head_ranks(row: Row) -> int:
+    """Return how many context-parallel ranks exchange heads."""
+    return {"a2a": row["cp"], "a2a+p2p": 2}.get(row["way"], 1)
+
+
 def samples(dp: int) -> int:
     """Return the samples per step: 4, or a number that `dp` ranks can share."""
     return {3: 6, 8: 8}.get(dp, 4)
 
 
 def make_cell(row: Row, **rest: Any) -> Cell:
-    return Cell(**{"samples": samples(row["dp"])} | row | rest)
+    """Return the cell of a row. Samples are longer if context parallelism is among its factors, whatever its value."""
+    sequence = LONG_SEQUENCE if "cp" in row else SEQUENCE
+    return Cell(**{"samples": samples(row["dp"]), "sequence": sequence} | row | rest)
 
 
 def model_config(cell: Cell) -> ModelConfig:
@@ -246,7 +272,7 @@ def model_config(cell: Cell) -> ModelConfig:
         ffn_hidden_size=24,
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
-        max_position_embeddings=SEQUENCE + 1,
+        max_position_embeddings=cell.sequence + 1,
         position_embedding_type="yarn" if gemma2 else "rope" if rotary else "learned_absolute",
         rotary_percent=0.5 if neox else 1.0,
         rotary_scaling_factor=4.0 if gemma2 else 1.0,
@@ -254,7 +280,7 @@ def model_config(cell: Cell) -> ModelConfig:
         rotary_base=1e5 if gemma3 else 1e4,
         window_rotary_base=1e3 if gemma3 else None,
         rotary_seq_len_interpolation_factor=8.0 if gemma3 else None,
-        use_parallel_residual=neox,
+        use_parallel_residual=neox or cell.parallel_residual,
         exact_gelu=neox,
         window_size="3,0" if gemma else None,
         window_attn_skip_freq="2" if gemma else None,
@@ -325,7 +351,7 @@ def network(cell: Cell) -> Network:
         ffn=24,
         vocabulary=VOCABULARIES[cell.vocabulary][0],
         std=0.2,
-        positions=SEQUENCE + 1 if cell.family in ("gpt2", "switch") else 0,
+        positions=cell.sequence + 1 if cell.family in ("gpt2", "switch") else 0,
         centered=not plain,
         around_one=gemma,
         biases=not plain,
@@ -374,7 +400,7 @@ def oracle(cell: Cell) -> Oracle:
     if cell.family in EXPERTS:
         experts = replace(EXPERTS[cell.family], drop_policy=cell.drop_policy)
         base = replace(cell, family="gpt2" if cell.family == "switch" else "llama")
-        return replace(oracle(base), experts=experts)
+        return replace(oracle(base), experts=experts, parallel_residual=cell.parallel_residual)
     if cell.family == "gpt2":
         return Oracle()
     if cell.family == "neox":
@@ -430,11 +456,11 @@ class Batch:
 def batch(cell: Cell, step: int) -> Batch:
     """Return a batch that depends on the cell's data and model, not on its layout."""
     generator = torch.Generator().manual_seed(step)
-    shape = (cell.samples, SEQUENCE)
-    text = torch.randint(VOCABULARIES[cell.vocabulary][0], (cell.samples, SEQUENCE + 1), generator=generator)
+    shape = (cell.samples, cell.sequence)
+    text = torch.randint(VOCABULARIES[cell.vocabulary][0], (cell.samples, cell.sequence + 1), generator=generator)
     ends = torch.rand(shape, generator=generator) < 0.25
     keep = torch.rand(shape, generator=generator) < 0.6
-    positions = torch.arange(SEQUENCE).expand(shape)
+    positions = torch.arange(cell.sequence).expand(shape)
     document_ids = None
     if cell.documents:
         document_ids = ends.long().cumsum(1) - ends.long()  # a document's last token belongs to it
@@ -442,11 +468,14 @@ def batch(cell: Cell, step: int) -> Batch:
         positions = positions - (positions * starts).cummax(1).values
     masks = {"ones": torch.ones(shape), "nothing": torch.zeros(shape), "random": keep.double()}
     masks["random"][[0, 3]] = 0.0  # micro-batches without any token that counts
+    if cell.loss_mask.startswith("only "):
+        masks[cell.loss_mask] = torch.zeros(shape)
+        masks[cell.loss_mask][1, int(cell.loss_mask.removeprefix("only "))] = 1.0
     mask = masks[cell.loss_mask].to(cell.torch_dtype)
     padding = None
     if cell.padding:
-        ends_at = torch.randint(1, SEQUENCE + 1, (cell.samples, 1), generator=generator)
+        ends_at = torch.randint(1, cell.sequence + 1, (cell.samples, 1), generator=generator)
         ends_at[1] = 0
-        padding = torch.arange(SEQUENCE) >= ends_at
+        padding = torch.arange(cell.sequence) >= ends_at
         mask = mask * ~padding
     return Batch(text[:, :-1], text[:, 1:], positions, document_ids, mask, padding)

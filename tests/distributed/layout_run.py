@@ -4,6 +4,7 @@ places."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
+from megalite.data.loader import MicroBatchArrays
 from megalite.model import gpt
-from megalite.model.batch import MicroBatch, first_keys
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
 from megalite.optim import optimizer as optim
@@ -25,11 +27,11 @@ from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
+from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.linear import RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
-from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box, Constant, Normal
 from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of
@@ -39,13 +41,14 @@ from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
+from megalite.training.batches import Cutting, to_micro_batches
 from megalite.training.kernels import compile_layers
 from tests.distributed.layout_cell import (
     RECOMPUTE,
-    SEQUENCE,
     Cell,
     Split,
     batch,
+    head_ranks,
     loss_terms,
     model_config,
     optimizer_config,
@@ -164,7 +167,7 @@ class Training:
         """Run one step on the samples of this number; return the mean loss over the global batch, and the update's
         result."""
         mesh, optimizer = self.mesh, self.optimizer
-        micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
+        micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp"), mesh.coordinate("cp")))
         self.network.train()
         own = terms.counted(self.terms, micro_batches, mesh.device)
         counts = terms.total_counts(self.terms, own, mesh)
@@ -239,12 +242,13 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         recompute=RECOMPUTE[cell.recompute],
         loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
+        attention_ways=(AttentionWay(head_ranks(vars(cell)), cell.way == "all_gather"),),
     )
 
 
 def with_messages(stages: Stages, cell: Cell) -> Stages:
     """Return the stages, with declarations of the tensors that the stages of the cell's network pass on."""
-    sequence = SEQUENCE // cell.cp // (cell.tp if cell.sequence_parallel else 1)
+    sequence = cell.sequence // cell.cp // (cell.tp if cell.sequence_parallel else 1)
     batch, dtype = cell.micro_batch_size, cell.torch_dtype
     passed = gpt.messages(model_config(cell), stages.count, sequence=sequence, batch=batch, dtype=dtype)
     return replace(stages, messages=passed)
@@ -294,20 +298,24 @@ def data_parallel(cell: Cell) -> DataParallel:
     )
 
 
-def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
+def local_micro_batches(cell: Cell, step: int, dp_rank: int, cp_rank: int = 0) -> Iterator[MicroBatch]:
     """Yield this rank's part of the step's samples, in Megatron-LM's order."""
     whole, size = batch(cell, step), cell.micro_batch_size
+    windows = Counter(layer.keys_before for layer in model_config(cell).layers)
+    cutting = Cutting(cell.cp, cp_rank, cell.chunks, windows)
     for start in range(dp_rank * size, cell.samples, cell.dp * size):
         own = slice(start, start + size)
-        yield MicroBatch(
-            tokens=whole.tokens[own],
-            positions=whole.positions[own],
-            first_keys=None if whole.document_ids is None else first_keys(whole.document_ids[own]),
-            labels=whole.labels[own],
-            loss_mask=whole.loss_mask[own],
-            padding=None if whole.padding is None else whole.padding[own],
-            key=RandomKey(SEED, tuple(sample_numbers(cell, step)[own])),
+        fields = MicroBatchArrays(
+            tokens=whole.tokens[own].numpy(),
+            labels=whole.labels[own].numpy(),
+            loss_mask=whole.loss_mask[own].numpy(),
+            positions=whole.positions[own].numpy(),
+            document_ids=None if whole.document_ids is None else whole.document_ids[own].numpy(),
+            padding=None if whole.padding is None else whole.padding[own].numpy(),
+            replayed=None,
+            sample_ids=sample_numbers(cell, step)[own],
         )
+        yield from to_micro_batches([fields], SEED, cell.torch_dtype, torch.device("cpu"), cutting)
 
 
 def perturb_constants(network: nn.Module) -> None:

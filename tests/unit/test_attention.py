@@ -12,12 +12,14 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.model.batch import MicroBatch, first_keys, first_visible
 from megalite.model.recompute import Recompute
+from megalite.model.sample_mask import SampleMask
+from megalite.parallel.attention_plan import Part
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels import attention as kernel
 from tests.distributed.layout_expected import one_thread
 from tests.harness.stages import loss_of
-from tests.unit.test_parallel_model import GEMMA, LLAMA, VOCABULARY, network
+from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
 
 BATCH = 2
 
@@ -147,28 +149,25 @@ def test_first_visible() -> None:
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
-    """Compare masks with a window and without, for all keys and, in the kernel, for the keys of a part."""
+    """Compare the masks of chunks with rows and columns of the mask of all tokens, with a window and without."""
     made, whole = network(GEMMA), micro_batch(12, documents=documents)
-    layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
-    places = layout.places(torch.device("cpu"))
-    first = None if whole.first_keys is None else whole.first_keys[:, places]
-    part = replace(whole, tokens=whole.tokens[:, places], first_keys=first, layout=layout)
+    layout = SequenceLayout(12, ((range(3), range(9, 12)), (range(3, 6), range(6, 9))), rank=1)
     for window in (None, 2):
-        expected = kernel.dense_mask(first_visible(whole, window))[:, :, places]
-        assert torch.equal(made._mask(part, window), expected)
-        found = kernel.dense_mask(first_visible(part, window), places, places[2:])
-        assert torch.equal(found, expected[..., places[2:]])
-    assert network(LLAMA)._mask(replace(part, first_keys=None), None) is not None
+        expected = kernel.dense_mask(first_visible(whole, window)).expand(BATCH, -1, -1, -1)
+        mask = made._mask(replace(whole, layout=layout), window)
+        assert isinstance(mask, SampleMask)
+        assert torch.equal(mask.of_whole.expand(BATCH, -1, -1, -1), expected)
+        for keys in (range(3), range(3, 6), range(6, 9)):
+            found = mask.of_part(Part(slice(3, 6), slice(0, 3), "masked"), layout.runs, (keys,))
+            assert torch.equal(found, expected[:, :, 6:9, keys.start : keys.stop])
 
 
 def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr("megalite.model.gpt.goes_in_blocks", lambda *about: asked.append(about[2]))
-    for runs in ((range(12),), (range(4), range(8, 12)), (range(2), range(6, 12))):
-        layout = SequenceLayout(12, runs)
-        part = replace(micro_batch(12, documents=False), layout=layout)
-        network(GEMMA)._mask(replace(part, tokens=part.tokens[:, layout.places(torch.device("cpu"))]), 2)
-    assert asked == [12, 4, 2]
+    for of_ranks in (((range(12),),), ((range(4), range(8, 12)), (range(4, 8),))):
+        network(GEMMA)._mask(replace(micro_batch(12, documents=False), layout=SequenceLayout(12, of_ranks)), 2)
+    assert asked == [12, 4]
 
 
 @pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 200), (True, 100), (False, None)])
@@ -177,7 +176,7 @@ def test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is(
     documents: bool, window: int | None, runs: tuple[range, ...], graphs: dict[str, int]
 ) -> None:
     """The blocks of queries need not have the positions of blocks of keys."""
-    whole, places = micro_batch(768, documents=documents), SequenceLayout(768, runs).places(torch.device("cpu"))
+    whole, places = micro_batch(768, documents=documents), SequenceLayout(768, (runs,)).places(torch.device("cpu"))
     first = first_visible(whole, window).expand(BATCH, -1)[:, places]
     ours = kernel.block_mask(first, places, 768)
     theirs = create_block_mask(ours.mask_mod, BATCH, None, len(places), 768, device="cpu")

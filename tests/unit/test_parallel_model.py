@@ -198,13 +198,14 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
     return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, first, text[:, 1:], mask, key)
 
 
-def test_what_the_network_does_not_serve_it_refuses() -> None:
-    """Without the error, half a sequence on each of two ranks would silently give wrong logits."""
-    with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
-        GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
-    half = replace(micro_batch(documents=False), layout=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
-    with pytest.raises(ValueError, match="needs whole samples"):
-        network(LLAMA)({}, half)
+def test_samples_cut_for_other_ranks_are_refused() -> None:
+    """Without the error, half a sequence would silently give wrong logits."""
+    halves = SequenceLayout(2 * SEQUENCE, ((range(SEQUENCE),), (range(SEQUENCE, 2 * SEQUENCE),)))
+    with pytest.raises(ValueError, match="cut for 2 ranks, and the network has 1 context-parallel"):
+        network(LLAMA)({}, replace(micro_batch(documents=False), layout=halves))
+    two = GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2, device=torch.device("meta")))
+    with pytest.raises(ValueError, match="cut for 1 ranks, and the network has 2 context-parallel"):
+        two({}, micro_batch(documents=False))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -78,7 +78,7 @@ def test_every_row_of_a_batch_needs_its_sample() -> None:
 
 def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
     """Use chunks of a zigzag: the second and the last but one of eight, and halves of them."""
-    expected, layout = whole(16, (4, 5)), SequenceLayout(12, (range(2, 4), range(8, 10)))
+    expected, layout = whole(16, (4, 5)), SequenceLayout(12, ((range(2, 4), range(8, 10)),))
     ones, key = torch.ones(4, 2, 16, dtype=torch.float64), RandomKey(1, (4, 5))
     places = layout.places(torch.device("cpu"))
     assert places.tolist() == [2, 3, 8, 9]
@@ -88,7 +88,7 @@ def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
     assert [layout.part(number, 2) for number in range(2)] == [(range(2, 4),), (range(8, 10),)]
     assert layout.rows_of(range(1, 3)) == (range(14, 16), range(20, 22), range(26, 28), range(32, 34))
     assert SequenceLayout.whole(12).rows_of(range(1, 3)) == (range(12, 36),)
-    assert SequenceLayout(6, (range(1), range(2, 5))).part(1, 2) == (range(3, 5),)
+    assert SequenceLayout(6, ((range(1), range(2, 5)),)).part(1, 2) == (range(3, 5),)
 
 
 def test_tokens_that_do_not_make_equal_parts_are_an_error() -> None:

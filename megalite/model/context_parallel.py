@@ -1,0 +1,268 @@
+"""Attention under context parallelism, over ranks that each have a part of the tokens of a sample.
+
+Some neighbouring ranks may exchange heads (arXiv:2309.14509): each then has all of their tokens, for some of the heads.
+Keys and values of further ranks arrive by a ring or a gather (`parallel/key_value_exchange.py`). A rank computes the
+parts that `parallel/attention_plan.py` lists, and merges them by their log-sum-exp. For backward it keeps queries, its
+own keys and values, the output and the log-sum-exp, and no scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalite.model.attention_core import LocalCore
+from megalite.model.sample_mask import SampleMask
+from megalite.parallel.attention_plan import Part, rounds
+from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.inside import Inside
+from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import Runs, SequenceLayout
+from megalite.parallel.transfer import exchange_rows_async
+from megalite_kernels.attention import Kept, Mask
+from megalite_kernels.attention_parts import PartMask, attend, part_gradients
+from megalite_kernels.dropout import kept_reference
+
+
+class _Calls(NamedTuple):
+    """Arguments of attention by parts, other than tensors of the graph.
+
+    Attributes:
+        rounds: the parts of each round, with their masks.
+        exchange: the way in which keys and values arrive.
+        groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
+        kept: returns the probabilities that dropout keeps in a part of a round; None without dropout.
+    """
+
+    rounds: Sequence[Sequence[tuple[Part, PartMask]]]
+    exchange: KeyValueExchange
+    groups: Tensor | None
+    scale: float
+    cap: float | None
+    kept: Callable[[int, Part], Kept] | None
+
+    def options(self, number: int, part: Part) -> dict[str, Any]:
+        kept = None if self.kept is None else self.kept(number, part)
+        return {"scale": self.scale, "cap": self.cap, "kept": kept}
+
+    def keys_of(self, block: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a part, [batch, groups or heads, keys, width] each."""
+        found = block[:, :, :, part.keys]
+        key, value = (found if self.groups is None else found[:, :, self.groups]).unbind(0)
+        return key, value
+
+
+class _AttentionByParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key_value: Tensor, calls: _Calls) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = torch.empty(query.shape, dtype=wide, device=query.device)
+        lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+        begun = np.zeros(query.shape[2], dtype=np.bool_)
+        prepared = calls.exchange.prepare(key_value)
+        for number, (block, parts) in enumerate(zip(calls.exchange.blocks(prepared), calls.rounds, strict=True)):
+            for part, mask in parts:
+                rows, (key, value) = part.queries, calls.keys_of(block, part)
+                found = attend(query[:, :, rows], key, value, mask, **calls.options(number, part))
+                if begun[rows].any():
+                    _merge_(output[:, :, rows], lse[:, :, rows], *found)
+                else:
+                    output[:, :, rows], lse[:, :, rows] = found
+                begun[rows] = True
+        output = output.to(query.dtype)
+        ctx.calls = calls
+        ctx.save_for_backward(query, prepared, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (query, prepared, output, lse), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
+        query, prepared = query.detach(), prepared.detach()
+        of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
+        for number, (block, parts) in enumerate(zip(calls.exchange.blocks(prepared), calls.rounds, strict=True)):
+            of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
+            for part, mask in parts:
+                rows, (key, value) = part.queries, calls.keys_of(block, part)
+                own, *others = part_gradients(
+                    gradient[:, :, rows],
+                    query[:, :, rows],
+                    key,
+                    value,
+                    output[:, :, rows],
+                    lse[:, :, rows],
+                    mask,
+                    **calls.options(number, part),
+                )
+                of_query[:, :, rows] += own
+                of_keys, place = torch.stack(others), of_block[:, :, :, part.keys]
+                if calls.groups is None:
+                    place += of_keys
+                else:
+                    place.index_add_(2, calls.groups, of_keys.to(place.dtype))
+            total.add(of_block)
+        return of_query.to(query.dtype), total.total().to(prepared.dtype), None
+
+
+def _merge_(output: Tensor, lse: Tensor, of_part: Tensor, lse_of_part: Tensor) -> None:
+    """Merge the output and the log-sum-exp of a part into those of the parts before, in fp32 or wider."""
+    merged = torch.logaddexp(lse, lse_of_part)
+    base = merged.masked_fill(merged == -math.inf, 0.0)  # a query that sees no key yet
+    output.mul_(torch.exp(lse - base)[..., None])
+    output.addcmul_(of_part.to(output.dtype), torch.exp(lse_of_part - base)[..., None])
+    lse.copy_(merged)
+
+
+class ContextParallelCore:
+    """Attention core of a layer under context parallelism. `__call__` takes the arguments of `LocalCore`.
+
+    Attributes:
+        local: the core of this rank's heads, with all keys and values.
+        head_exchange: the ranks that exchange heads for tokens; one rank if none do.
+        others: the ranks whose keys and values arrive by a ring or a gather; one rank if there are none.
+        gathers: True for a gather instead of a ring.
+    """
+
+    def __init__(self, local: LocalCore, context: ParallelContext, way: AttentionWay) -> None:
+        mesh = context.mesh
+        ranks, at = mesh.ranks("cp"), mesh.coordinate("cp")
+        block = at // way.head_ranks * way.head_ranks
+        self.local, self.gathers = local, way.gathers
+        self.head_exchange = mesh.group_of(ranks[block : block + way.head_ranks])
+        self.others = mesh.group_of(ranks[at % way.head_ranks :: way.head_ranks])
+        size, heads = way.head_ranks, len(local.heads)
+        if heads % size:
+            raise ValueError(f"{heads} heads cannot be exchanged between {size} ranks")
+        own = [list(range(rank * heads // size, (rank + 1) * heads // size)) for rank in range(size)]
+        self._heads_of = own
+        self._groups_of = [sorted({local.groups[head] for head in of_rank}) for of_rank in own]
+        mine, groups = own[self.head_exchange.rank], self._groups_of[self.head_exchange.rank]
+        self.inner = replace(
+            local,
+            heads=range(local.heads.start + mine[0], local.heads.start + mine[-1] + 1),
+            groups=[groups.index(local.groups[head]) for head in mine],
+        )
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        exchanged = [] if self.head_exchange.size == 1 else [Inside("heads", "cp")]
+        between = [] if self.others.size == 1 else self._exchange(None).inside
+        back = [] if self.head_exchange.size == 1 else [Inside("outputs of heads", "cp")]
+        return [*exchanged, *between, *back]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+    ) -> Tensor:
+        """Compute attention, as `LocalCore.__call__` does. `mask`: a `SampleMask`."""
+        assert isinstance(mask, SampleMask), "the samples of this micro-batch are not cut"
+        size = self.head_exchange.size
+        if size == 1:
+            return self._attend(query, key, value, mask, layout, random)
+        query, key, value = self._exchange_heads(query, key, value, layout)
+        layout_of_group = layout.grouped(size)
+        output = self._attend(query, key, value, mask, layout_of_group, random)
+        return self._return_heads(output, layout)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: SampleMask,
+        layout: SequenceLayout,
+        random: RandomKey | None,
+    ) -> Tensor:
+        inner = self.inner
+        if self.others.size == 1:
+            return inner(query, key, value, mask.of_whole, layout, random)
+        planned = rounds(layout, mask.first_keys, gathers=self.gathers)
+        parts = [[(part, mask.of_part(part, layout.runs, tokens)) for part in of_round] for tokens, of_round in planned]
+        groups = None
+        if not inner.groups_are_even:
+            groups = torch.tensor(inner.groups, device=query.device)
+        kept = None
+        if random is not None and inner.dropout > 0.0:
+            kept = self._kept(random, layout, [of_round.keys for of_round in planned], query.shape[1], query.device)
+        scale = 1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale
+        calls = _Calls(parts, self._exchange(layout), groups, scale, inner.cap, kept)
+        key_value = torch.stack([key, value]).permute(0, 2, 3, 1, 4).contiguous()
+        output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, calls)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _exchange(self, layout: SequenceLayout | None) -> KeyValueExchange:
+        if self.gathers:
+            return Gather(self.others, layout if layout is not None else SequenceLayout.whole(0))
+        return Ring(self.others)
+
+    def _kept(
+        self, random: RandomKey, layout: SequenceLayout, blocks: Sequence[Runs], batch: int, device: torch.device
+    ) -> Callable[[int, Part], Kept]:
+        """Return the function that gives the probabilities which dropout keeps in a part of a round."""
+        inner = self.inner
+        rows = sum(map(len, layout.runs))
+        mask = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
+        places = [torch.cat([torch.arange(run.start, run.stop) for run in tokens]) for tokens in blocks]
+        shape = torch.Size((batch, len(inner.heads) * rows, layout.length))
+        drawn: list[Tensor] = []
+
+        def kept(number: int, part: Part) -> Kept:
+            if not drawn:  # once for all parts, and again in backward
+                drawn.append(kept_reference(shape, 0, mask).view(batch, len(inner.heads), rows, -1))
+            chosen = drawn[0][:, :, part.queries][..., places[number][part.keys]]
+            return Kept(chosen.to(device), mask.scale)
+
+        return kept
+
+    def _exchange_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange [tokens, batch, heads or groups, width] for all tokens of the group and this rank's heads."""
+        heads, groups, rank, size = query.shape[2], key.shape[2], self.head_exchange.rank, self.head_exchange.size
+        order = [
+            [*own, *(heads + group for group in needed), *(heads + groups + group for group in needed)]
+            for own, needed in zip(self._heads_of, self._groups_of, strict=True)
+        ]
+        rows = torch.cat([query, key, value], dim=2).permute(2, 0, 1, 3)
+        rows = rows[torch.tensor([row for each in order for row in each], device=rows.device)]
+        received = [len(order[rank])] * size
+        arrived = exchange_rows_async(rows, [len(each) for each in order], received, self.head_exchange)()
+        by_rank = arrived.unflatten(0, (size, -1)).permute(0, 2, 3, 1, 4).unbind(0)
+        whole = self._of_group(layout).in_order(by_rank, dimension=0)
+        own, needed = len(self._heads_of[rank]), len(self._groups_of[rank])
+        query, key, value = whole.split([own, needed, needed], dim=2)
+        return query, key, value
+
+    def _return_heads(self, output: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return outputs [tokens of the group, batch, heads * width] to the ranks of their tokens, with all heads."""
+        size, own = self.head_exchange.size, len(self._heads_of[0])
+        by_rank = self._of_group(layout).by_rank(output.unflatten(2, (own, -1)), dimension=0)
+        rows = torch.cat([each.permute(2, 0, 1, 3) for each in by_rank])
+        arrived = exchange_rows_async(rows, [own] * size, [own] * size, self.head_exchange)()
+        return arrived.permute(1, 2, 0, 3).flatten(2)
+
+    def _of_group(self, layout: SequenceLayout) -> SequenceLayout:
+        """Return the layout of the ranks that exchange heads, with the tokens of the group counted from 0."""
+        size = self.head_exchange.size
+        first = layout.rank // size * size
+        members = layout.of_ranks[first : first + size]
+        begins, at = {}, 0
+        for run in sorted(sum(members, ()), key=lambda run: run.start):
+            begins[run.start] = at
+            at += len(run)
+        counted = tuple(
+            tuple(range(begins[run.start], begins[run.start] + len(run)) for run in runs) for runs in members
+        )
+        return SequenceLayout(at, counted, self.head_exchange.rank)
