@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,8 @@ from megalite.errors import DataError
 
 PROBES = 16
 """Number of samples whose checksums a checkpoint keeps."""
+NOT_OF_THE_SAMPLES = ("data_cache_path", "num_workers", "mmap_bin_files", "fast_encoding")
+"""Fields of `DataConfig` that change neither the samples nor their order."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,13 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
         raise ValueError("a run of no steps has no data")
     replayed = training.moe_replay_routing
     routing = None if replayed is None else routing_records(config, replayed)
-    if routing is not None and routing.is_empty:
-        raise DataError(f"--moe-replay-routing {replayed} has no records: they are files like {routing.path(0).name}")
+    if routing is not None:
+        if routing.is_empty:
+            raise DataError(
+                f"--moe-replay-routing {replayed} has no records: they are files like {routing.path(0).name}"
+            )
+        for sample in _outermost_samples(config):
+            routing.require(sample)
     verification.begin()
     return RunData(tokenizer, train, valid, test, notes, verification, routing)
 
@@ -111,7 +121,28 @@ def routing_records(config: RunConfig, folder: str) -> RoutingRecords:
     """Return the records of routing in a folder, for the network of the run."""
     model = config.model
     layers = tuple(layer.feed_forward == "moe" for layer in model.layers)
-    return RoutingRecords(Path(folder), layers, model.num_experts or 0, model.moe_router_topk)
+    return RoutingRecords(Path(folder), layers, model.num_experts or 0, model.moe_router_topk, _identity(config))
+
+
+def _outermost_samples(config: RunConfig) -> tuple[int, ...]:
+    """Return the numbers of two samples that the run consumes: its first one, and one of its last step.
+
+    The first one is left out if the run may go on from a checkpoint.
+    """
+    batch_size, given = global_batch_size(config), config.training.train_samples
+    # With a ramp, or if the last samples do not fill a step, the last step may begin at any of `final` samples.
+    last = last_iteration(config) * batch_size.final - 1 if given is None else max(given - batch_size.final, 0)
+    return (last,) if config.checkpoint.load is not None else (0, last)
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """Return what tells a run from others whose samples may differ: its folder, and what decides their order."""
+    save, decides = config.checkpoint.save, json.loads(json.dumps(asdict(config.data)))
+    return {
+        "save": save if save is None or "://" in save else os.path.abspath(save),
+        "seed": config.training.seed,
+        "data": {name: value for name, value in decides.items() if name not in NOT_OF_THE_SAMPLES},
+    }
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:

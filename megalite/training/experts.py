@@ -59,12 +59,19 @@ def expert_loads(chunks: Iterable[GPT], layers: int, mesh: ParallelMesh) -> dict
 
 
 def node_notes(mesh: ParallelMesh) -> tuple[str, ...]:
-    """Return a note if the ranks that share this rank's experts are on several nodes. They all call it."""
-    nodes = set(collectives.all_gather_json(host_name(), mesh, "ep", "etp"))
-    if len(nodes) == 1:
+    """Return a note if ranks that share experts are on several nodes. All ranks call it, and get the same."""
+    names: list[str] = collectives.all_gather_json(host_name(), mesh)
+    groups = collectives.all_gather_json([mesh.ranks("ep", "etp"), mesh.ranks("etp")], mesh)
+    nodes = [[len({names[rank] for rank in group}) for group in each] for each in groups]
+    most, most_of_one = (max(numbers) for numbers in zip(*nodes, strict=True))
+    if most == 1:
         return ()
-    sizes = f"EP {mesh.size('ep')} x ETP {mesh.size('etp')}"
+    ep, etp = mesh.size("ep"), mesh.size("etp")
+    if most_of_one > 1:
+        advice = f"each expert is on up to {most_of_one}: a smaller --expert-tensor-parallel-size keeps it on one"
+    else:
+        advice = "a smaller --expert-model-parallel-size keeps them on one"
     return (
-        f"note: the ranks that share experts ({sizes}) are on {len(nodes)} nodes, so tokens travel between nodes in "
-        "each layer: a smaller --expert-model-parallel-size keeps them on one",
+        f"note: the ranks that share experts (EP {ep} x ETP {etp}) are on up to {most} nodes, so tokens travel between "
+        f"nodes in each layer; {advice}",
     )

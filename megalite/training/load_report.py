@@ -13,10 +13,11 @@ from megalite.checkpoint import TrainingState
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
+from megalite.training.data import NOT_OF_THE_SAMPLES
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
-    "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
+    "data": " ".join(NOT_OF_THE_SAMPLES),
     "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
         recompute_granularity recompute_modules recompute_method recompute_num_layers
         manual_gc manual_gc_interval manual_gc_eval

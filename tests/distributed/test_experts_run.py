@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,33 @@ def test_loads_and_states_are_the_same_on_every_layout(layout: str, rank_pools: 
     assert held == states
 
 
+def notes_of(ep: int, etp: int, nodes: str) -> tuple[str, ...]:
+    """Return the notes on a rank, whose node is a letter of `nodes`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = ParallelMesh(rank=rank, world_size=size, expert_parallel_size=ep, expert_tensor_parallel_size=etp)
+    with mock.patch.object(training_experts, "host_name", return_value=nodes[rank]):
+        return training_experts.node_notes(mesh)
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "nodes", "words"),
+    [
+        (2, 2, "aabb", "on up to 2 nodes, .*; a smaller --expert-model-parallel-size keeps them on one"),
+        (2, 2, "abab", "each expert is on up to 2: a smaller --expert-tensor-parallel-size keeps it on one"),
+        (4, 1, "aabc", r"\(EP 4 x ETP 1\) are on up to 3 nodes"),
+        (2, 1, "aabc", "on up to 2 nodes"),  # not those of rank 0
+        (2, 1, "aabb", None),
+        (1, 2, "aaab", "each expert is on up to 2"),
+    ],
+)
+def test_experts_on_several_nodes_are_noted(
+    ep: int, etp: int, nodes: str, words: str | None, rank_pools: RankPools
+) -> None:
+    for notes in rank_pools(4).run(notes_of, ep, etp, nodes):
+        assert len(notes) == (words is not None)
+        assert words is None or re.search(words, notes[0]), notes
+
+
 def located(flags: str) -> str | None:
     """Train a step in which the router of layer 2 overflows; return the report."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -195,7 +223,7 @@ def routed(flags: str, steps: int) -> list[float]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.glob("*.npy")}
 
 
 @pytest.fixture(scope="module")
@@ -259,11 +287,50 @@ def test_records_of_an_earlier_run_are_not_mixed_with_others(
     recorded: tuple[Path, list[float]], rank_pools: RankPools, tmp_path: Path
 ) -> None:
     before = files(recorded[0])
-    with pytest.raises(ConfigurationError, match=r"has records of an earlier run: give another folder"):
-        routed(f"{FLAGS} --moe-record-routing {recorded[0]}", 1)
+    for save in ("", f"--save {tmp_path / 'run'}"):
+        with pytest.raises(ConfigurationError, match=r"has records of another run: give another folder"):
+            routed(f"{FLAGS} --moe-record-routing {recorded[0]} {save}", 1)
     assert files(recorded[0]) == before
     with pytest.raises(DataError, match=r"has no records: they are files like 000000000000\.npy"):
         routed(f"{FLAGS} --moe-replay-routing {tmp_path}", 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ("", 0),
+        ("", STEPS * BATCH - 1),
+        ("--load nothing", STEPS * BATCH - 1),
+        (f"--train-samples {STEPS * BATCH + 1}", (STEPS - 1) * BATCH + 1),
+    ],
+)
+def test_records_that_do_not_cover_the_run_are_refused_at_the_start(
+    flags: str, missing: int, recorded: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    shutil.copytree(recorded[0], tmp_path / "replayed")
+    other = FLAGS.replace(f"--train-iters {STEPS}", "") if "train-samples" in flags else FLAGS
+    given = f"{other} {flags} --moe-replay-routing {tmp_path / 'replayed'}"
+    config = resolve(parse_arguments(given.split()).config, 1)
+    open_data(config)
+    (tmp_path / "replayed" / f"{missing:012d}.npy").unlink()
+    with pytest.raises(DataError, match=rf"{missing:012d}.npy is missing: --moe-replay-routing needs a file for each"):
+        open_data(config)
+
+
+def test_a_run_that_died_before_it_saved_starts_again_in_its_folder(rank_pools: RankPools, tmp_path: Path) -> None:
+    """A run with other samples does not, nor one with another --save."""
+    folder = tmp_path / "records"
+    flags = f"{FLAGS} --moe-record-routing {folder}"
+    (dead,) = on_ranks(rank_pools, 1, routed, f"{flags} --save {tmp_path / 'run'}", 1)
+    for change in (f"--save {tmp_path / 'other'}", f"--save {tmp_path / 'run'} --seed 5"):
+        with pytest.raises(ConfigurationError, match=r"has records of another run: give another folder"):
+            routed(f"{flags} {change}", 1)
+    first = files(folder)
+    assert len(first) == BATCH
+    more = "--ep 2 --num-workers 1"  # changes neither samples nor their order
+    again = on_ranks(rank_pools, 2, routed, f"{flags} --save {tmp_path / 'run'} {more}", 1)
+    assert again[0] == pytest.approx(dead)
+    assert files(folder) == first
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,26 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(DataError, match="is not a record of routing"):
             records(tmp_path).read(0, LENGTH)
+
+
+def test_threads_read_at_the_same_time(tmp_path: Path) -> None:
+    """Python's parser of literals may fail if a thread waits within it, for example as garbage is collected."""
+    for sample in range(4):
+        records(tmp_path).write(sample, choices())
+
+    def switch(phase: str, info: dict[str, int]) -> None:
+        time.sleep(1e-5)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(switch)
+    try:
+        gc.set_threshold(20)
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda sample: records(tmp_path).read(sample % 4, LENGTH), range(500)))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(switch)
+    assert all(np.array_equal(each, choices()) for each in found)
 
 
 def test_a_loader_reads_them_with_their_samples(tmp_path: Path) -> None:
