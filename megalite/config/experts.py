@@ -34,7 +34,8 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, "moe_router_bias_update_rate", "--moe-router-enable-expert-bias")
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) != len(weights):
-        yield f"--moe-aux-loss-coeff has {len(weights)} numbers for {len(kinds)} of --moe-router-load-balancing-type"
+        has = f"{len(weights)} number{'s' if len(weights) > 1 else ''}"
+        yield f"--moe-aux-loss-coeff has {has} for {len(kinds)} of --moe-router-load-balancing-type"
     elif len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and none alone"
     elif kinds == ("none",) and any(weights):
@@ -59,7 +60,9 @@ def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:
     elif chosen > groups:
         yield f"--moe-router-group-topk {chosen} is more than --moe-router-num-groups {groups}"
     elif topk > chosen * (experts // groups):
-        yield f"--moe-router-topk {topk} is more than the {chosen * (experts // groups)} experts of the chosen groups"
+        open_experts = chosen * (experts // groups)
+        of_groups = "only expert" if open_experts == 1 else f"{open_experts} experts"
+        yield f"--moe-router-topk {topk} is more than the {of_groups} of the chosen groups"
     elif (scores := model.moe_router_group_scores) is None:
         if topk % chosen or topk // chosen > experts // groups:
             yield f"--moe-router-topk {topk} is not a multiple of --moe-router-group-topk {chosen}"

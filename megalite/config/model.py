@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from megalite.config.activations import FLAGS, Activation, activation_of
 from megalite.config.experts import MOST_EXPERTS, expert_problems
 from megalite.config.fields import (
+    CapacityFactor,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -178,7 +179,7 @@ class ModelConfig:
     """Weight of each balancing loss, in the same order."""
     moe_z_loss_coeff: NonNegativeFloat | None = None
     """Weight of the mean squared log-sum-exp of the router's logits (arXiv:2202.08906); unset: none."""
-    moe_expert_capacity_factor: PositiveFloat | None = None
+    moe_expert_capacity_factor: CapacityFactor | None = None
     """Limit of a sequence's tokens per expert, as a multiple of their mean; unset: none is dropped."""
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Tokens that are dropped over the capacity: those with the least weights, or the last ones."""
@@ -225,6 +226,11 @@ class ModelConfig:
             LayerSpec(feed_forward="moe" if has_experts else "dense", keys_before=before)
             for before, has_experts in zip(windows, experts, strict=True)
         )
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if some layers have no experts. Raises ConfigurationError as `layers` does."""
+        return any(layer.feed_forward == "dense" for layer in self.layers)
 
     @property
     def head_dim(self) -> int:
@@ -374,7 +380,9 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 
 def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
     """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them."""
-    widths = {"attention heads": model.num_attention_heads, "feed-forward width": model.ffn_size}
+    widths = {"attention heads": model.num_attention_heads}
+    if model.has_dense_layers:
+        widths |= {"feed-forward width": model.ffn_size}
     if model.num_experts is not None:
         widths |= {"expert width": model.expert_ffn_size}
         widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}

@@ -550,39 +550,9 @@ def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem:
     assert problems(flags, world_size) == [problem]
 
 
-CP, EP, ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 EXPERTS = "--num-experts 8"
 INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
-
-
-@pytest.mark.parametrize(
-    ("flags", "world_size", "others"),
-    [
-        ("--cp 2", 2, []),
-        ("--cp 2", 3, [f"3 ranks cannot be divided into groups of {CP} 2"]),
-        (
-            "--tp 2 --cp 3 --pp 2",
-            4,
-            [f"4 ranks cannot be divided into groups of --tensor-model-parallel-size 2 x {CP} 3 x "
-            "--pipeline-model-parallel-size 2"],
-        ),
-        (
-            "--cp 2 --global-batch-size 6",
-            4,
-            ["--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks"],
-        ),
-        (f"--cp 2 {INSTANCES} 2", 4, []),
-        (
-            f"--cp 2 {INSTANCES} 3",
-            4,
-            ["--num-distributed-optimizer-instances 3 does not divide 4 data- and context-parallel ranks"],
-        ),
-    ],
-)  # fmt: skip
-def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size: int, others: list[str]) -> None:
-    size = flags.split()[flags.split().index("--cp") + 1]
-    refused = f"{CP} {size}: arrives with context parallelism; it takes 1"
-    assert problems(flags, world_size) == [*others, refused]
 
 
 @pytest.mark.parametrize(
@@ -600,6 +570,27 @@ def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size:
             [f"--moe-ffn-hidden-size 6 is not divisible by {ETP} 4"],
         ),
         (
+            f"--tp 4 --sequence-parallel --moe-ffn-hidden-size 6 {EXPERTS}",
+            4,
+            [
+                "--moe-ffn-hidden-size 6 is not divisible by --tensor-model-parallel-size 4: "
+                "--expert-tensor-parallel-size 1 does not split experts"
+            ],
+        ),
+        (
+            f"--tp 4 --sequence-parallel --ffn-hidden-size 6 {EXPERTS}",
+            4,
+            [
+                "--ffn-hidden-size 6 is not divisible by --tensor-model-parallel-size 4: "
+                "--expert-tensor-parallel-size 1 does not split experts"
+            ],
+        ),
+        (
+            f"--tp 4 --sequence-parallel --ffn-hidden-size 6 --moe-layer-freq 2 {EXPERTS}",
+            4,
+            ["--ffn-hidden-size 6 is not divisible by --tensor-model-parallel-size 4"],
+        ),
+        (
             f"--tp 2 --sequence-parallel --moe-shared-expert-intermediate-size 5 {EXPERTS}",
             2,
             ["--moe-shared-expert-intermediate-size 5 is not divisible by --tensor-model-parallel-size 2"],
@@ -613,7 +604,7 @@ def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size:
         (
             f"--ep 4 {INSTANCES} 2 {EXPERTS}",
             4,
-            ["--num-distributed-optimizer-instances 2 does not divide the 1 data-parallel ranks of the experts"],
+            ["--num-distributed-optimizer-instances 2 does not divide the experts' data-parallel size, 1"],
         ),
     ],
 )
@@ -650,7 +641,11 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             "--moe-router-num-groups 8 --moe-router-group-topk 1",
-            "--moe-router-topk 2 is more than the 1 experts of the chosen groups",
+            "--moe-router-topk 2 is more than the only expert of the chosen groups",
+        ),
+        (
+            "--moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 3",
+            "--moe-router-topk 3 is more than the 2 experts of the chosen groups",
         ),
         (
             "--moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-topk 4",
@@ -663,6 +658,23 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         (
             "--moe-aux-loss-coeff 0.1 0.2",
             "--moe-aux-loss-coeff has 2 numbers for 1 of --moe-router-load-balancing-type",
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss",
+            "--moe-aux-loss-coeff has 1 number for 2 of --moe-router-load-balancing-type",
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss",
+            "--moe-router-load-balancing-type seq_aux_loss does nothing with --moe-aux-loss-coeff 0: drop it",
+        ),
+        (
+            "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0",
+            "--moe-router-load-balancing-type global_aux_loss does nothing with --moe-aux-loss-coeff 0: drop it",
+        ),
+        ("--moe-layer-freq [0]*4", "--moe-layer-freq [0]*4 gives no layer experts: drop --num-experts"),
+        (
+            "--moe-expert-capacity-factor -1",
+            "--moe-expert-capacity-factor -1.0: must be above 0 (leave it out to drop nothing)",
         ),
         (
             "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
@@ -691,9 +703,21 @@ def test_options_of_experts_fit_each_other(flags: str, expected: str) -> None:
     assert problems(f"{EXPERTS} {flags}", 1) == [expected]
 
 
-@pytest.mark.parametrize("etp", ["", "--etp 2", "--etp 1"])
-def test_layouts_of_experts_are_taken(etp: str) -> None:
-    resolve(config_of(f"--tp 2 --sequence-parallel --ep 2 {etp} {EXPERTS}"), 4)
+@pytest.mark.parametrize(
+    "flags", ["", "--etp 2", "--etp 1", "--ffn-hidden-size 5 --etp 1", "--ffn-hidden-size 5 --moe-ffn-hidden-size 6"]
+)
+def test_layouts_of_experts_are_taken(flags: str) -> None:
+    """The width of dense layers matters only if there are some."""
+    resolve(config_of(f"--tp 2 --sequence-parallel --ep 2 {flags} {EXPERTS}"), 4)
+
+
+def test_coefficients_of_zero_are_noted() -> None:
+    flags = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    given = f"{VALID} {EXPERTS} {flags} --moe-router-bias-update-rate 0 --moe-z-loss-coeff 0"
+    assert parse_arguments(given.split()).notes == (
+        "--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start",
+        "--moe-z-loss-coeff 0: there is no z-loss, and none is recorded",
+    )
 
 
 def test_options_of_experts_need_experts() -> None:
@@ -704,7 +728,7 @@ def test_options_of_experts_need_experts() -> None:
 
 
 @pytest.mark.parametrize(("etp", "given"), [("", None), ("--etp 2", 2)])
-def test_axes_to_come_say_nothing_at_one(etp: str, given: int | None) -> None:
+def test_axes_of_one_rank_say_nothing(etp: str, given: int | None) -> None:
     """The experts' tensor axis where it is as long as the other, as it is where it is not given."""
     config = resolve(config_of(f"--tp 2 --cp 1 --ep 1 {etp}"), 4)
     assert config.parallel.expert_tensor_parallel_size == given
