@@ -41,6 +41,11 @@ class RoutingRule:
     group_topk: int = 1
     group_scores: int = 1
 
+    @property
+    def unrestricted(self) -> RoutingRule:
+        """The rule that chooses by score alone, without groups; without a bias, the score function changes nothing."""
+        return RoutingRule(self.topk)
+
 
 # ------------------------------------------------------------------------------------------------- the references
 
@@ -89,7 +94,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Te
     """
     logits = logits.detach()
     if bias is None and rule.groups == 1:  # the best scores are those of the best logits, which are not rounded
-        rule = RoutingRule(rule.topk)
+        rule = rule.unrestricted
     if current().runs_triton("routing", logits, bias):
         from megalite_kernels.routing_kernels import launch_choose
 

@@ -46,9 +46,9 @@ class Counting(Block):
         tensor = LogicalTensor(f"layers.{layer}.counts", (3,), Constant(0), weight_decay=False)
         mesh = context.mesh
         self.state = State(replicated(mesh, tensor, grad_is_partial=False), torch.int64, mesh.device)
-        self.tally = Tally(3, mesh.group(*context.token_axes), mesh.device, self.take)
+        self.tally = Tally(3, mesh.group(*context.token_axes), mesh.device, self.on_step)
 
-    def take(self, total: Tensor) -> None:
+    def on_step(self, total: Tensor) -> None:
         self.state.values += total
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
