@@ -16,7 +16,7 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.dispatch import Dispatcher, PaddedRows, exchange_rows_async
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_collectives import group_of_all, random
-from tests.harness.close import assert_bits_equal
+from tests.harness.close import assert_bits_equal, assert_rounded_once
 from tests.harness.rank_pool import RankPools
 
 WIDTH = 5
@@ -148,6 +148,29 @@ def test_rows_are_sorted_by_expert_rank_and_position(
             if expert in choices[position]
         ]
         assert_bits_equal(found["rows"], torch.stack(rows))
+
+
+def output_of(rank: int) -> Tensor:
+    return random(300 + rank, 100, WIDTH).bfloat16()
+
+
+def added_up(kind: Any) -> tuple[Tensor, Tensor]:
+    """Return sums over four ranks in bf16: each token's outputs of one expert per rank, and its gradients."""
+    group = group_of_all()
+    tokens = torch.ones(100, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    choices = torch.arange(4).expand(100, 4)
+    arrived = Dispatcher(group, 4, 1, kind).dispatch(tokens, choices, torch.ones(100, 4))()
+    combined = arrived.combine(output_of(group.rank).repeat(4, 1))
+    (gradient,) = torch.autograd.grad(arrived.rows, tokens, output_of(group.rank).repeat(4, 1))
+    return combined, gradient
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "allgather"])
+def test_sums_of_ranks_are_rounded_once(kind: str, rank_pools: RankPools) -> None:
+    exact = torch.stack([output_of(rank).double() for rank in range(4)]).sum(0)
+    for combined, gradient in rank_pools(4).run(added_up, kind):
+        assert_rounded_once(combined, exact, "sum of the experts")
+        assert_rounded_once(gradient, exact, "gradient of the tokens")
 
 
 def rows_sent(kind: Any) -> list[int]:

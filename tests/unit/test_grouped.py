@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
@@ -17,7 +18,9 @@ from megalite.parallel.grouped import ExpertRows, grouped_linear
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import GroupedProductGradient, Parameter
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
-from tests.harness.close import assert_bits_equal
+from megalite_kernels import grouped as kernel
+from tests.harness.close import assert_bits_equal, assert_rounded_once
+from tests.harness.poison import poisoned_memory
 
 OUT, IN = 5, 3
 
@@ -98,6 +101,31 @@ def test_a_grouped_product_is_a_loop_over_experts(counts: list[int], way: str, z
             optimizer.complete()
             found = optimizer.buckets[0].gradient_shard[: total.numel()].view(total.shape)
         torch.testing.assert_close(found, total, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 4, 1], [0, 3, 0], [6]], ids=str)
+def test_one_call_for_all_experts_is_a_loop_over_them(counts: list[int]) -> None:
+    """`F.grouped_mm` in bf16, which is for GPUs, but runs everywhere."""
+    mesh, width, out = ParallelMesh(), 8, 16
+    tensor = LogicalTensor("experts", (len(counts), out, width), Normal(1.0), True)
+    weight = Parameter(placement.split(mesh, tensor, {0: ("ep",)}), torch.bfloat16, mesh.device)
+    weight.allocate()
+    nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
+    input = random(sum(counts), width, seed=1).bfloat16().requires_grad_()
+    gradient = random(sum(counts), out, seed=2).bfloat16()
+    wide, matrices = input.detach().double().requires_grad_(), weight.detach().double().view(-1, out, width)
+    of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    exact = torch.einsum("ri,roi->ro", wide, matrices[of_row])
+    exact.backward(gradient.double())
+    called = mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm)
+    with mock.patch.object(kernel, "_takes_grouped_mm", return_value=True), called as calls, poisoned_memory():
+        found = grouped_linear(input, weight, expert_rows([0, *accumulate(counts)]))
+        found.backward(gradient)
+    assert calls.call_count == 2
+    assert input.grad is not None
+    assert wide.grad is not None
+    assert_rounded_once(found.detach(), exact.detach(), "output")
+    assert_rounded_once(input.grad, wide.grad, "gradient")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
-from megalite.model.batch import LayerContext
+from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.moe import MoE
-from megalite.model.router import Z_LOSS, Router
+from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed
+from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.initialization import initialize
@@ -23,6 +25,7 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.tally import end_step
+from megalite.training.experts import expert_loads
 from tests.experts_oracle import Experts, Record
 from tests.harness.close import assert_bits_equal
 from tests.harness.poison import poisoned_memory
@@ -159,7 +162,8 @@ def run(case: Case, layer: MoE, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
     key = RandomKey(0, ())
     context = LayerContext(None, None, {}, key, layout, layout.runs, padding=rows, replayed=replayed, choices=choices)
     output, sums = layer(hidden.transpose(0, 1), context)
-    batch = type("Micro", (), {"tokens": torch.empty(BATCH, SEQUENCE), "padding": padding})
+    tokens = torch.empty(BATCH, SEQUENCE)
+    batch = MicroBatch(tokens, tokens, None, None, None, key, padding=padding)
     if replayed is not None:
         recorded = replayed[:, :, 0].int()
         if rows is not None:
@@ -173,26 +177,34 @@ def run(case: Case, layer: MoE, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
     return output.transpose(0, 1), torch.as_tensor(loss), sums
 
 
+def weights_of(layer: MoE) -> dict[str, Tensor]:
+    return {
+        piece.tensor.name: piece.view(parameter).detach().clone().requires_grad_()
+        for parameter, piece in named_pieces(layer)
+    }
+
+
+def computed_by_oracle(case: Case, weights: dict[str, Tensor], hidden: Tensor) -> tuple[Tensor, Record]:
+    """Return the layer's output, and what its router did."""
+    replayed = replayed_of(case)
+    routing = Routing(
+        {LAYER: torch.tensor(case.bias)} if case.bias else {},
+        padding_of(case),
+        replayed={LAYER: replayed} if replayed is not None else {},
+    )
+    output = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, hidden, routing)
+    return output, routing.records[LAYER]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_the_oracles(name: str) -> None:
     case = CASES[name]
     layer = layer_of(case)
     hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     gradient = torch.randn(hidden.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    weights = {
-        piece.tensor.name: piece.view(parameter).detach().clone().requires_grad_()
-        for parameter, piece in named_pieces(layer)
-    }
-    bias = torch.tensor(case.bias) if case.bias else None
-    replayed = replayed_of(case)
-    routing = Routing(
-        {LAYER: bias} if bias is not None else {},
-        padding_of(case),
-        replayed={LAYER: replayed} if replayed is not None else {},
-    )
+    weights = weights_of(layer)
     ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    expected = Oracle(activation=case.activation, experts=case.experts).moe(weights, LAYER, theirs, routing)
-    record = routing.records[LAYER]
+    expected, record = computed_by_oracle(case, weights, theirs)
     even = [torch.full((EXPERTS,), 1 / EXPERTS)]
     expected_loss = case.experts.loss([record], BATCH, even)
     with poisoned_memory():
@@ -216,14 +228,38 @@ def counts(record: Record) -> list[int]:
     return [*kept, *by_score, int(record.routed.sum() - record.kept.sum())]
 
 
+@pytest.mark.parametrize("name", ["padded experts", "replayed over capacity", "loss per sequence"])
+def test_figures_of_loads_are_those_of_the_oracles_choices(name: str) -> None:
+    case = CASES[name]
+    layer = layer_of(case)
+    hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    _, record = computed_by_oracle(case, weights_of(layer), hidden)
+    output, _, sums = run(case, layer, hidden)
+    output.sum().backward()
+    end_step([layer.router.tally])
+    chunk: Any = SimpleNamespace(layers=[SimpleNamespace(mlp=layer)], stage_layers=SimpleNamespace(first_layer=0))
+    figures = expert_loads([chunk], 1, ParallelMesh())
+    loads, choices = record.kept.sum((0, 1)), record.routed.sum()
+    assert 0 < loads.min() < loads.max()
+    assert (case.experts.capacity_factor is not None) == bool(choices > loads.sum())
+    assert figures == {
+        "max_expert_load/layer_0": pytest.approx((loads.max() / loads.mean()).item(), rel=1e-12),
+        "min_expert_load/layer_0": pytest.approx((loads.min() / loads.mean()).item(), rel=1e-12),
+        "dropped_assignments": pytest.approx((1 - loads.sum() / choices).item(), rel=1e-12),
+    }
+    entropy = -(record.shares * record.shares.clamp(min=1e-300).log()).sum()
+    torch.testing.assert_close(sums[ENTROPY], entropy.detach(), rtol=1e-12, atol=0.0)
+
+
 def test_equal_logits_choose_the_first_experts() -> None:
     layer = layer_of(CASES["equal logits"])
     run(CASES["equal logits"], layer, torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64))[0].sum().backward()
     assert layer.router.tally.own[:EXPERTS].tolist() == [BATCH * SEQUENCE, BATCH * SEQUENCE, 0, 0]
 
 
-def test_without_training_nothing_is_dropped_counted_or_lost() -> None:
-    case = CASES["capacity 1"]
+@pytest.mark.parametrize("name", ["capacity 1", "padded experts"])
+def test_without_training_nothing_is_dropped_counted_or_lost(name: str) -> None:
+    case = replace(CASES[name], padding=False)
     layer, dropless = layer_of(case), layer_of(CASES["softmax of the chosen"])
     hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64)
     layer.eval()
@@ -315,24 +351,36 @@ def test_z_loss_is_a_term_of_its_own() -> None:
     assert terms[Z_LOSS].requires_grad
 
 
+@pytest.mark.parametrize("way", ["one rank", "alltoall", "allgather"])
 @pytest.mark.parametrize("name", ["softmax of the chosen", "biases", "padded experts with biases", "loss over steps"])
-def test_the_host_asks_the_device_once_and_never_with_padding(name: str) -> None:
-    """Run a layer on the meta device, which cannot answer: each question but that answered here is an error."""
-    case, meta = CASES[name], torch.device("meta")
-    layer = MoE(config(case), ParallelContext(ParallelMesh(device=meta), dtype=torch.float32), 0)
+def test_the_host_asks_the_device_once_and_never_with_padding(name: str, way: str) -> None:
+    """Run a layer on the meta device, which cannot answer: each question but that answered here is an error.
+
+    The two ranks of a group have equal loads. Their collectives return empty tensors.
+    """
+    case, meta, ranks = CASES[name], torch.device("meta"), 1 if way == "one rank" else 2
+    mesh = UnconnectedMesh(rank=0, world_size=ranks, expert_parallel_size=ranks, device=meta)
+    options = config(case) if ranks == 1 else replace(config(case), moe_token_dispatcher_type=way)
+    layer = MoE(options, ParallelContext(mesh, dtype=torch.float32), 0)
     layer.router.tally.own = layer.router.tally.own.to(meta)
     hidden = torch.empty(SEQUENCE, BATCH, HIDDEN, device=meta, requires_grad=True)
     layout, asked = SequenceLayout.whole(SEQUENCE), list[torch.Size]()
     padding = torch.empty(SEQUENCE, BATCH, dtype=torch.bool, device=meta) if case.padding else None
     context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs, padding=padding)
+    tokens, local = BATCH * SEQUENCE, EXPERTS // ranks
 
-    def answer(tensor: Tensor) -> list[int]:
+    def answer(tensor: Tensor) -> list[Any]:
         asked.append(tensor.shape)
-        return [BATCH * SEQUENCE * 2 // EXPERTS] * EXPERTS
+        if way == "alltoall":  # the tokens sent to each rank, those received, and choices of each expert, by rank
+            return [[tokens] * ranks, [tokens] * ranks, *[[tokens * 2 // EXPERTS] * ranks] * local]
+        return [ranks * tokens * 2 // EXPERTS] * local
 
     copies = mock.patch("torch.tensor", side_effect=AssertionError("a copy from the host waits for the device"))
-    with copies, mock.patch.object(Tensor, "tolist", answer):
+    sending = mock.patch.object(collectives, "launch", return_value=None)
+    with copies, sending as sent, mock.patch.object(Tensor, "tolist", answer):
         output, terms = layer(hidden, context)
         (output.sum() + sum(terms.values())).backward()
-    assert asked == ([] if layer.padded else [torch.Size([EXPERTS])])
+    shape = (2 + local, ranks) if way == "alltoall" else (local,)
+    assert asked == ([] if layer.padded else [torch.Size(shape)])
     assert hidden.grad is not None
+    assert sent.called == (ranks > 1)

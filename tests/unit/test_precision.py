@@ -21,20 +21,25 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.model.norm import Norm
 from megalite.model.rotary import rotary_tables
+from megalite.model.router import Z_LOSS, Router
 from megalite.optim.buckets import DataParallel, make_buckets
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
+from megalite.parallel import placement
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.grouped import ExpertRows, activated_grouped_linear
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Gradient, ProductGradient, RowsGradient
+from megalite.parallel.parameter import DenseGradient, Gradient, Parameter, ProductGradient, RowsGradient
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.training.batches import to_micro_batches
@@ -243,6 +248,47 @@ def test_parts_of_a_vocabulary_are_merged_in_fp32(ranks: int) -> None:
     exact = torch.stack([wide.logsumexp(1), wide.gather(1, labels[:, None])[:, 0], wide.sum(1)])
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("kind", [None, "fp32", "fp64"])
+def test_logits_of_experts(kind: Any) -> None:
+    """Round the product to the model's precision by default; weights and losses are computed in fp32 in any case."""
+    config = replace(
+        MODEL, hidden_size=512, num_experts=8, moe_z_loss_coeff=1.0, init_method_std=0.1, moe_router_dtype=kind
+    )
+    router = Router(config, ParallelContext(MESH, dtype=torch.bfloat16), 0)
+    initialize(router, seed=1)
+    hidden, weight, layout = numbers(40, 1, 512).bfloat16(), router.weight.detach(), SequenceLayout.whole(40)
+    routing = router(hidden, LayerContext(None, None, {}, RandomKey(1, ()), layout, layout.runs))
+    given, rounded = hidden.flatten(0, 1), F.linear(hidden, weight).flatten(0, 1).double()
+    exact = rounded if kind is None else F.linear(given.double(), weight.double())
+    torch.testing.assert_close(routing.experts, exact.topk(2).indices)
+    assert routing.weights.dtype == torch.float32
+    torch.testing.assert_close(routing.weights.double(), exact.topk(2).values.softmax(-1), rtol=2e-6, atol=0.0)
+    tolerance = 1e-12 if kind == "fp64" else 2e-6
+    torch.testing.assert_close(
+        routing.terms[Z_LOSS].double(), exact.logsumexp(-1).square().sum(), rtol=tolerance, atol=0.0
+    )
+
+
+@each_dtype
+def test_the_gradient_of_an_experts_weight_is_added_up_in_fp32(dtype: torch.dtype) -> None:
+    """The identity as matrix, so that the products are exact."""
+    tensor = LogicalTensor("experts", (1, 256, 256), Constant(0.0), True)
+    matrix = Parameter(placement.split(MESH, tensor, {0: ("ep",)}), dtype, MESH.device)
+    matrix.allocate()
+    with torch.no_grad():
+        matrix.copy_(torch.eye(256))
+    given, gradient = numbers(30, 256).to(dtype), numbers(30, 256, seed=2).to(dtype)
+    scale = torch.ones(30, requires_grad=True)
+    groups = ExpertRows((0, 30), torch.tensor([30], dtype=torch.int32))
+    activated_grouped_linear(given, scale, lambda rows: rows * 1, matrix, groups).backward(gradient)
+    assert scale.grad is not None
+    exact = (given.double() * gradient.double()).sum(1)
+    torch.testing.assert_close(scale.grad.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @each_dtype
