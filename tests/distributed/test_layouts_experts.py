@@ -13,7 +13,7 @@ from megalite.model.moe import MoE
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from tests.distributed.layout_cell import EXPERTS, RECOMPUTE, Cell, make_cell, rates
-from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, run
+from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, on_ranks, run
 from tests.distributed.layout_run import (
     Training,
     held,
@@ -56,6 +56,13 @@ def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) 
     data = DATA[turn % 4] if family == "switch" else {"padding": turn % 2 == 0}
     dispatcher = ("alltoall", "allgather")[turn % 2]
     cell = make_cell(LAYOUTS[layout] | data | {"family": family}, dispatcher=dispatcher, steps=3)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-ep2", "pp2"])
+def test_experts_beside_attention_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    cell = make_cell(LAYOUTS[layout] | {"family": "mixtral", "parallel_residual": True}, steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
@@ -201,6 +208,31 @@ def resumed(save: Cell, load: Cell, directory: Path) -> Any:
     with unsharded_parameters(second.optimizer):
         final = held(second.network, second.mesh, lambda parameter: parameter)
     return loss, update.gradient_norm, final, held_states(second.network, second.mesh)
+
+
+def unbroken(cell: Cell) -> Any:
+    """Train two steps; return what `resumed` returns."""
+    mesh = make_meshes([cell])[cell.split]
+    training = Training(mesh, cell, initialized_chunks(mesh, cell))
+    training.step(0)
+    loss, update = training.step(1)
+    with unsharded_parameters(training.optimizer):
+        final = held(training.network, mesh, lambda parameter: parameter)
+    return loss, update.gradient_norm, final, held_states(training.network, mesh)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("layout", ["alone", "ep2-etp2"])
+def test_a_training_that_is_resumed_has_the_same_bits(layout: str, rank_pools: RankPools, tmp_path: Path) -> None:
+    """Biases and loads of the previous step go with the weights."""
+    cell = make_cell(LAYOUTS[layout] | {"family": "deepseek"}, optimizer="adam")
+    ranks = on_ranks(rank_pools, cell.world_size, resumed, cell, cell, tmp_path)
+    for found, wanted in zip(ranks, on_ranks(rank_pools, cell.world_size, unbroken, cell), strict=True):
+        assert found[:2] == wanted[:2]
+        for ours, theirs in zip((*found[2], *found[3]), (*wanted[2], *wanted[3]), strict=True):
+            assert (ours.name, ours.box, ours.digest) == (theirs.name, theirs.box, theirs.digest)
+    names = {state.name.rpartition(".")[2] for state in ranks[0][3]}
+    assert names == {"expert_bias", "previous_load"}
 
 
 SPLITS: list[Row] = [

@@ -35,6 +35,9 @@ WIDE = [
     {"tp": 1, "dp": 2, "pp": 3, "schedule": "zb-h1", "zero": 3},
 ]
 
+EXPERTS = {"experts": {"tp": 1, "dp": 2, "ep": 2, "zero": 1, "family": "deepseek"}}
+"""Layouts of a network with biases and loads of experts, which a skipped step must not change."""
+
 
 def name(layout: dict) -> str:
     return f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}" + "-sharded" * (layout.get("zero", 0) > 1)
@@ -72,7 +75,7 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", [*CASES, *(pytest.param(layout, id=name) for name, layout in EXPERTS.items())])
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
     """The first step is skipped; the second has the same result as if it were the first."""
     world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)
@@ -87,3 +90,6 @@ def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPo
         assert result.losses[1] == expected.losses[0]
         for name, value in expected.final.items():
             assert_bits_equal(result.final[name], value, f"{name}, infinity on rank {rank}")
+        assert result.states.keys() == expected.states.keys()
+        for name, value in expected.states.items():
+            assert_bits_equal(result.states[name], value, f"{name}, infinity on rank {rank}")

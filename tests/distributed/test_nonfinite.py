@@ -17,6 +17,8 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.state import states_of
+from megalite.parallel.tally import tallies_of
 from megalite.process.host import host_name
 from megalite.training.nonfinite import SkippedStep, locate
 from tests.distributed.layout_cell import Cell, make_cell, rates
@@ -169,6 +171,8 @@ def _digest(training: Training, losses: list[float]) -> str:
 
 def _kept(training: Training) -> Iterator[Tensor]:
     yield from training.network.parameters()
+    yield from (state.values for state in states_of(training.network))
+    yield from (tally.own for tally in tallies_of(training.network))
     for part in training.optimizer.slices():
         yield from (part.state[name] for name in sorted(part.state))
 
@@ -186,6 +190,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO 1": {"tp": 1, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
     "dp 2, ZeRO 2": {"tp": 1, "dp": 2, "zero": 2, "recompute": "selective"},
     "dp 2, ZeRO 3": {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "uniform"},
+    "experts": {"tp": 1, "dp": 1, "family": "deepseek"},
     "pp 2, dp 2, ZeRO 3": {"tp": 1, "dp": 2, "pp": 2, "zero": 3, "schedule": "interleaved-2"},
 }
 WIDE = (
