@@ -49,7 +49,7 @@ def made_state() -> tuple[GPT, Optimizer]:
     for bucket in optimizer.buckets:
         for accumulator in bucket.accumulators:
             accumulator.gradients.normal_(std=1e-3)
-    optimizer._update(Rates(1e-3, 1e-3, 0.01))
+    optimizer._update(Rates(1e-3, 1e-3, 0.01), 1.0)
     return network, optimizer
 
 

@@ -117,7 +117,7 @@ def compare_flex(gpus: int, deadline: float) -> dict[str, object]:
     """The largest relative difference between the losses with DeepEP and with all-to-all, and the steps' times."""
     if gpus < 2:
         return {"left out": "one GPU"}
-    reason = why_unavailable(1024, torch.bfloat16, torch.device("cuda", 0))
+    reason = why_unavailable(1024, 4, torch.bfloat16, torch.device("cuda", 0))
     if reason is not None:
         return {"left out": reason}
     ranks = 2 if gpus < 4 else 4
