@@ -113,6 +113,8 @@ _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
 _EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
+_ROUTED_PARTS = "tests/distributed/test_router.py::test_parts_of_samples_are_routed_as_whole_ones"
+_HOST_WAITS = "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -1325,29 +1327,30 @@ MUTANTS = (
     Mutant(
         "the bias of the choice enters the weights",
         "megalite/model/router.py",
-        "weights = routing_weights(logits, chosen, self.rule)",
-        "weights = routing_weights(logits if bias is None else logits + bias, chosen, self.rule)",
+        "weights = routing_weights(logits.flatten(0, 1),",
+        "bias = self.expert_bias and self.expert_bias.values\n        weights = routing_weights("
+        "(logits if bias is None else logits + bias).flatten(0, 1),",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[biased to one]",
     ),
     Mutant(
         "the balancing loss counts the choices of the bias",
         "megalite/model/router.py",
-        "by_score = choose_experts(logits, None, RoutingRule(self.rule.topk))",
-        "by_score = choose_experts(logits, bias, RoutingRule(self.rule.topk))",
+        "unbiased_choice = choose_experts(logits, None, self.rule.unrestricted)",
+        "unbiased_choice = choose_experts(logits, bias, self.rule.unrestricted)",
         "tests/distributed/test_layouts_experts.py::test_steps_are_the_oracles[deepseek-alone]",
     ),
     Mutant(
         "padding is routed",
         "megalite/model/router.py",
-        "(each.masked_fill(padding[:, :, None], -1) for each in (by_score, chosen))",
-        "(by_score.masked_fill(padding[:, :, None], -1), chosen)",
+        "(each.masked_fill(padding, -1) for each in (unbiased_choice, chosen))",
+        "(unbiased_choice.masked_fill(padding, -1), chosen)",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[loss per sequence]",
     ),
     Mutant(
         "padding counts as choices of the balancing loss",
         "megalite/model/router.py",
-        "(each.masked_fill(padding[:, :, None], -1) for each in (by_score, chosen))",
-        "(by_score, chosen.masked_fill(padding[:, :, None], -1))",
+        "(each.masked_fill(padding, -1) for each in (unbiased_choice, chosen))",
+        "(unbiased_choice, chosen.masked_fill(padding, -1))",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[loss per sequence]",
     ),
     Mutant(
@@ -1367,8 +1370,8 @@ MUTANTS = (
     Mutant(
         "a sample of padding counts in the mean of the balancing losses",
         "megalite/model/router.py",
-        "(~micro_batch.padding).any(dim=1).sum()",
-        "torch.tensor(len(micro_batch.tokens))",
+        "return _real_samples(micro_batch).sum()",
+        "return torch.tensor(len(micro_batch.tokens))",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[loss per sequence]",
     ),
     Mutant(
@@ -1402,8 +1405,8 @@ MUTANTS = (
     Mutant(
         "the host counts gathered rows when the tokens have arrived",
         "megalite/parallel/dispatch.py",
-        "self._arrange(arriving(), own, of_choices(), back, padded, by_expert)",
-        "self._arrange(arriving(), own, of_choices(), back, padded, None if padded else self._count_own(own))",
+        "self._arrange(arriving(), local_choices, of_choices(), back, padded, by_expert)",
+        "self._arrange(arriving(), local_choices, of_choices(), back, padded, self._rows_per_expert(local_choices))",
         "tests/distributed/test_dispatch.py::test_the_host_counts_rows_before_the_caller_goes_on[allgather]",
     ),
     Mutant(
@@ -1416,8 +1419,8 @@ MUTANTS = (
     Mutant(
         "dropped choices count as tokens of their experts",
         "megalite/model/router.py",
-        "                occurrences(chosen.flatten(), self.num_experts),",
-        "                occurrences(by_score.flatten(), self.num_experts),",
+        "                occurrences(kept.flatten(), self.num_experts),",
+        "                occurrences(unbiased_choice.flatten(), self.num_experts),",
         "tests/unit/test_moe.py::test_a_layer_is_the_oracles[capacity 1]",
     ),
     Mutant(
@@ -1437,7 +1440,7 @@ MUTANTS = (
     Mutant(
         "the next step's balancing loss has the loads after the bias",
         "megalite/model/router.py",
-        "by_score.double() / by_score.sum().clamp(min=1)",
+        "unbiased.double() / unbiased.sum().clamp(min=1)",
         "counts.double() / counts.sum().clamp(min=1)",
         "tests/distributed/test_layouts_experts.py::test_steps_are_the_oracles[deepseek-alone]",
     ),
@@ -1523,14 +1526,14 @@ MUTANTS = (
         "megalite/parallel/grouped.py",
         "counts = groups.ends.diff(prepend=groups.ends.new_zeros(1))",
         "counts = torch.tensor(groups.offsets, device=bias.device).diff()",
-        "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding[biases]",
+        "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding[biases-one rank]",
     ),
     Mutant(
         "the rows of a layer with experts are counted on the host in backward, too",
         "megalite/parallel/dispatch.py",
         "            return back(unpermute(outputs, permutation))",
-        "            own.tolist()\n            return back(unpermute(outputs, permutation))",
-        "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding[padded experts with biases]",
+        "            local_choices.tolist()\n            return back(unpermute(outputs, permutation))",
+        f"{_HOST_WAITS}[padded experts with biases-one rank]",
     ),
     Mutant(
         "the proof is told of counts in backward",
@@ -1649,7 +1652,7 @@ MUTANTS = (
         "megalite/config/validate.py",
         "elif of_experts % instances:",
         "elif False:",
-        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+        "tests/unit/test_config_validate.py::test_layouts_of_experts_fit_the_ranks",
     ),
     Mutant(
         "a bucket that one rank holds alone is gathered onto itself",
@@ -1686,6 +1689,147 @@ MUTANTS = (
         "        self.begin_parameter_gather()\n        if not",
         "        if not",
         _one_step("tp1-dp2"),
+    Mutant(
+        "choices over capacity are dropped in the order in which chunks of a sample are gathered",
+        "megalite/model/router.py",
+        "cut = len(layout.of_ranks) > 1",
+        "cut = False",
+        f"{_ROUTED_PARTS}[position-False-2]",
+    ),
+    Mutant(
+        "a rank takes the choices at the places of another one's chunks",
+        "megalite/model/router.py",
+        "dropped[places[own]]",
+        "dropped[own]",
+        f"{_ROUTED_PARTS}[probs-False-4]",
+    ),
+    Mutant(
+        "each context-parallel rank counts the samples of balancing losses",
+        "megalite/model/router.py",
+        "if micro_batch.layout.runs[0].start > 0:",
+        "if False:",
+        f"{_ROUTED_PARTS}[probs-False-2]",
+    ),
+    Mutant(
+        "records have the order in which chunks of a sample are gathered",
+        "megalite/training/routing_recorder.py",
+        "if len(layout.of_ranks) > 1:",
+        "if False:",
+        f"{_ROUTED_PARTS}[probs-False-2]",
+    ),
+    Mutant(
+        "a run that died before it saved cannot begin again in its folder of records",
+        "megalite/data/routing_records.py",
+        "read_json(self._run_path) == self.run",
+        "False",
+        "tests/distributed/test_experts_run.py::test_a_run_that_died_before_it_saved_starts_again_in_its_folder",
+    ),
+    Mutant(
+        "a run writes into the records of another run",
+        "megalite/data/routing_records.py",
+        'self.run.get("save") is not None and read_json(self._run_path) == self.run',
+        'self.run.get("save") is not None',
+        "tests/distributed/test_experts_run.py::test_a_run_that_died_before_it_saved_starts_again_in_its_folder",
+    ),
+    Mutant(
+        "the largest load of an expert has one token more",
+        "megalite/training/experts.py",
+        "counts.max() * len(counts)",
+        "(counts.max() + 1) * len(counts)",
+        "tests/unit/test_moe.py::test_figures_of_loads_are_those_of_the_oracles_choices[padded experts]",
+    ),
+    Mutant(
+        "the smallest load of an expert is zero",
+        "megalite/training/experts.py",
+        "counts.min() * len(counts)",
+        "counts.min() * 0",
+        "tests/unit/test_moe.py::test_figures_of_loads_are_those_of_the_oracles_choices[padded experts]",
+    ),
+    Mutant(
+        "the share of dropped choices is of those that are left",
+        "megalite/training/experts.py",
+        "numbers[:, 3].sum() / numbers[:, 2:].sum()",
+        "numbers[:, 3].sum() / numbers[:, 2].sum()",
+        "tests/unit/test_moe.py::test_figures_of_loads_are_those_of_the_oracles_choices[padded experts]",
+    ),
+    Mutant(
+        "half of the entropy of a router is recorded",
+        "megalite/model/router.py",
+        "torch.special.entr(shares.detach()).sum()",
+        "torch.special.entr(shares.detach()).sum() / 2",
+        "tests/unit/test_moe.py::test_figures_of_loads_are_those_of_the_oracles_choices[loss per sequence]",
+    ),
+    Mutant(
+        "logits of experts have the precision of the model whatever the flag says",
+        "megalite/model/router.py",
+        "dtype = torch.promote_types(dtype, hidden.dtype)",
+        "dtype = hidden.dtype",
+        f"{_PRECISION}logits_of_experts[fp32]",
+    ),
+    Mutant(
+        "weights of experts are computed in bf16",
+        "megalite/model/router.py",
+        "return logits.to(torch.promote_types(dtype, torch.float32))",
+        "return logits",
+        f"{_PRECISION}logits_of_experts[None]",
+    ),
+    Mutant(
+        "one call for all experts takes their matrices transposed",
+        "kernels/megalite_kernels/grouped.py",
+        "F.grouped_mm(rows, matrices, offs=ends)",
+        "F.grouped_mm(rows, matrices.reshape(len(matrices), *matrices.shape[:0:-1]).transpose(1, 2), offs=ends)",
+        "tests/unit/test_grouped.py::test_one_call_for_all_experts_is_a_loop_over_them",
+    ),
+    Mutant(
+        "the host waits once more for the rows that all-to-all brings",
+        "megalite/parallel/dispatch.py",
+        "            numbers, of_choices = arriving_choices().tensor_split(2, dim=1)",
+        "            numbers, of_choices = arriving_choices().tensor_split(2, dim=1)\n            numbers.tolist()",
+        f"{_HOST_WAITS}[padded experts with biases-alltoall]",
+    ),
+    Mutant(
+        "the host counts gathered rows also where experts are padded",
+        "megalite/parallel/dispatch.py",
+        "by_expert = None if padded else self._rows_per_expert(local_choices)",
+        "by_expert = self._rows_per_expert(local_choices)",
+        f"{_HOST_WAITS}[padded experts with biases-allgather]",
+    ),
+    Mutant(
+        "evaluation drops the tokens that padded experts have no rows for",
+        "megalite/model/moe.py",
+        "if self.padded and self.training else None",
+        "if self.padded else None",
+        "tests/unit/test_moe.py::test_without_training_nothing_is_dropped_counted_or_lost[padded experts]",
+    ),
+    Mutant(
+        "the sums of ranks are added in bf16",
+        "megalite/parallel/dispatch.py",
+        "received[0].to(torch.promote_types(rows.dtype, torch.float32), copy=True)",
+        "received[0].clone()",
+        "tests/distributed/test_dispatch.py::test_sums_of_ranks_are_rounded_once[allgather]",
+    ),
+    Mutant(
+        "the gradient of an expert's weight is added up in bf16",
+        "megalite/parallel/grouped.py",
+        "torch.linalg.vecdot(one.to(dtype), other.to(dtype))",
+        "torch.linalg.vecdot(one, other).to(dtype)",
+        f"{_PRECISION}the_gradient_of_an_experts_weight_is_added_up_in_fp32",
+    ),
+    Mutant(
+        "a skipped step moves the biases of experts",
+        "megalite/optim/optimizer.py",
+        "            return result\n        for pending in",
+        "            end_step(list(chain.from_iterable(self._tallies.values())))\n            return result\n"
+        "        for pending in",
+        "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[experts]",
+    ),
+    Mutant(
+        "padded experts have more rows than tokens in the report of memory",
+        "megalite/training/memory.py",
+        "rows = min(rows * model.moe_expert_capacity_factor, experts)",
+        "rows = rows * model.moe_expert_capacity_factor",
+        "tests/distributed/test_memory.py::test_the_report_at_the_start_is_right[2-1-False-1]",
+    ),
     ),
     Mutant(
         "a module does not wait for the parameters that are gathered for it",

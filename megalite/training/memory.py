@@ -204,5 +204,7 @@ def _experts(model: ModelConfig, parts: int, item: int, wide: int) -> float:
     """
     inner = (model.activation.matrices - 1) * model.expert_ffn_size
     choice = (model.hidden_size * parts + inner) * item + 6 * 8 + 2 * wide
-    capacity = model.moe_expert_capacity_factor if model.moe_pad_expert_input_to_capacity else None
-    return model.moe_router_topk * (capacity or 1.0) * choice + 2 * (model.num_experts or 0) * wide
+    experts, rows = model.num_experts or 0, float(model.moe_router_topk)
+    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is not None:
+        rows = min(rows * model.moe_expert_capacity_factor, experts)  # an expert takes a token once
+    return rows * choice + 2 * experts * wide
