@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megalite.config.fields import NonNegativeInt, PositiveInt
+from megalite.config.fields import NonNegativeInt, PositiveInt, Range
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -24,6 +24,11 @@ from megalite.process.place import place_from_environment
 
 if TYPE_CHECKING:
     from megalite.inference.text import TextPiece
+
+_ONE = Range(
+    "1, since each rank keeps the keys and values of whole texts (--tp and --pp split the model)",
+    lambda value: value == 1,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,8 @@ class Arguments:
     """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (short: --pp)."""
+    context_parallel_size: Annotated[int, _ONE] = 1
+    """Ranks that each hold a part of every text (short: --cp): always 1."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton if there is a GPU and PyTorch if not (auto)."""
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
-from megalite.training.summary import masks_of_an_operator
+from megalite.errors import ConfigurationError
+from megalite.parallel.attention_plan import FirstKeys
+from megalite.training.batches import Cutting
+from megalite.training.kernels import require_equal_dropout
+from megalite.training.summary import _context, masks_of_an_operator
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.1)
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -31,3 +39,67 @@ def test_an_operator_that_draws_its_own_masks_is_named() -> None:
 )
 def test_what_follows_the_rule_is_not(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     assert masks_of_an_operator(model, device, dtype) == {}
+
+
+RUN = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 9"
+)
+
+
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a", "a2a+p2p --hierarchical-context-parallel-sizes 2 2"])
+def test_dropout_that_depends_on_the_ranks_is_refused(way: str) -> None:
+    config = parse_arguments(f"{RUN} --bf16 --attention-dropout 0.25 --cp 4 --cp-comm-type {way}".split()).config
+    with pytest.raises(ConfigurationError) as raised:
+        require_equal_dropout(config, GPU)
+    (line,) = str(raised.value).splitlines()
+    assert line.startswith("--attention-dropout 0.25 with --context-parallel-size 4: ")
+    assert line.endswith("give --attention-dropout 0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "device"),
+    [
+        ("--bf16 --attention-dropout 0.1 --cp 1", GPU),
+        ("--bf16 --attention-dropout 0 --cp 2", GPU),
+        ("--fp64 --attention-dropout 0.1 --cp 2", GPU),
+        ("--bf16 --attention-dropout 0.1 --cp 2 --attn-logit-softcapping 50", GPU),
+        ("--bf16 --attention-dropout 0.1 --cp 2", CPU),
+    ],
+    ids=["one rank", "without dropout", "float64", "capped scores", "on a CPU"],
+)
+def test_dropout_that_is_equal_on_all_ranks_is_not(flags: str, device: torch.device) -> None:
+    require_equal_dropout(parse_arguments(f"{RUN} {flags}".split()).config, device)
+
+
+def context_line(cutting: Cutting, flags: str) -> str:
+    trainer: Any = SimpleNamespace(cutting=cutting, config=parse_arguments(f"{RUN} {flags}".split()).config)
+    return " ".join(map(str, _context(trainer).values()))
+
+
+def test_a_rank_has_its_share_of_tokens_and_of_scores() -> None:
+    assert context_line(Cutting(), "") == ""
+    assert context_line(Cutting(4, 1), "--cp 4") == (
+        "1,024 of 4,096 tokens per rank in 2 chunks, by p2p; the busiest rank computes 1.000 x the mean scores"
+    )
+    ways = "--cp-comm-type p2p all_gather p2p all_gather"
+    assert "in 2 chunks, by p2p, all_gather;" in context_line(Cutting(4, 1), f"--cp 4 {ways}")
+    documents = "--reset-attention-mask --cp-balance documents"
+    assert context_line(Cutting(4, 1, 16), f"--cp 4 {documents}").endswith(
+        "in 16 chunks, by p2p; the busiest rank computes 1.000 x the mean scores without documents, and with them as "
+        "busiest_context_parallel_rank in the metrics says"
+    )
+
+
+def test_the_busiest_rank_is_that_of_each_micro_batch() -> None:
+    """The first of two documents is 6 of 8 tokens. In chunks of 2, it has 3 + 7 + 11 scores, and the other one 3."""
+    documents = np.array([0, 0, 0, 0, 0, 0, 6, 6])
+    first = FirstKeys(documents, documents)
+    cutting = Cutting(2, 0)
+    layout = cutting.layout(8, first)
+    assert cutting.loads(layout, first) == [6, 18]
+    cut: Any = SimpleNamespace(layout=layout, bounds=first)
+    whole: Any = SimpleNamespace(layout=layout, bounds=FirstKeys())
+    assert cutting.busiest([cut]) == (18, 12)
+    assert cutting.busiest([cut, whole]) == (18 + 18, 12 + 18)
+    assert Cutting(2, 0, windows={None: 1, 0: 3}).loads(layout, FirstKeys()) == [18 + 3 * 8, 18 + 3 * 8]
