@@ -124,6 +124,17 @@ def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
         assert "well" in shell(block, checkout)
 
 
+@pytest.mark.wide
+def test_the_training_under_context_parallelism_runs(checkout: Path) -> None:
+    (block,) = re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / "docs/context_parallel.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    out = shell(block, checkout)
+    assert "128 of 256 tokens per rank in 2 chunks, by p2p" in out
+    assert "step 5/5" in out
+    assert "busiest_context_parallel_rank" in (checkout / "run/context/metrics.jsonl").read_text()
+
+
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
     """Check flags in the text around the commands, too."""
     known = shell(f"python pretrain_gpt.py --help; cat {ROOT}/megalite/commands/*.py examples/*", checkout)
