@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 EXPERTS = words(
     "--num-experts 4 --ep 4 --moe-token-dispatcher-type alltoall --use-distributed-optimizer --global-batch-size 8"
 )
+CONTEXT = words("--cp 4 --use-distributed-optimizer --global-batch-size 4")
 FLAGS = (
     *words("--tokenizer-type NullTokenizer --vocab-size 60 --split 8,2,0"),
     *GPT2,
@@ -108,7 +109,7 @@ class Campaign:
         environment["STEP_SECONDS"] = str(step_seconds)
         output = self.folder / f"start{self._starts}"
         with Job(
-            [FAULTY, *FLAGS, *(LAYOUTS | {"ep": EXPERTS})[self.layout], *flags],
+            [FAULTY, *FLAGS, *(LAYOUTS | {"ep": EXPERTS, "cp": CONTEXT})[self.layout], *flags],
             RANKS,
             output,
             environment,

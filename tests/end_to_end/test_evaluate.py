@@ -119,11 +119,17 @@ def test_batches_change_nothing(byte_llama: Path, texts: Path, tmp_path: Path) -
         assert_number_close(loss(size), loss(1), f"{size} windows at a time")
 
 
-LAYOUTS = {"dp2": (2, ""), "tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2": (4, "--tp 2 --pp 2")}
+LAYOUTS = {
+    "dp2": (2, ""),
+    "tp2": (2, "--tp 2"),
+    "pp2": (2, "--pp 2"),
+    "tp2-pp2": (4, "--tp 2 --pp 2"),
+    "cp2": (2, "--cp 2"),
+}
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("tp2", "pp2")), "tp2-pp2"]
+    "layout", ["dp2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("tp2", "pp2")), "tp2-pp2", "cp2"]
 )
 def test_every_layout_finds_the_same(
     layout: str, byte_llama: Path, texts: Path, tmp_path: Path, spawn: Callable[..., Job]

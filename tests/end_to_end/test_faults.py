@@ -263,6 +263,13 @@ def test_a_rank_that_dies_while_tokens_travel_to_experts_is_named(tmp_path: Path
     campaign.assert_unbroken()
 
 
+def test_a_rank_that_dies_while_keys_and_values_travel_is_named(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "cp")
+    campaign.disturb(Fault("round", 1, 2, "kill"))
+    campaign.disturb(Fault("round in backward", 3, 2, "stop"))
+    campaign.assert_unbroken()
+
+
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])
 def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")

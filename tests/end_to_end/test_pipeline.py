@@ -87,6 +87,18 @@ def test_a_rank_that_is_killed_ends_the_others(
     assert_names(error, stage)
 
 
+def test_a_rank_that_is_killed_ends_the_others_of_its_ring(spawn: Spawn, tmp_path: Path) -> None:
+    """The message names the round, and the rank whose keys, values or gradients were waited for."""
+    kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"
+    job = start_failing(spawn, tmp_path, kill, 2, "--cp", "4", "--no-watchdog", world_size=4)
+    codes = job.wait(timeout=60)
+    assert codes == [85, 85, -signal.SIGKILL, 85]
+    (error,) = errors(job)
+    what = "(gradients of )?keys and values"
+    assert re.search(rf"context parallelism, round \d of 4: waited for {what} from rank \d: ", error), error
+    assert "another rank has ended" in error
+
+
 def errors(job: Job) -> list[str]:
     """Return the stderr of all ranks together."""
     lines = "".join(job.stderr(rank) for rank in range(job.world_size)).splitlines()

@@ -28,7 +28,7 @@ from megalite.lifecycle import failure, launch, rendezvous
 from megalite.model.block import Block
 from megalite.optim.accumulator import Accumulator
 from megalite.optim.elementwise import FusedRule
-from megalite.parallel import dispatch
+from megalite.parallel import dispatch, key_value_exchange, transfer
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import builder, checkpoints, loop, pretrain, trainer
@@ -213,7 +213,9 @@ def disturb() -> None:
     wrap(Block, "forward", "evaluation", lambda: not torch.is_grad_enabled())
     in_backward()
     wrap(dispatch, "exchange_rows_async", "exchange")
-    wrap(dispatch._End, "backward", "exchange in backward")
+    wrap(transfer._End, "backward", "exchange in backward")
+    wrap(key_value_exchange.Ring, "pass_on", "round")
+    wrap(key_value_exchange._RingSum, "add", "round in backward")
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")
