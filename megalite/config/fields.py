@@ -97,7 +97,8 @@ def given(section: Any, names: str) -> list[str]:
         if isinstance(value, bool):
             flags.append(flag_of(name) if value else flag_of(f"no_{name}"))
         else:
-            flags.append(f"{flag_of(name)} {value}")
+            values = value if isinstance(value, tuple) else (value,)
+            flags.append(" ".join([flag_of(name), *map(str, values)]))
     return flags
 
 

@@ -60,14 +60,14 @@ class ParallelConfig:
     context_parallel_size: Annotated[PositiveInt, at_most(100_000)] = 1
     """Ranks that each hold a part of every sequence (short: --cp)."""
     cp_comm_type: tuple[ContextParallelWay, ...] = ("p2p",)
-    """How context-parallel ranks compute attention together, for all layers or one value per layer: p2p passes keys and
+    """Way in which context-parallel ranks compute attention, for all layers or one value per layer: p2p passes keys and
     values around a ring, all_gather (or allgather) gathers them, a2a exchanges heads, a2a+p2p does both."""
     hierarchical_context_parallel_sizes: tuple[PositiveInt, ...] = ()
     """Two sizes for cp-comm-type a2a+p2p: the neighbouring ranks that exchange heads, and the ranks of each ring. Their
     product is context-parallel-size."""
     cp_balance: Literal["zigzag", "documents"] = "zigzag"
-    """How chunks of a sample are dealt to context-parallel ranks: zigzag gives rank r the chunks r and 2C - 1 - r of
-    2C; documents deals more and smaller chunks by the scores that the documents of each micro-batch leave."""
+    """Deal of the chunks of a sample to context-parallel ranks: zigzag gives rank r the chunks r and 2C - 1 - r of 2C;
+    documents deals more and smaller chunks by the scores that the documents of each micro-batch leave."""
     cp_chunks_per_rank: PositiveInt | None = None
     """Chunks of a sample per rank with cp-balance documents; unset: 16, or fewer if seq-length needs it."""
     expert_model_parallel_size: PositiveInt = 1
@@ -201,6 +201,8 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             f"{chunks} chunks x {size} ranks{tensor_ranks}; near it: {nearest}"
         )
     ways, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
+    if parallel.cp_balance == "documents" and set(ways) == {"a2a"}:
+        yield "--cp-balance documents changes nothing with --cp-comm-type a2a, which gives ranks all tokens: drop it"
     if len(ways) not in (1, model.num_layers):
         yield f"--cp-comm-type has {len(ways)} values: give one for all layers, or {model.num_layers}, one per layer"
     if "a2a+p2p" not in ways:
@@ -220,8 +222,8 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         if heads % (ranks := parallel.head_ranks[way]):
             fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
             yield (
-                f"--cp-comm-type {way} divides the {heads} heads of a tensor-parallel rank among {ranks} ranks: "
-                f"{', '.join(fitting)} ranks can divide them; p2p and all_gather divide none"
+                f"--cp-comm-type {way} cannot divide the heads of a tensor-parallel rank ({heads}) among {ranks} "
+                f"ranks: numbers of ranks that can are {', '.join(fitting)}; p2p and all_gather divide none"
             )
 
 

@@ -268,7 +268,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
     split = [("num-attention-heads", model.num_attention_heads)]
     if "dense" in _feed_forwards(model):
         split.append(("ffn-hidden-size", model.ffn_size))
-    if parallel.sequence_parallel:
+    if parallel.sequence_parallel and parallel.context_parallel_size == 1:  # otherwise its own check has more to say
         split.append(("seq-length", config.data.seq_length))
     for flag, size in split:
         if size % tensor:

@@ -129,9 +129,8 @@ class MoE(nn.Module):
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the ranks that share the experts."""
-        return [
-            Inside(name, "ep x etp", int(has_gradient)) for name, has_gradient in self.dispatcher.collectives(self.padded)
-        ]
+        called = self.dispatcher.collectives(self.padded)
+        return [Inside(name, "ep x etp", int(has_gradient)) for name, has_gradient in called]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,22 +26,25 @@ class Cutting:
         rank: this rank's position among them.
         chunks_per_rank: chunks of each rank if they are dealt by the work that documents leave; None: two chunks each,
             dealt the same way in every sample.
-        windows: number of layers with each window.
+        layers: number of layers with each window and each number of ranks that exchange heads.
     """
 
     ranks: int = 1
     rank: int = 0
     chunks_per_rank: int | None = None
-    windows: Mapping[int | None, int] = field(default_factory=lambda: {None: 1})
+    layers: Mapping[tuple[int | None, int], int] = field(default_factory=lambda: {(None, 1): 1})
 
     def layout(self, length: int, first: FirstKeys) -> SequenceLayout:
         """Return the tokens of each rank. `first`: bounds of the first key that each query sees."""
         table = zigzag(self.ranks)
         if self.ranks > 1 and self.chunks_per_rank is not None:
-            table = balanced(length, self.ranks, self.chunks_per_rank, self.windows, first)
+            windows: Counter[int | None] = Counter()
+            for (window, _), layers in self.layers.items():
+                windows[window] += layers
+            table = balanced(length, self.ranks, self.chunks_per_rank, windows, first)
         return SequenceLayout.cut(length, table, self.rank)
 
-    def busiest(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, float]:
+    def busiest(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
         """Return the scores that the busiest rank of each micro-batch computes, and those of a rank on average.
 
         Both are sums over the micro-batches, and over layers.
@@ -48,11 +52,18 @@ class Cutting:
         loads = [self.loads(micro_batch.layout, micro_batch.bounds) for micro_batch in micro_batches]
         return sum(map(max, loads)), sum(map(sum, loads)) / self.ranks
 
-    def loads(self, layout: SequenceLayout, first: FirstKeys) -> list[int]:
-        """Return the number of scores that each rank computes, summed over layers."""
-        size = len(layout.runs[0])
-        work = work_of_chunks(layout.length, layout.length // size, self.windows, first)
-        return [sum(work[run.start // size] for run in runs) for runs in layout.of_ranks]
+    def loads(self, layout: SequenceLayout, first: FirstKeys) -> list[float]:
+        """Return the number of scores that each rank computes, summed over layers.
+
+        Ranks that exchange heads share the scores of their tokens.
+        """
+        size, totals = len(layout.runs[0]), np.zeros(len(layout.of_ranks))
+        for (window, head_ranks), layers in self.layers.items():
+            work = work_of_chunks(layout.length, layout.length // size, {window: layers}, first)
+            own = [sum(work[run.start // size] for run in runs) for runs in layout.of_ranks]
+            totals += np.reshape(own, (-1, head_ranks)).mean(axis=1).repeat(head_ranks)
+        loads: list[float] = totals.tolist()
+        return loads
 
 
 def to_micro_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -107,8 +108,9 @@ def attention_ways(parallel: ParallelConfig) -> tuple[AttentionWay, ...]:
 def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
     """Return the rule by which samples are cut for the context-parallel ranks."""
     length = config.data.seq_length
-    windows = Counter(layer.keys_before for layer in config.model.layers)
-    return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), windows)
+    ways = itertools.cycle(attention_ways(config.parallel))
+    layers = Counter((layer.keys_before, way.head_ranks) for layer, way in zip(config.model.layers, ways, strict=False))
+    return Cutting(mesh.size("cp"), mesh.coordinate("cp"), config.parallel.chunks_per_rank(length), layers)
 
 
 def make_proved_schedules(

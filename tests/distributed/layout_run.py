@@ -301,8 +301,8 @@ def data_parallel(cell: Cell) -> DataParallel:
 def local_micro_batches(cell: Cell, step: int, dp_rank: int, cp_rank: int = 0) -> Iterator[MicroBatch]:
     """Yield this rank's part of the step's samples, in Megatron-LM's order."""
     whole, size = batch(cell, step), cell.micro_batch_size
-    windows = Counter(layer.keys_before for layer in model_config(cell).layers)
-    cutting = Cutting(cell.cp, cp_rank, cell.chunks, windows)
+    layers = Counter((layer.keys_before, head_ranks(vars(cell))) for layer in model_config(cell).layers)
+    cutting = Cutting(cell.cp, cp_rank, cell.chunks, layers)
     for start in range(dp_rank * size, cell.samples, cell.dp * size):
         own = slice(start, start + size)
         fields = MicroBatchArrays(

@@ -142,7 +142,7 @@ def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Te
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "cp2", "cp2-pp2"])
 def test_logits_and_scores_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
-    """Under context parallelism, sequences are padded to whole chunks, which learned positions do not reach."""
+    """Sequences are padded to whole chunks under context parallelism, beyond the learned positions."""
     context = [replace(cell, cp=2, pp=1 + ("pp2" in layout)) for cell in CELLS]
     cells = laid_out(layout) if layout in LAYOUTS else context
     tokens = torch.randint(15, (3, SEQUENCE), generator=torch.Generator().manual_seed(0))

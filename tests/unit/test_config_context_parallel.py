@@ -110,20 +110,20 @@ def test_each_layer_has_its_way() -> None:
         (
             "--cp 8 --cp-comm-type a2a",
             8,
-            "--cp-comm-type a2a divides the 12 heads of a tensor-parallel rank among 8 ranks: 1, 2, 3, 4, 6, 12 ranks "
-            "can divide them; p2p and all_gather divide none",
+            "--cp-comm-type a2a cannot divide the heads of a tensor-parallel rank (12) among 8 ranks: "
+            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather divide none",
         ),
         (
             "--cp 4 --tp 2 --cp-comm-type p2p a2a p2p a2a",
             8,
-            "--cp-comm-type a2a divides the 6 heads of a tensor-parallel rank among 4 ranks: 1, 2, 3, 6 ranks can "
-            "divide them; p2p and all_gather divide none",
+            "--cp-comm-type a2a cannot divide the heads of a tensor-parallel rank (6) among 4 ranks: "
+            "numbers of ranks that can are 1, 2, 3, 6; p2p and all_gather divide none",
         ),
         (
             f"--cp 16 {BOTH} 8 2",
             16,
-            "--cp-comm-type a2a+p2p divides the 12 heads of a tensor-parallel rank among 8 ranks: 1, 2, 3, 4, 6, 12 "
-            "ranks can divide them; p2p and all_gather divide none",
+            "--cp-comm-type a2a+p2p cannot divide the heads of a tensor-parallel rank (12) among 8 ranks: "
+            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather divide none",
         ),
         (
             f"--cp 4 {BOTH} 2 3",
@@ -165,7 +165,12 @@ def test_what_does_not_fit_is_one_line_with_what_does(flags: str, world_size: in
 def test_samples_are_not_packed_by_length() -> None:
     lines = problems("--cp 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 4", 2)
     assert [line.split()[0] for line in lines] == ["--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"]
-    assert all("documents are a mask here" in line and "--cp-balance documents" in line for line in lines)
+    assert all("documents are a mask" in line and "--cp-balance documents" in line for line in lines)
+
+
+def test_documents_cannot_be_balanced_where_ranks_have_all_tokens() -> None:
+    (line,) = problems(f"--cp 2 --cp-comm-type a2a {DOCUMENTS}", 2)
+    assert line.startswith("--cp-balance documents changes nothing with --cp-comm-type a2a")
 
 
 @pytest.mark.parametrize(

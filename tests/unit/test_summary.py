@@ -14,6 +14,7 @@ from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
 from megalite.parallel.attention_plan import FirstKeys
+from megalite.parallel.sequence import SequenceLayout
 from megalite.training.batches import Cutting
 from megalite.training.kernels import require_equal_dropout
 from megalite.training.summary import _context, masks_of_an_operator
@@ -102,4 +103,9 @@ def test_the_busiest_rank_is_that_of_each_micro_batch() -> None:
     whole: Any = SimpleNamespace(layout=layout, bounds=FirstKeys())
     assert cutting.busiest([cut]) == (18, 12)
     assert cutting.busiest([cut, whole]) == (18 + 18, 12 + 18)
-    assert Cutting(2, 0, windows={None: 1, 0: 3}).loads(layout, FirstKeys()) == [18 + 3 * 8, 18 + 3 * 8]
+    assert Cutting(2, 0, layers={(None, 1): 1, (0, 1): 3}).loads(layout, FirstKeys()) == [18 + 3 * 8, 18 + 3 * 8]
+    # Ranks that exchange heads share the scores of all: the documents of one rank's chunks do not matter.
+    uneven = FirstKeys(np.array([0, 0, 0, 0, 4, 5, 6, 7]), np.array([0, 0, 0, 0, 4, 5, 6, 7]))
+    neighbours = SequenceLayout(8, ((range(4),), (range(4, 8),)))
+    assert Cutting(2, 0).loads(neighbours, uneven) == [10, 16]
+    assert Cutting(2, 0, layers={(None, 2): 1}).loads(neighbours, uneven) == [13, 13]
