@@ -83,6 +83,7 @@ def part_gradients(
     """
     if takes_flash(query, mask, cap, kept):
         bias, causal = _additive(mask, query), mask == "causal"
+        lse = lse.contiguous()  # the operator of GPUs takes it so, without a check
         return flash_attention_gradients(gradient, query, key, value, output, lse, bias, causal, scale)
     with torch.enable_grad():
         inputs = [each.detach().requires_grad_() for each in (query, key, value)]

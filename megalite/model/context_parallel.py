@@ -62,8 +62,10 @@ class _Calls(NamedTuple):
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key_value: Tensor, calls: _Calls) -> Tensor:
+        batch, heads, tokens, width = query.shape
+        # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
         wide = torch.promote_types(query.dtype, torch.float32)
-        output = torch.empty(query.shape, dtype=wide, device=query.device)
+        output = torch.empty(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
         lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
         prepared = calls.exchange.prepare(key_value)
@@ -101,11 +103,11 @@ class _AttentionByParts(torch.autograd.Function):
                     **calls.options(number, part),
                 )
                 of_query[:, :, rows] += own
-                of_keys, place = torch.stack(others), of_block[:, :, :, part.keys]
-                if calls.groups is None:
-                    place += of_keys
-                else:
-                    place.index_add_(2, calls.groups, of_keys.to(place.dtype))
+                for place, of_keys in zip(of_block[:, :, :, part.keys].unbind(0), others, strict=True):
+                    if calls.groups is None:
+                        place += of_keys
+                    else:
+                        place.index_add_(1, calls.groups, of_keys.to(place.dtype))
             total.add(of_block)
         return of_query.to(query.dtype), total.total().to(prepared.dtype), None
 
@@ -198,7 +200,7 @@ class ContextParallelCore:
             kept = self._kept(random, layout, [of_round.keys for of_round in planned], query.shape[1], query.device)
         scale = 1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale
         calls = _Calls(parts, self._exchange(layout), groups, scale, inner.cap, kept)
-        key_value = torch.stack([key, value]).permute(0, 2, 3, 1, 4).contiguous()
+        key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
         output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
 
