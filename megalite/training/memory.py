@@ -7,18 +7,20 @@ temporaries of kernels) is not included; `peak_memory_bytes` of the metrics incl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from megalite.config.model import FeedForward, Mixer, ModelConfig
+from megalite.config.model import FeedForward, LayerSpec, Mixer, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.shard import bytes_per_element
+from megalite.parallel.context import AttentionWay
 from megalite.torch_internals import storage_identity
 
 
@@ -139,35 +141,34 @@ def activation_bytes(
     expert_tensor_parallel_size: int | None = None,
     fused_loss: bool = False,
     stage_layers: StageLayers | None = None,
+    context_parallel_size: int = 1,
+    attention_ways: Sequence[AttentionWay] = (AttentionWay(),),
 ) -> int:
     """Return the bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout,
     document masks and window masks.
 
-    Each layer keeps inputs, outputs and statistics of both norms; the fused projection (because of the values), the
-    rotated queries and keys, the attention core's output and its log-sums; and the two inner tensors of the
-    feed-forward. A layer with experts keeps, if their loads are even, the input and the first inner tensor of each of a
-    token's experts, and the router's logits. Recomputed layers keep the input of each span, recomputed experts nothing
-    more than their input, and a recomputed core no log-sums; recomputed tensors are not counted. Added to this are the
-    final norm, the logits (unless the loss is fused with the output layer) and a few numbers per token.
+    `tokens`: the tokens of this rank. `attention_ways`: one for all layers of the network, or one per layer.
+
+    Each layer keeps inputs, outputs and statistics of both norms, what attention keeps (`_attention`), and the two
+    inner tensors of the feed-forward. A layer with experts keeps, if their loads are even, the input and the first
+    inner tensor of each of a token's experts, and the router's logits. Recomputed layers keep the input of each span,
+    recomputed experts nothing more than their input, and a recomputed core no log-sums; recomputed tensors are not
+    counted. Added to this are the final norm, the logits (unless the loss is fused with the output layer) and a few
+    numbers per token.
     """
     item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     tp = tensor_parallel_size
     sp = tp if sequence_parallel else 1
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
+    hidden = model.hidden_size
     statistics = wide if model.normalization == "RMSNorm" else 2 * wide
     rotary = model.rotary
     weight = hidden * wide if model.apply_layernorm_1p else 0  # 1 + weight is kept, in fp32 or wider
     norm = (2 * hidden * item + statistics) / sp + weight / tokens
-    attention = (query + 2 * key_value) * item
-    if rotary or model.qk_layernorm:
-        attention += (query + key_value) * item
-    if model.qk_layernorm:
-        attention += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
-    attention += query * item
-    if not recompute.attention and model.attn_logit_softcapping is None:
-        attention += heads / tp * wide
-    mixer: Mapping[Mixer, float] = {"attention": attention}
+    recomputed_core = recompute.attention or model.attn_logit_softcapping is not None
+    of_ways = [
+        _attention(model, tp, context_parallel_size, way, item, wide, recomputed_core=recomputed_core)
+        for way in attention_ways
+    ]
     matrices = model.activation.matrices
     feed_forward: Mapping[FeedForward, float] = {
         "dense": matrices * model.ffn_size / tp * item,
@@ -182,10 +183,14 @@ def activation_bytes(
     stage_layers = stage_layers or StageLayers(0, model.num_layers, embedding=True, loss=True)
     layers = model.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
     spans = recompute.spans(stage_layers.layers)
-    kept = 0.0
-    for start, stop, again in spans:
-        whole = sum(norms + mixer[layer.mixer] + feed_forward[layer.feed_forward] for layer in layers[start:stop])
-        kept += hidden / sp * item if again else whole
+
+    def of_layer(number: int, layer: LayerSpec) -> float:
+        attention = of_ways[(stage_layers.first_layer + number) % len(of_ways)]
+        mixer: Mapping[Mixer, float] = {"attention": attention}
+        return norms + mixer[layer.mixer] + feed_forward[layer.feed_forward]
+
+    of_layers = list(itertools.starmap(of_layer, enumerate(layers)))
+    kept = sum(hidden / sp * item if again else sum(of_layers[start:stop]) for start, stop, again in spans)
     logits = 0 if fused_loss else model.padded_vocab_size(tp) / tp * item
     labels = 8 + wide + wide  # log-sum and loss mask
     loss = (norm + logits + labels) if stage_layers.loss else 0
@@ -194,6 +199,44 @@ def activation_bytes(
     kinds_of_tables = {kind for start, stop, again in spans if not again for kind in own_base[start:stop]}
     tables = len(kinds_of_tables) * model.head_dim * model.rotary_percent * wide if rotary else 0
     return round(tokens * (kept + loss + words + tables))
+
+
+def _attention(
+    model: ModelConfig,
+    tp: int,
+    context_parallel_size: int,
+    way: AttentionWay,
+    item: int,
+    wide: int,
+    *,
+    recomputed_core: bool,
+) -> float:
+    """Return the bytes per token that attention keeps, from the fused projection to the input of the output layer.
+
+    On one rank, these are the fused projection (because of the values), the rotated queries and keys, the output of the
+    core and its log-sums, which a recomputed core does not keep. Ranks that exchange heads keep what they receive, and
+    the output that comes back, instead of the projection. Other context-parallel ranks keep keys and values in one
+    tensor, their own or, gathered, those of all, and always the log-sums. They keep the projection only if queries are
+    a view of it.
+    """
+    heads, groups = model.num_attention_heads / tp, max(model.kv_groups / tp, 1)
+    query, key_value = heads * model.head_dim * item, groups * model.head_dim * item
+    exchanging, others = way.head_ranks, context_parallel_size // way.head_ranks
+    # Per token of this rank. A group that several of the exchanging ranks need is on each of them.
+    received = max(groups / exchanging, 1) * exchanging * model.head_dim * item
+    is_rotated, keeps_core = model.rotary or model.qk_layernorm, others > 1 or not recomputed_core
+    kept = query + (heads * wide if keeps_core else 0)
+    if context_parallel_size == 1 or model.qk_layernorm or (exchanging == 1 and not is_rotated):
+        kept += query + 2 * key_value
+    if model.qk_layernorm:
+        kept += (heads + groups) * (wide if model.normalization == "RMSNorm" else 2 * wide)
+    if exchanging > 1:
+        kept += query + 2 * received + (query if keeps_core else 0)
+    elif is_rotated:
+        kept += query + (key_value if context_parallel_size == 1 else 0)
+    if others > 1:
+        kept += 2 * received * (others if way.gathers else 1)
+    return kept
 
 
 def _experts(model: ModelConfig, parts: int, item: int, wide: int) -> float:

@@ -141,7 +141,7 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
         tokens=np.arange(zeros.size).reshape(shape) % (trainer.model_config.vocab_size or 1),
         labels=zeros,
         loss_mask=np.ones(shape, dtype=np.float32),
-        positions=np.broadcast_to(np.arange(shape[1]), shape),
+        positions=np.tile(np.arange(shape[1]), (shape[0], 1)),
         document_ids=zeros if trainer.config.data.reset_attention_mask else None,
         padding=None,
         replayed=None,
@@ -185,6 +185,8 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             recompute=make_recompute(config),
             fused_loss=config.kernels.fused_linear_cross_entropy,
             stage_layers=chunk.stage_layers,
+            context_parallel_size=trainer.cutting.ranks,
+            attention_ways=chunk.context.attention_ways,
         )
         for chunk in trainer.chunks
     ]
