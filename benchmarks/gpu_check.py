@@ -3,7 +3,8 @@
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
-ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; a model of about
+ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
+parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of about
 1.3 billion parameters in bf16, with the kernels and without; the kernels beside their rivals; bits after a resume; in
 float64 the losses of ten steps on every layout against the CPU's. What is measured is written as it comes, to
 benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import kernels
+from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
 from benchmarks.gpu_experts import (
     ALLOWED,
     FLEX_TOLERANCE,
@@ -104,7 +106,7 @@ def check_training(report: Report) -> None:
     large, small = f"{SPEED} --global-batch-size {16 * report.gpus}", f"{COMMON} --position-embedding-type rope"
     flags = large if report.gpu else small
     for row in speeds(flags, report.gpus, gpu=report.gpu, deadline=report.deadline):
-        report.tell("training", row, ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
+        report.tell("training", row, _words(row))
         loss = row.get("lm_loss")
         if isinstance(loss, float) and not math.isfinite(loss):
             report.fail(f"training: the loss of {row['variant']} is {loss}")
@@ -149,6 +151,22 @@ def check_experts(report: Report) -> None:
         report.fail("experts: losses with DeepEP")
 
 
+def check_context(report: Report) -> None:
+    """Attention by parts, losses of the ways of context parallelism, and the time of a ring."""
+    for name, error in check_parts(report.device).items():
+        words = f"attention by parts, {name}: error {error:.2g} of what is tolerated"
+        report.tell("context", {"attention by parts": name, "error over tolerance": error}, words)
+        if not error <= 1:
+            report.fail(f"context: attention by parts, {name}")
+    differences = compare_ways(report.gpus, report.deadline)
+    report.tell("context", {"losses": differences}, f"losses of two ranks against one: {_words(differences)}")
+    for name, difference in differences.items():
+        if isinstance(difference, float) and not difference <= LOSS_TOLERANCE:
+            report.fail(f"context: losses by {name}")
+    row = compare_overlap(report.gpus)
+    report.tell("context", {"ring": row}, f"ring: {_words(row)}")
+
+
 def check_resume(report: Report) -> None:
     """Bits after a resume from a checkpoint that was saved in the background."""
     different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu, deadline=report.deadline)
@@ -160,7 +178,7 @@ def check_resume(report: Report) -> None:
 def check_layouts(report: Report) -> None:
     """Losses and gradient norms in float64 against the CPU's."""
     for row in compare(report.deadline):
-        report.tell("layouts", row, ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
+        report.tell("layouts", row, _words(row))
         difference = row.get("largest relative difference")
         if "failed" in row or (isinstance(difference, float) and not difference <= TOLERANCE):
             report.fail(f"layouts: {row['family']} {row['optimizer']} {row['layout']}")
@@ -170,6 +188,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
     "operations": check_operations,
     "experts": check_experts,
+    "context": check_context,
     "training": check_training,
     "benchmark": check_benchmark,
     "resume": check_resume,
@@ -197,6 +216,10 @@ def run_parts(names: Sequence[str], report: Report) -> None:
             if name not in OPTIONAL:
                 report.fail(f"{name}: failed")
         report.tell("seconds", {name: round(time.monotonic() - start, 1)}, f"{time.monotonic() - start:.0f} for {name}")
+
+
+def _words(row: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {_short(value)}" for key, value in row.items())
 
 
 def _short(value: object) -> str:

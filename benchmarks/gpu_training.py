@@ -89,6 +89,7 @@ def layouts(gpus: int, family: str) -> list[tuple[str, str]]:
             found += [("TP 2", "--tp 2")]
         interleaved = "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
         found += [("PP 2", "--pp 2"), ("PP 2 interleaved", interleaved)]
+        found += [(f"CP 2 {way}", f"--cp 2 --cp-comm-type {way}") for way in ("p2p", "a2a")]
     ranks = "--pp 2 " if gpus % 2 == 0 else ""
     found += [(f"{ranks}{name}", f"{ranks}--pipeline-schedule {name}") for name in ("gpipe", "zb-h1", "zb-v")]
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

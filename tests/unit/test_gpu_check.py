@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_experts, gpu_training
+from benchmarks import gpu_check, gpu_context, gpu_experts, gpu_training
 from benchmarks.gpu_check import Report
 
 RUN = ["--device", "cpu", "--results"]
@@ -146,3 +147,35 @@ def test_layers_with_experts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "experts: padded: the host waits 1 times in forward and 0 in backward",
         "experts: losses with DeepEP",
     ]
+
+
+def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Attention by parts is right here, too; other losses by one of the ways are wrong."""
+    code, found = run(monkeypatch, tmp_path, {"context": gpu_check.check_context})
+    assert code == 0
+    *parts, losses, ring = found["context"]
+    assert [row["attention by parts"] for row in parts] == list(gpu_context.CASES)
+    assert all(0 < row["error over tolerance"] < 1 for row in parts)
+    assert losses == {"losses": {"left out": "one GPU"}}
+    assert ring == {"ring": {"left out": "one GPU"}}
+
+    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, float]]:
+        assert processes == (2 if "--cp 2" in flags else 1)
+        return [{"lm_loss": 7.1 if flags.endswith("a2a") else 7.0}]
+
+    times = {"ring": 1.5, "ring without overlap": 2.0, "attention alone": 2.0}
+    monkeypatch.setattr(gpu_context, "train", train)
+    monkeypatch.setattr(gpu_check, "check_parts", lambda device: {"flash": 0.5, "unfused": math.nan})
+    monkeypatch.setattr(gpu_check, "compare_overlap", lambda gpus: gpu_context.with_ratios(times, gpus))
+    monkeypatch.setattr(Report, "gpus", 2)
+    report = Report(tmp_path / "report.json", "cuda")
+    gpu_check.check_context(report)
+    assert report.wrong == ["context: attention by parts, unfused", "context: losses by a2a"]
+    ring = report.found["context"][-1]["ring"]
+    assert (ring["ring over attention alone"], ring["ring without overlap over attention alone"]) == (1.5, 2.0)
+
+
+def test_layouts_of_several_gpus_include_context_parallelism() -> None:
+    for family in gpu_training.FAMILIES:
+        assert {"CP 2 p2p", "CP 2 a2a"} <= dict(gpu_training.layouts(4, family)).keys()
+        assert not any("--cp" in flags for _, flags in gpu_training.layouts(1, family))
