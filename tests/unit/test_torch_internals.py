@@ -79,6 +79,34 @@ def test_gradients_of_a_layer_norm_are_torchs_own() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), VERSION
 
 
+@pytest.mark.parametrize("mask", ["all", "causal", "bias"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_attention_and_its_gradients_are_torchs_own(mask: str, groups: int) -> None:
+    """The log-sum-exp has the natural logarithm."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, heads, tokens, 8) for heads, tokens in ((4, 6), (groups, 6), (groups, 6), (4, 6)))
+    *inputs, incoming = (torch.randn(shape, generator=generator) for shape in shapes)
+    query, key, value = (each.requires_grad_() for each in inputs)
+    bias = None
+    if mask == "bias":
+        seen = torch.rand(2, 1, 6, 6, generator=generator) < 0.5
+        bias = torch.zeros(2, 1, 6, 6).masked_fill(~(seen | torch.eye(6, dtype=torch.bool)), -torch.inf)
+    causal, scale = mask == "causal", 0.3
+    expected = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=groups < 4
+    )
+    plain = [each.detach() for each in (query, key, value)]
+    output, lse = of_kernels.flash_attention(*plain, bias, causal, scale)
+    assert torch.equal(output, expected), VERSION
+    scores = plain[0] @ plain[1].repeat_interleave(4 // groups, dim=1).transpose(2, 3) * scale
+    scores = scores if bias is None else scores + bias
+    scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf) if causal else scores
+    torch.testing.assert_close(lse, scores.logsumexp(dim=-1))
+    found = of_kernels.flash_attention_gradients(incoming, *plain, output, lse, bias, causal, scale)
+    of_torch = torch.autograd.grad(expected, (query, key, value), incoming)
+    assert all(torch.equal(one, other) for one, other in zip(found, of_torch, strict=True)), VERSION
+
+
 def test_a_graph_is_differentiated_from_its_edges() -> None:
     leaf = torch.tensor([1.0, 2.0], requires_grad=True)
     unused = torch.tensor(3.0, requires_grad=True)
