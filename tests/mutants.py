@@ -213,14 +213,14 @@ MUTANTS = (
         "probabilities are dropped by an index on the rank",
         "megalite/model/context_parallel.py",
         "layout.rows_of(inner.heads))",
-        "(range(rows * len(inner.heads)),))",
+        "SequenceLayout.whole(len(query)).rows_of(inner.heads))",
         "tests/distributed/test_context_attention.py::test_probabilities_are_dropped_by_their_place",
     ),
     Mutant(
         "dropped probabilities of a part are those of the first keys",
         "megalite/model/context_parallel.py",
-        "places[number][part.keys]",
-        "part.keys",
+        "[..., places].to(device)",
+        "[..., part.keys].to(device)",
         "tests/distributed/test_context_attention.py::test_probabilities_are_dropped_by_their_place",
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = (
     Mutant(
         "ranks that exchange heads take keys for values",
         "megalite/model/context_parallel.py",
-        "*(heads + groups + group for group in needed)]",
+        "*(heads + count + group for group in needed)]",
         "*(heads + group for group in needed)]",
         "tests/distributed/test_context_attention.py::test_chunks_may_be_dealt_in_any_way[2]",
     ),

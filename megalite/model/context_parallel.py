@@ -9,7 +9,7 @@ own keys and values, the output and the log-sum-exp, and no scores.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from megalite.model.attention_core import LocalCore
-from megalite.model.sample_mask import SampleMask
-from megalite.parallel.attention_plan import Part, rounds
+from megalite.model.sample_mask import MaskedRound, SampleMask
+from megalite.parallel.attention_plan import Part
 from megalite.parallel.context import AttentionWay, ParallelContext
 from megalite.parallel.inside import Inside
 from megalite.parallel.key_value_exchange import Gather, KeyValueExchange, Ring
@@ -27,29 +27,42 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.transfer import exchange_rows_async
 from megalite_kernels.attention import Kept, Mask
-from megalite_kernels.attention_parts import PartMask, attend, part_gradients
-from megalite_kernels.dropout import kept_reference
+from megalite_kernels.attention_parts import attend, part_gradients
+from megalite_kernels.dropout import DropoutMask, kept_reference
 
 
 class _Calls(NamedTuple):
     """Arguments of attention by parts, other than tensors of the graph.
 
     Attributes:
-        rounds: the parts of each round, with their masks.
         exchange: the way in which keys and values arrive.
         groups: the key-value group of each head, [heads]; None if each serves equally many consecutive heads.
-        kept: returns the probabilities that dropout keeps in a part of a round; None without dropout.
+        dropout: the rows of the probabilities' mask of this rank's queries; None without dropout.
+        length: number of tokens of the sample.
     """
 
-    rounds: Sequence[Sequence[tuple[Part, PartMask]]]
+    rounds: Sequence[MaskedRound]
     exchange: KeyValueExchange
     groups: Tensor | None
     scale: float
     cap: float | None
-    kept: Callable[[int, Part], Kept] | None
+    dropout: DropoutMask | None
+    length: int
 
-    def options(self, number: int, part: Part) -> dict[str, Any]:
-        kept = None if self.kept is None else self.kept(number, part)
+    def draw(self, query: Tensor) -> Tensor | None:
+        """Draw the probabilities that dropout keeps, [batch, heads, queries, tokens of the sample]."""
+        if self.dropout is None:
+            return None
+        batch, heads, queries, _ = query.shape
+        shape = torch.Size((batch, heads * queries, self.length))
+        return kept_reference(shape, 0, self.dropout).view(batch, heads, queries, self.length)
+
+    def options(self, keys: Runs, part: Part, drawn: Tensor | None, device: torch.device) -> dict[str, Any]:
+        """Return the keyword arguments of a call. `keys`: the tokens that are present in its round."""
+        kept = None
+        if drawn is not None and self.dropout is not None:
+            places = torch.cat([torch.arange(run.start, run.stop) for run in keys])[part.keys]
+            kept = Kept(drawn[:, :, part.queries][..., places].to(device), self.dropout.scale)
         return {"scale": self.scale, "cap": self.cap, "kept": kept}
 
     def keys_of(self, block: Tensor, part: Part) -> tuple[Tensor, Tensor]:
@@ -68,11 +81,12 @@ class _AttentionByParts(torch.autograd.Function):
         output = torch.empty(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
         lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
-        prepared = calls.exchange.prepare(key_value)
-        for number, (block, parts) in enumerate(zip(calls.exchange.blocks(prepared), calls.rounds, strict=True)):
+        prepared, drawn = calls.exchange.prepare(key_value), calls.draw(query)
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
-                found = attend(query[:, :, rows], key, value, mask, **calls.options(number, part))
+                options = calls.options(keys, part, drawn, query.device)
+                found = attend(query[:, :, rows], key, value, mask, **options)
                 if begun[rows].any():
                     _merge_(output[:, :, rows], lse[:, :, rows], *found)
                 else:
@@ -88,7 +102,8 @@ class _AttentionByParts(torch.autograd.Function):
         (query, prepared, output, lse), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
-        for number, (block, parts) in enumerate(zip(calls.exchange.blocks(prepared), calls.rounds, strict=True)):
+        drawn = calls.draw(query)
+        for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
             of_block = torch.zeros(block.shape, dtype=lse.dtype, device=block.device)
             for part, mask in parts:
                 rows, (key, value) = part.queries, calls.keys_of(block, part)
@@ -100,7 +115,7 @@ class _AttentionByParts(torch.autograd.Function):
                     output[:, :, rows],
                     lse[:, :, rows],
                     mask,
-                    **calls.options(number, part),
+                    **calls.options(keys, part, drawn, query.device),
                 )
                 of_query[:, :, rows] += own
                 for place, of_keys in zip(of_block[:, :, :, part.keys].unbind(0), others, strict=True):
@@ -125,7 +140,7 @@ class ContextParallelCore:
     """Attention core of a layer under context parallelism. `__call__` takes the arguments of `LocalCore`.
 
     Attributes:
-        local: the core of this rank's heads, with all keys and values.
+        inner: the core of the heads that this rank computes, with all keys and values.
         head_exchange: the ranks that exchange heads for tokens; one rank if none do.
         others: the ranks whose keys and values arrive by a ring or a gather; one rank if there are none.
         gathers: True for a gather instead of a ring.
@@ -135,7 +150,7 @@ class ContextParallelCore:
         mesh = context.mesh
         ranks, at = mesh.ranks("cp"), mesh.coordinate("cp")
         block = at // way.head_ranks * way.head_ranks
-        self.local, self.gathers = local, way.gathers
+        self.gathers = way.gathers
         self.head_exchange = mesh.group_of(ranks[block : block + way.head_ranks])
         self.others = mesh.group_of(ranks[at % way.head_ranks :: way.head_ranks])
         size, heads = way.head_ranks, len(local.heads)
@@ -150,12 +165,20 @@ class ContextParallelCore:
             heads=range(local.heads.start + mine[0], local.heads.start + mine[-1] + 1),
             groups=[groups.index(local.groups[head]) for head in mine],
         )
+        self._groups = None if self.inner.groups_are_even else torch.tensor(self.inner.groups, device=mesh.device)
+        count = max(local.groups) + 1
+        self._sent = [
+            [*heads_of, *(heads + group for group in needed), *(heads + count + group for group in needed)]
+            for heads_of, needed in zip(own, self._groups_of, strict=True)
+        ]
+        """The rows of queries, keys and values, one after the other, that each rank gets when heads are exchanged."""
+        self._order = torch.tensor([row for rows in self._sent for row in rows], device=mesh.device)
 
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
         exchanged = [] if self.head_exchange.size == 1 else [Inside("heads", "cp")]
-        between = [] if self.others.size == 1 else self._exchange(None).inside
+        between = [] if self.others.size == 1 else (Gather if self.gathers else Ring).inside(self.others)
         back = [] if self.head_exchange.size == 1 else [Inside("outputs of heads", "cp")]
         return [*exchanged, *between, *back]
 
@@ -190,57 +213,30 @@ class ContextParallelCore:
         inner = self.inner
         if self.others.size == 1:
             return inner(query, key, value, mask.of_whole, layout, random)
-        planned = rounds(layout, mask.first_keys, gathers=self.gathers)
-        parts = [[(part, mask.of_part(part, layout.runs, tokens)) for part in of_round] for tokens, of_round in planned]
-        groups = None
-        if not inner.groups_are_even:
-            groups = torch.tensor(inner.groups, device=query.device)
-        kept = None
+        dropout = None
         if random is not None and inner.dropout > 0.0:
-            kept = self._kept(random, layout, [of_round.keys for of_round in planned], query.shape[1], query.device)
-        scale = 1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale
-        calls = _Calls(parts, self._exchange(layout), groups, scale, inner.cap, kept)
+            dropout = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
+        calls = _Calls(
+            mask.rounds(layout, gathers=self.gathers),
+            Gather(self.others, layout) if self.gathers else Ring(self.others),
+            self._groups,
+            1.0 / math.sqrt(query.shape[-1]) if inner.scale is None else inner.scale,
+            inner.cap,
+            dropout,
+            layout.length,
+        )
         key_value = torch.stack([key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)])
         output: Tensor = _AttentionByParts.apply(query.permute(1, 2, 0, 3), key_value, calls)
         return output.permute(2, 0, 1, 3).flatten(2)
-
-    def _exchange(self, layout: SequenceLayout | None) -> KeyValueExchange:
-        if self.gathers:
-            return Gather(self.others, layout if layout is not None else SequenceLayout.whole(0))
-        return Ring(self.others)
-
-    def _kept(
-        self, random: RandomKey, layout: SequenceLayout, blocks: Sequence[Runs], batch: int, device: torch.device
-    ) -> Callable[[int, Part], Kept]:
-        """Return the function that gives the probabilities which dropout keeps in a part of a round."""
-        inner = self.inner
-        rows = sum(map(len, layout.runs))
-        mask = random.dropout_mask(inner.dropout, inner.site, layout.rows_of(inner.heads))
-        places = [torch.cat([torch.arange(run.start, run.stop) for run in tokens]) for tokens in blocks]
-        shape = torch.Size((batch, len(inner.heads) * rows, layout.length))
-        drawn: list[Tensor] = []
-
-        def kept(number: int, part: Part) -> Kept:
-            if not drawn:  # once for all parts, and again in backward
-                drawn.append(kept_reference(shape, 0, mask).view(batch, len(inner.heads), rows, -1))
-            chosen = drawn[0][:, :, part.queries][..., places[number][part.keys]]
-            return Kept(chosen.to(device), mask.scale)
-
-        return kept
 
     def _exchange_heads(
         self, query: Tensor, key: Tensor, value: Tensor, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange [tokens, batch, heads or groups, width] for all tokens of the group and this rank's heads."""
-        heads, groups, rank, size = query.shape[2], key.shape[2], self.head_exchange.rank, self.head_exchange.size
-        order = [
-            [*own, *(heads + group for group in needed), *(heads + groups + group for group in needed)]
-            for own, needed in zip(self._heads_of, self._groups_of, strict=True)
-        ]
-        rows = torch.cat([query, key, value], dim=2).permute(2, 0, 1, 3)
-        rows = rows[torch.tensor([row for each in order for row in each], device=rows.device)]
-        received = [len(order[rank])] * size
-        arrived = exchange_rows_async(rows, [len(each) for each in order], received, self.head_exchange)()
+        rank, size = self.head_exchange.rank, self.head_exchange.size
+        rows = torch.cat([query, key, value], dim=2).permute(2, 0, 1, 3)[self._order]
+        sent = [len(each) for each in self._sent]
+        arrived = exchange_rows_async(rows, sent, [sent[rank]] * size, self.head_exchange)()
         by_rank = arrived.unflatten(0, (size, -1)).permute(0, 2, 3, 1, 4).unbind(0)
         whole = self._of_group(layout).in_order(by_rank, dimension=0)
         own, needed = len(self._heads_of[rank]), len(self._groups_of[rank])

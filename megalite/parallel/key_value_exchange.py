@@ -37,9 +37,9 @@ class GradientSum(Protocol):
 class KeyValueExchange(Protocol):
     """Way in which a rank gets the keys and values of others. Blocks are [2, batch, groups, tokens, width]."""
 
-    @property
-    def inside(self) -> list[Inside]:
-        """The collectives of forward."""
+    @staticmethod
+    def inside(group: Group) -> list[Inside]:
+        """Return the collectives of forward."""
 
     def prepare(self, own: Tensor) -> Tensor:
         """Return the tensor that backward keeps and `blocks` starts from, given this rank's own block."""
@@ -57,10 +57,10 @@ class Ring:
 
     group: Group
 
-    @property
-    def inside(self) -> list[Inside]:
+    @staticmethod
+    def inside(group: Group) -> list[Inside]:
         # In backward, keys and values are passed on again, and their gradients after them.
-        return [Inside(f"keys and values of round {number}", "cp", 2) for number in range(2, self.group.size + 1)]
+        return [Inside(f"keys and values of round {number}", "cp", 2) for number in range(2, group.size + 1)]
 
     def prepare(self, own: Tensor) -> Tensor:
         return own
@@ -124,8 +124,8 @@ class Gather:
     group: Group
     layout: SequenceLayout
 
-    @property
-    def inside(self) -> list[Inside]:
+    @staticmethod
+    def inside(group: Group) -> list[Inside]:
         return [Inside("gather of keys and values", "cp")]
 
     def prepare(self, own: Tensor) -> Tensor:
