@@ -202,7 +202,7 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
         )
     ways, sizes = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes
     if parallel.cp_balance == "documents" and set(ways) == {"a2a"}:
-        yield "--cp-balance documents changes nothing with --cp-comm-type a2a, which gives ranks all tokens: drop it"
+        yield "--cp-balance documents changes nothing with --cp-comm-type a2a: ranks compute whole samples. Drop it"
     if len(ways) not in (1, model.num_layers):
         yield f"--cp-comm-type has {len(ways)} values: give one for all layers, or {model.num_layers}, one per layer"
     if "a2a+p2p" not in ways:
@@ -223,7 +223,7 @@ def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_
             fitting = [str(number) for number in range(1, heads + 1) if heads % number == 0]
             yield (
                 f"--cp-comm-type {way} cannot divide the heads of a tensor-parallel rank ({heads}) among {ranks} "
-                f"ranks: numbers of ranks that can are {', '.join(fitting)}; p2p and all_gather divide none"
+                f"ranks: numbers of ranks that can are {', '.join(fitting)}; p2p and all_gather do not divide heads"
             )
 
 

@@ -71,6 +71,17 @@ def _context_parallel(config: RunConfig) -> Iterator[str]:
             f"--context-parallel-size {size} with --seq-length {length}: a rank has {length // size} tokens of a "
             "sample. Samples that fit on one rank train faster with data parallelism, which communicates less"
         )
+    parallel, data = config.parallel, config.data
+    if data.reset_attention_mask and config.training.micro_batch_size > 1:
+        yield (
+            f"--micro-batch-size {config.training.micro_batch_size} with --context-parallel-size {size} and documents: "
+            "scores are skipped only if no sample of the micro-batch needs them; --micro-batch-size 1 computes fewer"
+        )
+    if parallel.cp_balance == "documents" and not (data.reset_attention_mask or data.sft):
+        yield (
+            "--cp-balance documents: without --reset-attention-mask samples have no documents, and their chunks are "
+            "only smaller"
+        )
     scaled = model.use_rope_scaling or model.rotary_seq_len_interpolation_factor is not None
     if model.position_embedding_type == "rope" and not scaled and model.rotary_base <= 10_000 and length > 4096:
         yield (

@@ -78,8 +78,8 @@ class _AttentionByParts(torch.autograd.Function):
         batch, heads, tokens, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
         wide = torch.promote_types(query.dtype, torch.float32)
-        output = torch.empty(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
-        lse = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
+        output = torch.zeros(tokens, batch, heads, width, dtype=wide, device=query.device).permute(1, 2, 0, 3)
+        lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
         begun = np.zeros(query.shape[2], dtype=np.bool_)
         prepared, drawn = calls.exchange.prepare(key_value), calls.draw(query)
         for block, (keys, parts) in zip(calls.exchange.blocks(prepared), calls.rounds, strict=True):
@@ -236,7 +236,7 @@ class ContextParallelCore:
         rank, size = self.head_exchange.rank, self.head_exchange.size
         rows = torch.cat([query, key, value], dim=2).permute(2, 0, 1, 3)[self._order]
         sent = [len(each) for each in self._sent]
-        arrived = exchange_rows_async(rows, sent, [sent[rank]] * size, self.head_exchange)()
+        arrived = exchange_rows_async(rows, sent, [sent[rank]] * size, self.head_exchange, "heads of attention")()
         by_rank = arrived.unflatten(0, (size, -1)).permute(0, 2, 3, 1, 4).unbind(0)
         whole = self._of_group(layout).in_order(by_rank, dimension=0)
         own, needed = len(self._heads_of[rank]), len(self._groups_of[rank])
@@ -248,7 +248,7 @@ class ContextParallelCore:
         size, own = self.head_exchange.size, len(self._heads_of[0])
         by_rank = self._of_group(layout).by_rank(output.unflatten(2, (own, -1)), dimension=0)
         rows = torch.cat([each.permute(2, 0, 1, 3) for each in by_rank])
-        arrived = exchange_rows_async(rows, [own] * size, [own] * size, self.head_exchange)()
+        arrived = exchange_rows_async(rows, [own] * size, [own] * size, self.head_exchange, "outputs of heads")()
         return arrived.permute(1, 2, 0, 3).flatten(2)
 
     def _of_group(self, layout: SequenceLayout) -> SequenceLayout:
@@ -256,11 +256,12 @@ class ContextParallelCore:
         size = self.head_exchange.size
         first = layout.rank // size * size
         members = layout.of_ranks[first : first + size]
-        begins, at = {}, 0
+        start_in_group, length = {}, 0
         for run in sorted(sum(members, ()), key=lambda run: run.start):
-            begins[run.start] = at
-            at += len(run)
+            start_in_group[run.start] = length
+            length += len(run)
         counted = tuple(
-            tuple(range(begins[run.start], begins[run.start] + len(run)) for run in runs) for runs in members
+            tuple(range(start_in_group[run.start], start_in_group[run.start] + len(run)) for run in runs)
+            for runs in members
         )
-        return SequenceLayout(at, counted, self.head_exchange.rank)
+        return SequenceLayout(length, counted, self.head_exchange.rank)

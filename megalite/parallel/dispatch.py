@@ -138,11 +138,13 @@ class Dispatcher:
             return _add_in_rank_order_async(rows, self.group)
 
         local_choices = self._local_choices(collectives.all_gather(choices, self.group))
-        arriving, of_choices = transfer_rows(tokens, gather, add), transfer_rows(weights, gather, add)
+        arriving, of_choices = (
+            transfer_rows(each, gather, add, "waited for tokens of experts") for each in (tokens, weights)
+        )
         by_expert = None if padded else self._rows_per_expert(local_choices)
 
         def back(rows: Tensor) -> Tensor:
-            return transfer_rows(rows, add, gather)()
+            return transfer_rows(rows, add, gather, "waited for sums of experts")()
 
         return lambda: self._arrange(arriving(), local_choices, of_choices(), back, padded, by_expert)
 
@@ -165,11 +167,11 @@ class Dispatcher:
             by_expert = None
         # Small whole numbers are exact in fp32, so a token's choices and their weights travel as one row.
         with_numbers = torch.cat([(choices + 1).to(weights.dtype), weights], dim=1)
-        arriving_choices = exchange_rows_async(permute(with_numbers, sending), sent, received, self.group)
-        arriving_tokens = exchange_rows_async(permute(tokens, sending), sent, received, self.group)
+        arriving_choices = exchange_rows_async(permute(with_numbers, sending), sent, received, self.group, "choices")
+        arriving_tokens = exchange_rows_async(permute(tokens, sending), sent, received, self.group, "tokens")
 
         def back(rows: Tensor) -> Tensor:
-            return unpermute(exchange_rows_async(rows, received, sent, self.group)(), sending)
+            return unpermute(exchange_rows_async(rows, received, sent, self.group, "sums")(), sending)
 
         def arrived() -> Dispatched:
             numbers, of_choices = arriving_choices().tensor_split(2, dim=1)

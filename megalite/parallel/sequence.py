@@ -7,6 +7,7 @@ Documents never move a cut: they are a mask.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ Runs = tuple[range, ...]
 """Indices of tokens or of rows of a tensor, as consecutive runs in order."""
 ChunkTable = tuple[tuple[int, ...], ...]
 """The chunks of each context-parallel rank, ascending. All ranks have equally many."""
+_NEAR = 1.01
+"""Work of the busiest rank over the mean at which chunks are no longer exchanged."""
+_EXCHANGES, _IDLE = 1, 4
+"""Most exchanges of chunks, per rank, and the number of idle ranks that are tried for each."""
 
 
 @dataclass(frozen=True)
@@ -136,46 +141,47 @@ def zigzag(ranks: int) -> ChunkTable:
 
 
 def deal(work: Sequence[int], ranks: int) -> ChunkTable:
-    """Deal chunks to ranks so that the most work of a rank is small.
+    """Deal chunks to ranks so that the most work of a rank is close to the mean.
 
-    Chunks are dealt by falling work, each to the rank with the least work among those that may take one more. Then
-    chunks of the busiest rank are exchanged for smaller ones of others while that helps.
+    Chunks are dealt by falling work, each to the rank with the least work among those that may take one more. Then the
+    busiest rank exchanges a chunk for a smaller one of an idle rank, until it has at most 1.01 times the mean, or as
+    long as that helps.
 
     Args:
         work: the work of each chunk; their number is a multiple of `ranks`.
     """
-    each = len(work) // ranks
+    each, mean = len(work) // ranks, sum(work) / ranks
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
+    least = [(0, rank) for rank in range(ranks)]
     for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
-        rank = min((rank for rank in range(ranks) if len(dealt[rank]) < each), key=lambda rank: (loads[rank], rank))
+        _, rank = heapq.heappop(least)
         dealt[rank].append(chunk)
         loads[rank] += work[chunk]
-    while (exchange := _exchange(work, dealt, loads)) is not None:
-        (one, chunk), (other, smaller) = exchange
-        dealt[one].remove(chunk)
-        dealt[other].remove(smaller)
-        dealt[one].append(smaller)
-        dealt[other].append(chunk)
-        loads[one] -= work[chunk] - work[smaller]
-        loads[other] += work[chunk] - work[smaller]
+        if len(dealt[rank]) < each:
+            heapq.heappush(least, (loads[rank], rank))
+    for _ in range(_EXCHANGES * ranks):
+        by_load = sorted(range(ranks), key=lambda rank: (loads[rank], rank))
+        busiest = by_load.pop()
+        if loads[busiest] <= _NEAR * mean or not any(
+            _exchange(work, dealt, loads, busiest, idle) for idle in by_load[:_IDLE]
+        ):
+            break
     return tuple(tuple(sorted(chunks)) for chunks in dealt)
 
 
-def _exchange(
-    work: Sequence[int], dealt: Sequence[Sequence[int]], loads: Sequence[int]
-) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return a chunk of the busiest rank, and the chunk of another rank to exchange it for: (rank, chunk) each.
-
-    The exchange leaves both ranks with as little as possible, and less than the busiest has now. None: none does.
-    """
-    busiest = max(range(len(loads)), key=lambda rank: (loads[rank], -rank))
-    best, least = None, loads[busiest]
-    for other in range(len(loads)):
-        for chunk in dealt[busiest]:
-            for smaller in dealt[other] if other != busiest else ():
-                moved = work[chunk] - work[smaller]
-                most = max(loads[busiest] - moved, loads[other] + moved)
-                if moved > 0 and most < least:
-                    best, least = ((busiest, chunk), (other, smaller)), most
-    return best
+def _exchange(work: Sequence[int], dealt: list[list[int]], loads: list[int], busiest: int, idle: int) -> bool:
+    """Exchange the pair of chunks that comes closest to equal loads. Returns False if no pair brings them closer."""
+    difference = loads[busiest] - loads[idle]
+    found, chunk, smaller = min(
+        (abs(difference - 2 * (work[chunk] - work[smaller])), chunk, smaller)
+        for chunk in dealt[busiest]
+        for smaller in dealt[idle]
+    )
+    if found >= difference:
+        return False
+    for rank, given, taken in ((busiest, chunk, smaller), (idle, smaller, chunk)):
+        dealt[rank].remove(given)
+        dealt[rank].append(taken)
+        loads[rank] += work[taken] - work[given]
+    return True

@@ -72,14 +72,17 @@ def transfer(there: Callable[..., Waiting], back: Callable[..., Waiting], *rows:
 
 
 def transfer_rows(
-    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending]
+    rows: Tensor, there: Callable[[Tensor], Pending], back: Callable[[Tensor], Pending], what: str
 ) -> Callable[[], Tensor]:
-    """Begin the transfer of one tensor by collectives, and return the function that waits for the received rows."""
+    """Begin the transfer of one tensor by collectives, and return the function that waits for the received rows.
+
+    `what`: what is waited for, for the message about a rank that has ended.
+    """
 
     def waiting(send: Callable[[Tensor], Pending]) -> Callable[[Tensor], Waiting]:
         def begin(rows: Tensor) -> Waiting:
             pending = send(rows)
-            return lambda: (pending.wait(),)
+            return lambda: (pending.wait(what),)
 
         return begin
 
@@ -88,13 +91,13 @@ def transfer_rows(
 
 
 def exchange_rows_async(
-    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group
+    rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group, what: str = "rows"
 ) -> Callable[[], Tensor]:
     """Begin to send rows [n, width], and return the function that returns the received rows [m, width].
 
     The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Counts may be zero.
     Received rows are sorted by the rank that sent them. Every rank of the group must call this function and run its
-    backward, even without rows.
+    backward, even without rows. `what`: name of the rows, for the message about a rank that has ended.
     """
     if group.size == 1:
         return lambda: rows
@@ -105,4 +108,5 @@ def exchange_rows_async(
     def back(rows: Tensor) -> Pending:
         return collectives.all_to_all_rows_async(rows, receive_counts, send_counts, group)
 
-    return transfer_rows(rows, there, back)
+    ranks = ", ".join(map(str, group.ranks[:16])) + (", ..." if group.size > 16 else "")
+    return transfer_rows(rows, there, back, f"waited for {what}, or for their gradients, from ranks {ranks}")

@@ -77,7 +77,7 @@ def _context(trainer: Trainer) -> dict[str, object]:
     loads = cutting.loads(cutting.layout(length, first), first)
     busiest = f"the busiest rank computes {max(loads) * len(loads) / sum(loads):.3f} x the mean scores"
     if trainer.config.data.reset_attention_mask:
-        busiest += f" without documents, and with them as {BUSIEST} in the metrics says"
+        busiest += f" without documents; with them, see {BUSIEST} in metrics.jsonl"
     return {
         "context": f"{length // cutting.ranks:,} of {length:,} tokens per rank in {chunks} chunks, by "
         f"{', '.join(dict.fromkeys(parallel.cp_comm_type))}; {busiest}"

@@ -195,7 +195,7 @@ def counted_before_tokens(kind: Any) -> list[str]:
     order: list[str] = []
     wait, tolist = Pending.wait, Tensor.tolist
 
-    def noted_wait(pending: Pending) -> Tensor:
+    def noted_wait(pending: Pending, *what: object) -> Tensor:
         found = wait(pending)
         order.extend(["tokens"] if found.shape[1:] == (WIDTH,) else [])
         return found

@@ -115,7 +115,7 @@ def test_a_query_without_keys_gives_nothing(dtype: torch.dtype) -> None:
 
 
 def test_backward_takes_the_merged_results() -> None:
-    """Those of the part alone would give the gradients of the part alone."""
+    """Other merged results give other gradients."""
     query, key, value, gradient = inputs()
     output, lse = attend(query, key, value, "all", scale=SCALE, cap=None)
     alone = part_gradients(gradient, query, key, value, output, lse, "all", scale=SCALE, cap=None)

@@ -238,6 +238,15 @@ def test_documents_leave_all_ranks_the_same_work(ranks: int, samples: int) -> No
     assert uneven >= 3
 
 
+def test_chunks_are_dealt_to_a_thousand_ranks() -> None:
+    """Each rank has equally many, and each chunk has one rank. Work is at most 1.01 times the mean."""
+    work = np.random.default_rng(0).integers(1, 1000, size=16 * 1024).tolist()
+    table = deal(work, 1024)
+    assert sorted(chunk for chunks in table for chunk in chunks) == list(range(len(work)))
+    assert {len(chunks) for chunks in table} == {16}
+    assert max(sum(work[chunk] for chunk in chunks) for chunks in table) <= 1.01 * sum(work) / 1024
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("documents", [np.zeros(2048, dtype=np.int64), np.arange(2048)], ids=["one", "one per token"])
 def test_documents_of_one_size_are_balanced_exactly(documents: np.ndarray, ranks: int) -> None:

@@ -111,19 +111,19 @@ def test_each_layer_has_its_way() -> None:
             "--cp 8 --cp-comm-type a2a",
             8,
             "--cp-comm-type a2a cannot divide the heads of a tensor-parallel rank (12) among 8 ranks: "
-            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather divide none",
+            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather do not divide heads",
         ),
         (
             "--cp 4 --tp 2 --cp-comm-type p2p a2a p2p a2a",
             8,
             "--cp-comm-type a2a cannot divide the heads of a tensor-parallel rank (6) among 4 ranks: "
-            "numbers of ranks that can are 1, 2, 3, 6; p2p and all_gather divide none",
+            "numbers of ranks that can are 1, 2, 3, 6; p2p and all_gather do not divide heads",
         ),
         (
             f"--cp 16 {BOTH} 8 2",
             16,
             "--cp-comm-type a2a+p2p cannot divide the heads of a tensor-parallel rank (12) among 8 ranks: "
-            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather divide none",
+            "numbers of ranks that can are 1, 2, 3, 4, 6, 12; p2p and all_gather do not divide heads",
         ),
         (
             f"--cp 4 {BOTH} 2 3",

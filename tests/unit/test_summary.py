@@ -87,8 +87,8 @@ def test_a_rank_has_its_share_of_tokens_and_of_scores() -> None:
     assert "in 2 chunks, by p2p, all_gather;" in context_line(Cutting(4, 1), f"--cp 4 {ways}")
     documents = "--reset-attention-mask --cp-balance documents"
     assert context_line(Cutting(4, 1, 16), f"--cp 4 {documents}").endswith(
-        "in 16 chunks, by p2p; the busiest rank computes 1.000 x the mean scores without documents, and with them as "
-        "busiest_context_parallel_rank in the metrics says"
+        "in 16 chunks, by p2p; the busiest rank computes 1.000 x the mean scores without documents; with them, see "
+        "busiest_context_parallel_rank in metrics.jsonl"
     )
 
 
