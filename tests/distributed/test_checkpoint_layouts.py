@@ -23,7 +23,7 @@ from megalite.checkpoint import TrainingState, manifest
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from tests.distributed.layout_cell import LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, rates, valid
-from tests.distributed.layout_expected import Tensors, expected, on_ranks
+from tests.distributed.layout_expected import Tensors, expected, on_ranks, run
 from tests.distributed.layout_run import SEED, Training, assert_padding_is_zero, initialized_chunks, make_meshes
 from tests.distributed.test_layouts import DROPOUT, PLAINEST
 from tests.harness.checkpoints import read
@@ -328,6 +328,36 @@ def test_a_training_goes_on_under_any_layout(world_size: int, rank_pools: RankPo
 def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
     """Check the bits of weights, masters and state, and I8."""
     check_by_world_size(rank_pools, NARROW, tmp_path)
+
+
+ACROSS: list[tuple[Row, Row]] = [
+    ({"cp": 1}, {"cp": 2, "zero": 1}),
+    ({"cp": 2, "zero": 1}, {"cp": 4, "way": "all_gather", "zero": 3}),
+    ({"cp": 3, "zero": 2}, {"cp": 2, "way": "a2a", "chunks": 2}),
+    ({"cp": 4, "zero": 3, "chunks": 2}, {"cp": 1}),
+    ({"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "pp": 2, "zero": 1}),
+]
+"""Context parallelism of the run that saves, and of the one that loads."""
+
+
+def test_so_does_one_that_cuts_its_samples_for_another_number_of_ranks(rank_pools: RankPools, tmp_path: Path) -> None:
+    shared = {"dp": 1, "family": "llama", "documents": True}
+    rest = {"optimizer": "adam", "dropout": 0.1}
+    pairs = [Pair(*(make_cell(shared | row, **rest) for row in rows)) for rows in ACROSS]
+    check_by_world_size(rank_pools, pairs, tmp_path)
+
+
+def test_so_does_one_that_cuts_its_samples_to_the_bit(rank_pools: RankPools, tmp_path: Path) -> None:
+    """The run that is resumed under the same layout is the one that was not interrupted (I8)."""
+    row = {"dp": 1, "family": "llama", "documents": True, "cp": 2, "chunks": 2, "zero": 1}
+    cell = make_cell(row, optimizer="adam", dropout=0.1)
+    (saved, *_) = rank_pools(2).run(train_and_save, [cell], [tmp_path / "0"])
+    ranks = [rank for (rank,) in rank_pools(2).run(resume, [cell], [saved[0].path])]
+    (unbroken,) = run(rank_pools, [replace(cell, steps=BEFORE + AFTER)])
+    assert ranks[0].losses == unbroken.losses[BEFORE:]
+    final = merged(rank.final for rank in ranks)
+    for name, weight in unbroken.final.items():
+        assert_bits_equal(final[f"model/{name}"], weight, name)
 
 
 @pytest.mark.wide

@@ -75,10 +75,17 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("layout", [*CASES, *(pytest.param(layout, id=name) for name, layout in EXPERTS.items())])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *CASES,
+        *(pytest.param(layout, id=name) for name, layout in EXPERTS.items()),
+        pytest.param({"tp": 1, "dp": 1, "cp": 4, "way": "all_gather", "zero": 2}, id="cp4"),
+    ],
+)
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
     """The first step is skipped; the second has the same result as if it were the first."""
-    world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)
+    world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1) * layout.get("cp", 1)
     size = 2 if layout["dp"] <= 2 else 1  # several micro-batches
     clean = make_cell(layout, optimizer="adam", samples=8, micro_batch_size=size, first_step=1, dropout=0.1)
     ranks = sorted({0, world_size // 2, world_size - 1})
