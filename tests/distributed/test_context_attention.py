@@ -102,20 +102,24 @@ def whole(case: Case) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, (query, key, value), gradient)]
 
 
-def by_ranks(case: Case) -> list[Tensor]:
-    """Return this rank's part of the output and of the gradients, with zeros for the other tokens."""
+def attention_of(case: Case, dropout: float = 0.0) -> tuple[ContextParallelCore, SampleMask, Tensor]:
+    """Return this rank's core, the mask of the sample, and the places of its tokens."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=case.ranks, context_parallel_size=case.ranks)
     layout = SequenceLayout.cut(case.tokens, case.table or zigzag(case.ranks), mesh.coordinate("cp"))
-    local = LocalCore(range(len(case.heads)), list(case.heads), SCALE, case.cap, 0.0, Site(0, "attention"), False)
-    way = WAYS[case.way]
-    way = way if way.head_ranks else AttentionWay(case.ranks)
-    core = ContextParallelCore(local, ParallelContext(mesh), way)
+    heads = range(len(case.heads))
+    local = LocalCore(heads, list(case.heads), SCALE, case.cap, dropout, Site(0, "attention"), False)
+    way = WAYS[case.way] if WAYS[case.way].head_ranks else AttentionWay(case.ranks)
     first, bounds = first_visible(case)
     mask = SampleMask(layout, first, bounds, lambda: dense_mask(first), in_blocks=False)
-    places = layout.places(torch.device("cpu"))
+    return ContextParallelCore(local, ParallelContext(mesh), way), mask, layout.places(torch.device("cpu"))
+
+
+def by_ranks(case: Case) -> list[Tensor]:
+    """Return this rank's part of the output and of the gradients, with zeros for the other tokens."""
+    core, mask, places = attention_of(case)
     *parts, gradient = (each[places] for each in inputs(case))
     parts = [part.requires_grad_() for part in parts]
-    output = core(*parts, mask, layout, None)
+    output = core(*parts, mask, mask.layout, None)
     found = [output.detach().view_as(gradient), *torch.autograd.grad(output, parts, gradient.flatten(2))]
     return [torch.zeros(case.tokens, *each.shape[1:], dtype=each.dtype).index_copy_(0, places, each) for each in found]
 
@@ -222,16 +226,10 @@ def test_only_planned_parts_are_computed(ranks: int, way: str, rank_pools: RankP
 def dropped(case: Case) -> tuple[Tensor, Tensor]:
     """Return this rank's output with attention dropout, with zeros for other tokens, and that of one rank."""
     key = RandomKey(7, (3, 9))
-    mesh = ParallelMesh(rank=dist.get_rank(), world_size=case.ranks, context_parallel_size=case.ranks)
-    layout = SequenceLayout.cut(case.tokens, zigzag(case.ranks), mesh.coordinate("cp"))
-    local = LocalCore(range(4), [0, 0, 1, 1], SCALE, None, 0.4, Site(0, "attention"), False)
-    core = ContextParallelCore(local, ParallelContext(mesh), WAYS[case.way])
-    first, bounds = first_visible(case)
-    mask = SampleMask(layout, first, bounds, lambda: dense_mask(first), in_blocks=False)
-    places = layout.places(torch.device("cpu"))
+    core, mask, places = attention_of(case, dropout=0.4)
     *parts, _ = inputs(case)
-    own = core(*(part[places] for part in parts), mask, layout, key)
-    alone = local(*parts, dense_mask(first), SequenceLayout.whole(case.tokens), key)
+    own = core(*(part[places] for part in parts), mask, mask.layout, key)
+    alone = core.inner(*parts, mask.of_whole, SequenceLayout.whole(case.tokens), key)
     return torch.zeros_like(alone).index_copy_(0, places, own), alone
 
 
@@ -243,16 +241,10 @@ def test_probabilities_are_dropped_by_their_place(way: str, rank_pools: RankPool
 
 def in_bf16(case: Case) -> Tensor:
     """Return this rank's output in bf16, with zeros for other tokens."""
-    mesh = ParallelMesh(rank=dist.get_rank(), world_size=case.ranks, context_parallel_size=case.ranks)
-    layout = SequenceLayout.cut(case.tokens, zigzag(case.ranks), mesh.coordinate("cp"))
-    local = LocalCore(range(4), [0, 0, 1, 1], SCALE, None, 0.0, Site(0, "attention"), False)
-    core = ContextParallelCore(local, ParallelContext(mesh), WAYS[case.way])
-    first, bounds = first_visible(case)
-    mask = SampleMask(layout, first, bounds, lambda: dense_mask(first), in_blocks=False)
-    places = layout.places(torch.device("cpu"))
+    core, mask, places = attention_of(case)
     *parts, gradient = (each[places].bfloat16() for each in inputs(case))
     parts = [part.requires_grad_() for part in parts]
-    output = core(*parts, mask, layout, None)
+    output = core(*parts, mask, mask.layout, None)
     found = [output.detach().view_as(gradient), *torch.autograd.grad(output, parts, gradient.flatten(2))]
     assert all(each.dtype == torch.bfloat16 for each in found)
     padded = [torch.zeros(case.tokens, *each.shape[1:]).index_copy_(0, places, each.float()) for each in found]
