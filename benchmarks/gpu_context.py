@@ -145,8 +145,15 @@ def _error_of_parts(case: Case, rank: int, device: torch.device) -> float:
     in_blocks = goes_in_blocks(device, case.dtype, chunk, WIDTH, 0.0)
     mask = SampleMask(layout, first.to(device), bounds, lambda: None, in_blocks)
     planned = rounds(layout, bounds)
-    parts = [[(part, mask.of_part(part, layout.runs, tokens)) for part in calls] for tokens, calls in planned]
-    calls = _Calls(parts, Present(length, planned), None, SCALE, case.cap, None)
+    calls = _Calls(
+        rounds=mask.rounds(layout, gathers=False),
+        exchange=Present(length, planned),
+        groups=None,
+        scale=SCALE,
+        cap=case.cap,
+        dropout=None,
+        length=length,
+    )
     inputs = [each.to(device).requires_grad_() for each in (query, torch.stack([key, value]))]
     output = _AttentionByParts.apply(*inputs, calls)
     lse = output.grad_fn.saved_tensors[-1]
