@@ -1,0 +1,214 @@
+"""Reading of launch scripts: the training command that a shell would run, and what only a shell could tell."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from megalite.errors import ConfigurationError
+from megalite.translation.script import read_script
+from megalite.translation.shell import Script
+
+TRAIN = "\ntorchrun pretrain_gpt.py --num-layers 2 "
+
+
+def argv(text: str, **variables: str) -> list[str]:
+    """Return the arguments after `--num-layers 2` of a script that ends with the training command."""
+    return list(read_script(text, variables).argv[2:])
+
+
+def test_a_script_as_people_write_it() -> None:
+    launch = read_script(
+        """#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=1
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS=8 # of a node
+SAVE=${1:-"runs/it's mine"}
+DATA=$2
+OPTIONS=" --lr 1e-4 \\
+    --bf16 "
+MODEL=(
+    --num-layers $((4*GPUS))   # layers
+    --hidden-size 64
+    "--split '99,1,0'"
+)
+MODEL+=(--swiglu)
+mkdir -p "$(dirname "$SAVE")" && echo "saves to $SAVE"
+srun -l torchrun --nproc_per_node $GPUS --nnodes=$SLURM_NNODES \\
+    --master_addr $MASTER_ADDR pretrain_gpt.py "${MODEL[@]}" ${OPTIONS} --save "$SAVE" --data-path $DATA 2>&1 | tee log
+"""
+    )
+    assert launch.program == "pretrain_gpt.py"
+    expected = ["--num-layers", "32", "--hidden-size", "64"]
+    expected += [
+        "--split '99,1,0'",
+        "--swiglu",
+        "--lr",
+        "1e-4",
+        "--bf16",
+        "--save",
+        "runs/it's mine",
+        "--data-path",
+        "$2",
+    ]
+    assert list(launch.argv) == expected
+    assert launch.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert (launch.nodes, launch.processes_per_node, launch.world_size) == (4, 8, 32)
+    assert launch.problems == ("line 6: --data-path needs $2, which the script does not set: give --set DATA=VALUE",)
+    assert launch.launcher[:3] == ("srun", "-l", "torchrun")
+    assert "$SLURM_NNODES" in " ".join(launch.launcher)
+
+
+@pytest.mark.parametrize("variables", [{"DATA": "/a b"}, {"1": "/a b"}])
+def test_what_the_script_does_not_set_can_be_given(variables: dict[str, str]) -> None:
+    launch = read_script('DATA="$1"' + TRAIN + '--data-path "$DATA"', variables)
+    assert launch.argv[2:] == ("--data-path", "/a b")
+    assert launch.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("X=$(date)", "line 1: --save needs $(date): give --set X=VALUE"),
+        ("X=`date`", "line 1: --save needs `date`: give --set X=VALUE"),
+        ("X=<a path>", "line 1: --save needs <a path>: give --set X=VALUE"),
+        ("X=1\nif [ -f x ]; then X=2; fi", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=1\n[ -d y ] && X=2", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=1\nfor X in a b; do\n:\ndone", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=1\nread X", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=${Y%.*}", "line 1: --save needs ${Y%.*}: give --set X=VALUE"),
+        ("X={a,b}", "line 1: --save needs {a,b}: give --set X=VALUE"),
+    ],
+)
+def test_what_only_a_shell_can_tell_is_told_with_its_line(text: str, problem: str) -> None:
+    launch = read_script(text + TRAIN + '--save "$X"')
+    assert launch.problems == (problem,)
+    assert read_script(text + TRAIN + '--save "$X"', {"X": "here"}).argv[-1] == "here"
+
+
+def test_what_reaches_no_flag_is_no_problem() -> None:
+    launch = read_script("NOW=$(date)\nfor x in 1 2; do echo $x; done\n" + TRAIN + "--lr 1 > log_$NOW")
+    assert launch.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('D=fp8\nif [[ "$D" == "fp8" ]]; then A=1; else A=2; fi', "1"),
+        ('D=x\nif [ "$D" = fp8 ]; then A=1; elif [ $D = x ]; then A=2; else A=3; fi', "2"),
+        ('A=1\nif [ -n "$NOT_SET" ]; then A=2; fi', "1"),
+        ("A=1\nif [ -z $NOT_SET ] && [ 3 -gt 2 ]; then A=2; fi", "2"),
+        ("A=1\nif ! [[ a != b || 1 -eq 2 ]]; then A=2; fi", "1"),
+        ("D=large-7b\ncase $D in small*) A=1 ;; large-*|huge) A=2 ;; *) A=3 ;; esac", "2"),
+        ("f() { A=$1; }\nf 7", "7"),
+        ("A=1\nwhile [[ $# -gt 0 ]]; do A=2; shift; done", "1"),
+        ("[ 1 = 1 ] && A=5 || A=6", "5"),
+        ("[ 1 = 2 ] && A=5 || A=6", "6"),
+        ("A=${NOT_SET:-${ALSO_NOT:-4}}", "4"),
+        ("B=2; A=${B:+3}", "3"),
+        ("A=${B:=3}", "3"),
+        ("L=(a b c); A=${#L[@]}${L[1]}", "3b"),
+        ("A=$(( (7 - 2) * 3 / -2 % 4 ))", "-3"),
+        ("x=abc; A=${#x}", "3"),
+        ("declare -r A=9", "9"),
+        ("cat <<EOF\nA=0\nEOF\nA=1", "1"),
+    ],
+)
+def test_conditions_and_expansions_that_need_no_shell_are_followed(text: str, expected: str) -> None:
+    launch = read_script(text + TRAIN + "--seed $A")
+    assert (launch.argv[-1], launch.problems) == (expected, ())
+
+
+def test_scripts_within_scripts_are_followed() -> None:
+    line = "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers $N"
+    assert read_script(f'N=4\nsrun -N 3 bash -c "cd x; {line}"').argv == ("--num-layers", "4")
+    assert read_script(f"N=4\nCMD='{line}'\neval $CMD").argv == ("--num-layers", "4")
+    assert read_script(f"export N=4\nbash -c '{line}'").argv == ("--num-layers", "4")
+    assert read_script(f"N=4\nbash -c '{line}'").problems != ()
+    job = read_script(f"N=4\nsbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=5\nsrun {line}\nEOF\n")
+    assert (job.argv, job.nodes, job.processes_per_node) == (("--num-layers", "4"), 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "places"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node=4", (2, 4)),
+        ("torchrun --nnodes=1:3 --nproc_per_node 4", (3, 4)),
+        ("python -m torch.distributed.launch --nproc_per_node 8", (None, 8)),
+        ("python3.11 -m torch.distributed.run --nproc_per_node 8", (None, 8)),
+        ("srun -N2 -n 16 python -u", (2, 8)),
+        ("srun --nodes=2 --ntasks-per-node=8", (2, 8)),
+        ("deepspeed --num_nodes 2 --num_gpus 8", (2, 8)),
+        ("accelerate launch --num_machines 2 --num_processes 16", (2, 8)),
+        ("mpirun -np 4 python", (None, 4)),
+        ("python", (None, None)),
+    ],
+)
+def test_nodes_and_processes_of_each_launcher(launcher: str, places: tuple[int | None, int | None]) -> None:
+    launch = read_script(f"{launcher} pretrain_gpt.py --num-layers 2")
+    assert (launch.nodes, launch.processes_per_node) == places
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "starts a training program"),
+        ("echo torchrun pretrain_gpt.py --num-layers 2", "starts a training program"),
+        ("python tools/preprocess_data.py --input x", "starts a training program"),
+        ("echo 'open", "line 1: the quote ' is not closed"),
+        ('\necho "open', 'line 2: the quote " is not closed'),
+        ("A=$(open", r"line 1: the bracket '\$\(open' is not closed"),
+        ("A=(open", "line 1: the bracket of an array is not closed"),
+        ("if true; then\n:", "the script ends within a command"),
+        ("fi", "line 1: did not expect 'fi' here"),
+        ("cat <<EOF\nopen", "no line ends the text after <<"),
+        ("\0", "characters that no shell script has"),
+        ("{ " * 50, "nested deeper than"),
+        ("A=" + "${A:-" * 60 + "}" * 60, "nested deeper than"),
+        ("A=xxxxxxxx\n" + "A=$A$A\n" * 40, "too large to follow"),
+        ("f() { g; g; }\ng() { f; f; }\nf", "too many to follow"),
+        ("x" * 1_100_000, "too large for a launch script"),
+    ],
+)
+def test_what_is_no_launch_script_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read_script(text)
+
+
+# ---------------------------------------------------------------------------------------------------- against bash
+
+PLAIN = st.text("ab1-_./,:=+", min_size=1, max_size=5)
+WORDS = st.recursive(
+    st.one_of(
+        PLAIN,
+        st.text('ab $\\"x{}*#~!', max_size=6).map(lambda text: "'" + text + "'"),
+        st.text("ab '#*x(){}&;|", max_size=6).map(lambda text: f'"{text}"'),
+        st.sampled_from(["$X", "${Y}", '"$X"', "$E", '"$E"', "${Z:-d e}", '"${Z-q}"', "${E:-f}", "${X:+g}", "${#X}"]),
+        st.sampled_from(["${A[@]}", '"${A[@]}"', '"${A[*]}"', "${A[1]}", "${#A[@]}", '"x${A[@]}y"', "x${A[@]}y"]),
+        st.sampled_from(["$((2+3*4))", "$(( (1+N)*7 / 2 ))", "$((-7/2))", "$((-7%3))", "\\$X", "\\ ", '"\\$a\\b"']),
+    ),
+    lambda inner: st.tuples(inner, inner).map("".join),
+    max_leaves=4,
+)
+SETTING = "X=' p  q '; Y=r; E=; N=5; A=(1 '2 3' \"\" 4)"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(WORDS, max_size=4), st.sampled_from(["A=({})", "A+=({})", 'S="{}"; A=($S)', "A=(x {}\n y)"]))
+@example(["'a b'", '"$X"$X'], "A=({})")
+def test_words_are_those_of_bash(words: list[str], form: str) -> None:
+    if "S=" in form:
+        words = [word for word in words if not set(word) & set("\"'\\")]
+    text = f"{SETTING}\n{form.format(' '.join(words))}"
+    bash = subprocess.run(
+        ["bash", "+B", "-fu", "-c", text + '\nprintf "%s\\0" "${A[@]}"'], capture_output=True, text=True, check=False
+    )
+    assume(not bash.returncode and not bash.stderr)
+    script = Script({"HOME": "/home/bash"})
+    script.read(text + '\nprogram "${A[@]}"')
+    expected = bash.stdout.split("\0")[:-1]
+    read = list(script.commands[-1].words[1:])
+    assert read == (expected if read or expected != [""] else [])
