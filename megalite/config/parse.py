@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-from megalite.config import megatron_flags
+from megalite.config import foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
@@ -139,6 +139,8 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str | None]:
         return {positive: False}, None
     note = megatron_flags.settled(flag, values)
     if note is None:
+        if foreign := foreign_flags.answer(flag):
+            raise ConfigurationError(f"--{flag} {foreign}")
         known = [name.replace("_", "-") for name in places] + megatron_flags.names()
         known += ["no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool]
         raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--', megatron_flags.refusal)}")
