@@ -72,11 +72,11 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
     for name, values in flag_groups(argv):
         if name in REFUSED:
             raise ConfigurationError(f"--{name} {REFUSED[name]}")
-        note = f"--{name}: already so, {ALREADY_SO[name]}" if name in ALREADY_SO else None
+        note = megatron_flags.Note(f"--{name}", f"already so, {ALREADY_SO[name]}") if name in ALREADY_SO else None
         if not note and name not in own and name not in MEGATRON_FLAGS:
             note = megatron_flags.settled(name, values)
         if note:
-            print(note, file=sys.stderr)
+            print(f"{note.flag}: {note.why}", file=sys.stderr)
         else:
             settled += [*([MEGATRON_FLAGS.get(name, f"--{name}")] if name else []), *values]
     return settled

@@ -12,7 +12,7 @@ from megalite.config.fields import NonNegativeInt, PositiveInt, given
 _OF_SAVE = """save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures log_progress
     resume"""
 _OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling"
-_OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
+_OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler"
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class CheckpointConfig:
     """Load weights and state that were saved in another precision, rounded to the precision of this run."""
     moe_use_upcycling: bool = False
     """Load a dense model and make each expert a copy of its layer's feed-forward; the run starts at step 0."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """Keep the schedules of the learning rate and the weight decay of the checkpoint, if there is one, whatever the
+    flags say."""
     use_checkpoint_args: bool = False
     """Use the checkpoint's fields of the model and the tokenizer, unless flags give them."""
 

@@ -85,12 +85,13 @@ class DataConfig(TokenizerFlags):
 def split_shares(split: str) -> tuple[float, float, float]:
     """Return the shares in a `--split`; 0 if not given.
 
-    Megatron-LM accepts more spellings, but reads 1e2 as the shares 1 and 2.
+    Any text may stand between them, as in Megatron-LM: 969,30,1 or 969/30/1 or [969, 30, 1]. Letters and signs
+    are refused: Megatron-LM reads 1e2 as the shares 1 and 2.
 
     Raises:
         ConfigurationError: there are no shares, too many, none for training, or a share is not a plain number.
     """
-    words = split.replace(",", " ").split()
+    words = [] if re.search(r"[\w+-]", re.sub(r"[\d]", "", split)) else re.findall(r"[.0-9]+", split)
     numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
     if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
         raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test, as in 969,30,1")

@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megalite.config import megatron_flags
+from megalite.config.command_line import flag_groups
 from megalite.config.run import RunConfig, section_types
 
 _HEAD = """\
@@ -30,7 +31,7 @@ _SETTLED = """
 
 They are accepted, with a note when a run starts.
 
-| what is already so | flags |
+| why | flags |
 |---|---|
 """
 _WORDS = {int: "whole number", float: "number", str: "text"}
@@ -44,7 +45,7 @@ def page() -> str:
         parts.append(f"\n## `{section}`\n\n{titles[section]}\n\n{_COLUMNS}")
         parts += [_row(entry, kinds[entry.name], meanings[entry.name]) for entry in fields(kind)]
     parts.append(_SETTLED)
-    for fact, flags in tables["already_so"].items():
+    for fact, flags in [*tables["already_so"].items(), *tables["no_effect"].items()]:
         names = ", ".join(f"`--{flag.partition('=')[0]}`" for flag in flags.split())
         parts.append(f"| {_cell(fact)} | {names} |\n")
     accepted = tables["accepted_values"].items()
@@ -69,12 +70,13 @@ def _others(flag: str) -> Iterator[str]:
     shorthands = {f"--{other}": meant for other, meant in tables["shorthands"].items()}
     for other, by_value in tables["value_shorthands"].items():
         shorthands |= {f"--{other} {value}": meant for value, meant in by_value.items()}
-    shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = ("--position-embedding-type", "none")
-    shorthands[f"--{megatron_flags.USE_MEGATRON_FSDP}"] = ("--data-parallel-sharding-strategy", "optim_grads_params")
-    for other, (name, *values) in shorthands.items():
-        if name in (f"--{flag}", f"--no-{flag}"):
-            meant = values[0] if values else "off" if name == f"--no-{flag}" else "on"
-            yield f"`{other}` ({meant})"
+    shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = "--position-embedding-type none"
+    shorthands[f"--{megatron_flags.USE_MEGATRON_FSDP}"] = "--data-parallel-sharding-strategy optim_grads_params"
+    shorthands[f"--{megatron_flags.FREEZE_ALL_LAYERS}"] = "--lr 0 --weight-decay 0"
+    for other, meant in shorthands.items():
+        for name, values in flag_groups(meant.split()):
+            if name in (flag, f"no-{flag}"):
+                yield f"`{other}` ({' '.join(values) or ('off' if name != flag else 'on')})"
 
 
 def _value(kind: Any) -> str:

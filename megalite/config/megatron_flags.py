@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,21 @@ NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
 """Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused. It changes no
 other activation, and is therefore applied last."""
 
+FREEZE_ALL_LAYERS = "freeze-all-layers"
+"""Flag of a run that computes losses and changes no weight. It is therefore applied last."""
+
+ONE_LAYER_BY_DEFAULT = ("checkpoint-activations", "activations-checkpoint-method")
+"""Flags of earlier releases that recompute layers one by one, unless another flag says how many form a chunk."""
+
 CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
 """Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""
+
+
+APPLIED_LAST = (NO_POSITION_EMBEDDING, USE_MEGATRON_FSDP, FREEZE_ALL_LAYERS)
+"""Flags without a value that set no field when they are read."""
+
+_MOST_NOTES = 4
+"""Most accepted flags with lines of their own."""
 
 
 @cache
@@ -37,23 +51,31 @@ def reason(name: str) -> str:
     return refused[name]["why"] if name in refused else name
 
 
-def settled(flag: str, values: Sequence[str]) -> str | None:
+@dataclass(frozen=True)
+class Note:
+    """Line to show at the start about a flag that is accepted and sets no field."""
+
+    flag: str
+    why: str
+
+
+def settled(flag: str, values: Sequence[str]) -> Note | None:
     """Decide on a flag (without dashes) that is not a field.
 
     Returns:
-        The line to show at the start if the flag is already so; None if Megatron-LM does not have this flag either.
+        The note to show at the start if the flag is accepted; None if Megatron-LM does not have this flag either.
 
     Raises:
         ConfigurationError: the flag or its value is refused; the message has the reason.
     """
-    if flag in _already_so():
-        count, why = _already_so()[flag]
-        if len(values) != count:
+    if flag in accepted():
+        count, why = accepted()[flag]
+        if count != "*" and len(values) != bool(count):
             takes = "one value" if count else "no value"
             raise ConfigurationError(f"--{flag} takes {takes}, got {' '.join(values) or 'none'}")
-        if not all(value.removeprefix("-").isdigit() for value in values):
+        if count == "1" and not values[0].removeprefix("-").isdigit():
             raise ConfigurationError(f"--{flag} takes a whole number, got {values[0]!r}")
-        return f"--{flag}: already so, {why}"
+        return Note(f"--{flag}", why)
     row = tables()["accepted_values"].get(flag)
     if row is not None:
         taken = " or ".join([*row["values"].split(), *tables()["value_shorthands"].get(flag, ())])
@@ -62,11 +84,19 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
         others = [value for value in values if value not in row["values"].split()]
         if others:
             raise ConfigurationError(f"--{flag} {' '.join(others)}: {reason(row['why'])}; it takes {taken}")
-        return f"--{flag} {' '.join(values)}: already so"
+        return Note(f"--{flag} {' '.join(values)}", "already so")
     why_refused = refusal(flag)
     if why_refused:
         raise ConfigurationError(f"--{flag} {why_refused}")
     return None
+
+
+def note_lines(notes: Sequence[Note]) -> tuple[str, ...]:
+    """Return the lines to show about accepted flags; a single one if there are many."""
+    if len(notes) > _MOST_NOTES:
+        flags = " ".join(note.flag for note in notes)
+        return (f"{len(notes)} flags change nothing here (docs/flags.md says why): {flags}",)
+    return tuple(f"{note.flag}: {note.why}" for note in notes)
 
 
 def refusal(flag: str) -> str | None:
@@ -83,17 +113,24 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Return every flag of the tables."""
-    found = [NO_POSITION_EMBEDDING, USE_MEGATRON_FSDP, *_already_so(), *_refused()]
+    found = [*APPLIED_LAST, *accepted(), *_refused()]
     for table in ("aliases", "shorthands", "accepted_values", "removed"):
         found += tables()[table]
     return found
 
 
 @cache
-def _already_so() -> dict[str, tuple[int, str]]:
-    """Return, for each flag that is already so, its number of values and the fact that makes it so."""
-    entries = ((entry.partition("="), why) for why, flags in tables()["already_so"].items() for entry in flags.split())
-    return {name: (int(count or 0), why) for (name, _, count), why in entries}
+def accepted() -> dict[str, tuple[str, str]]:
+    """Return the flags that are accepted with any value, each with its kind of values and the reason.
+
+    The kinds are "" (no value), "1" (a whole number), "text" (one value) and "*" (any number of values).
+    """
+    found = {}
+    for table, effect in (("already_so", "already so"), ("no_effect", "changes nothing")):
+        for why, flags in tables()[table].items():
+            for name, _, count in (entry.partition("=") for entry in flags.split()):
+                found[name] = (count, f"{effect}, {why}")
+    return found
 
 
 @cache

@@ -13,6 +13,7 @@ from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of
+from megalite.config.megatron_flags import Note
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
@@ -36,7 +37,7 @@ class ParsedArguments:
 
 
 SavedFields = Callable[[CheckpointConfig, str | None], Sections]
-"""Function that returns the fields of the model and of the tokenizer in the checkpoint that a run starts from. Its
+"""Function that returns the fields of the model, tokenizer and schedules in the checkpoint that a run starts from. Its
 second argument is the tokenizer type that the run names, if any: the checkpoint may have another one."""
 
 
@@ -46,7 +47,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     Args:
         argv: the command line without the program's name.
         saved_fields: function that returns the fields of a checkpoint. It is called with --use-checkpoint-args, or if
-            --load is a Hugging Face folder, for fields that are not given.
+            --load is a Hugging Face folder, for fields that are not given; and for the fields of the schedules, given
+            or not, with --use-checkpoint-opt-param-scheduler.
 
     Raises:
         ConfigurationError: a flag is unknown, refused, missing or has a value of the wrong type; one line per flag.
@@ -56,7 +58,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         _show_help()
     sections: Sections = {name: {} for name in section_types()}
     fields: dict[str, Any] = {}
-    notes: list[str] = []
+    notes: list[Note] = []
     problems: list[str] = []
     given: set[str] = set()
     for flag, values in flag_groups(argv):
@@ -77,10 +79,11 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         sections[fields_by_name()[name].section][name] = value
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
-    takes_saved = loading.loads_huggingface or loading.use_checkpoint_args
+    takes_saved = loading.loads_huggingface or loading.use_checkpoint_args or loading.use_checkpoint_opt_param_scheduler
     if saved_fields is not None and not problems and takes_saved:
         for section, saved in saved_fields(loading, sections["data"].get("tokenizer_type")).items():
-            sections[section] = saved | sections[section]
+            over = section == "optimizer"  # the schedules, with --use-checkpoint-opt-param-scheduler
+            sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
@@ -93,7 +96,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     check_numbers(config)
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
-    return ParsedArguments(config, (*notes, *idle, *warnings))
+    return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
 
 
 def _show_help() -> None:
@@ -112,11 +115,31 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     by_tanh = has_exact_form(model.activation) and not {"openai-gelu", "no-exact-gelu"} & set(given)
     if megatron_flags.NO_BIAS_GELU_FUSION in given and by_tanh:
         model = replace(model, exact_gelu=True)
-    return replace(config, parallel=parallel, model=model)
+    data, training, optimizer = config.data, config.training, config.optimizer
+    if data.tokenizer_type is None and data.vocab_file is not None:  # Megatron-LM's default of pretrain_gpt.py
+        data = replace(data, tokenizer_type="GPT2BPETokenizer")
+    if training.recompute_num_layers is None and set(given).intersection(megatron_flags.ONE_LAYER_BY_DEFAULT):
+        training = replace(training, recompute_num_layers=1)
+    if megatron_flags.FREEZE_ALL_LAYERS in given:
+        optimizer = replace(optimizer, lr=0.0, min_lr=0.0, lr_warmup_init=0.0, weight_decay=0.0)
+        optimizer = replace(optimizer, decoupled_lr=None, decoupled_min_lr=None, weight_decay_incr_style="constant")
+        optimizer = replace(optimizer, start_weight_decay=None, end_weight_decay=None)
+    return replace(config, data=data, training=training, optimizer=optimizer, parallel=parallel, model=model)
 
 
-def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str | None]:
-    """Translate a flag. Returns the field that it sets, or no field and a note that the flag changes nothing."""
+def settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str]:
+    """Return the fields that a single flag sets; or no field, and a note if it changes nothing.
+
+    Raises:
+        ConfigurationError: the flag is unknown, refused, or has a value of the wrong type.
+    """
+    refuse_blank(flag, values)
+    fields, note = _settle(flag, values)
+    return fields, "" if note is None else f"{note.flag}: {note.why}"
+
+
+def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
+    """Translate a flag. Returns the fields that it sets, or no field and a note that the flag changes nothing."""
     if not flag:
         raise ConfigurationError(f"{shown(' '.join(values))} comes before the first flag")
     tables = megatron_flags.tables()
@@ -125,11 +148,14 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str | None]:
         _refuse_values(flag, values)
         meant = tables["shorthands"][flag]
     if meant is not None:
-        return _settle(meant[0].removeprefix("--"), list(meant[1:]))
-    if flag in (megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
+        fields: dict[str, Any] = {}
+        for name, its_values in flag_groups(meant.split()):
+            fields |= _settle(name, its_values)[0]
+        return fields, None
+    flag = tables["aliases"].get(flag, flag)
+    if flag in megatron_flags.APPLIED_LAST:
         _refuse_values(flag, values)
         return {}, None
-    flag = tables["aliases"].get(flag, flag)
     name, places = flag.replace("-", "_"), fields_by_name()
     if name in places:
         return {name: _field_value(flag, places[name].kind, values)}, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,9 +14,15 @@ from megalite.config.fields import (
     PositiveInt,
     Range,
     ShareBelowOne,
+    at_most,
     changed,
     flag_of,
 )
+from megalite.errors import ConfigurationError
+from megalite.small_files import shown
+
+_COUNT = r"(\d+\.?\d*|\.\d+)([KMBTkmbt]?)"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -28,12 +35,17 @@ class TrainingConfig:
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: increase the global batch from START by INCREMENT, evenly over so many samples."""
+    step_batch_size_schedule: str | None = None
+    """Sizes of the global batch, each after the tokens consumed from which on it is used: "0:384 200B:768" (K, M, B, T
+    stand for thousands to trillions)."""
     train_iters: PositiveInt | None = None
     """Steps to train; either this or train-samples."""
     train_samples: PositiveInt | None = None
     """Samples to train on; either this or train-iters."""
     eval_iters: NonNegativeInt = 100
     """Global batches of one evaluation; 0: never evaluate."""
+    eval_global_batch_size: PositiveInt | None = None
+    """Samples of a batch of an evaluation, over all ranks; unset: the (last) global batch size of training."""
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
     exit_interval: PositiveInt | None = None
@@ -75,6 +87,9 @@ class TrainingConfig:
     """Layers that full recomputes. uniform: all, in chunks of recompute-num-layers; block: only the first ones."""
     recompute_num_layers: PositiveInt | None = None
     """Layers in a chunk (uniform), or layers recomputed (block)."""
+    empty_unused_memory_level: Annotated[NonNegativeInt, at_most(2)] = 0
+    """Return cached memory of the GPU that is not in use: 1: before each update and after evaluations; 2: also after
+    each update. It is slow, and for GPUs that are shared or whose memory is fragmented."""
     manual_gc: bool = False
     """Run Python's garbage collection on all ranks in the same steps, instead of whenever Python decides."""
     manual_gc_interval: NonNegativeInt = 0
@@ -87,12 +102,35 @@ class TrainingConfig:
     """Folder with such files, or an inference engine's: tokens take these experts instead of choosing."""
 
     @property
+    def evaluation_batch_size(self) -> int | None:
+        """Samples of a batch of an evaluation."""
+        return self.eval_global_batch_size or self.global_batch_size
+
+    def batch_size_schedule(self, seq_length: int) -> tuple[tuple[int, int], ...]:
+        """Return the sizes of `step_batch_size_schedule`, each after the consumed samples from which on it is used.
+
+        A threshold in tokens is rounded down to samples, as in Megatron-LM. Empty if there is no schedule.
+
+        Raises:
+            ConfigurationError: it is not a schedule.
+        """
+        text = self.step_batch_size_schedule
+        entries = [] if text is None else text.replace(",", " ").split()
+        found = [re.fullmatch(rf"{_COUNT}:{_COUNT}", entry, re.ASCII) for entry in entries]
+        if text is not None and not (entries and all(found)):
+            raise ConfigurationError(
+                f'--step-batch-size-schedule {shown(text)}: write TOKENS:SIZE, as in "0:384 200B:768"'
+            )
+        numbers = [tuple(_count(*pair) for pair in (each.group(1, 2), each.group(3, 4))) for each in found if each]
+        return tuple(sorted((tokens // seq_length, size) for tokens, size in numbers))
+
+    @property
     def dtype(self) -> str:
         """Name of torch's dtype for weights and activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
 
-def training_problems(training: TrainingConfig) -> Iterator[str]:
+def training_problems(training: TrainingConfig, seq_length: int) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if (training.train_iters is None) == (training.train_samples is None):
         not_both = "" if training.train_iters is None else ", not both"
@@ -115,12 +153,36 @@ def training_problems(training: TrainingConfig) -> Iterator[str]:
     if training.manual_gc_interval and not training.manual_gc:
         yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
     yield from _ramp(training)
+    yield from _batch_size_schedule(training, seq_length)
     records, replays = training.moe_record_routing, training.moe_replay_routing
     for flag, folder in (("--moe-record-routing", records), ("--moe-replay-routing", replays)):
         if folder is not None and "://" in folder:
             yield f"{flag} {folder}: give a folder of a file system"
     if records is not None and records == replays:
         yield f"--moe-record-routing {records} is the folder of --moe-replay-routing: give another"
+
+
+def _count(number: str, unit: str) -> int:
+    """Return a number with a unit, rounded down."""
+    return int(float(number) * _UNITS[unit.upper()])
+
+
+def _batch_size_schedule(training: TrainingConfig, seq_length: int) -> Iterator[str]:
+    flag = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
+    schedule = training.batch_size_schedule(seq_length)
+    if not schedule:
+        return
+    starts, sizes = zip(*schedule, strict=True)
+    if starts[0] != 0 or len(set(starts)) < len(starts):
+        yield f"{flag}: the first size must begin at 0 tokens, and others at least a sample later each"
+    if min(sizes) < 1:
+        yield f"{flag}: a batch has at least one sample"
+    if training.global_batch_size not in (None, sizes[-1]):
+        yield f"{flag} gives the sizes of the batches: leave --global-batch-size {training.global_batch_size} out"
+    if training.rampup_batch_size is not None:
+        yield f"{flag} and --rampup-batch-size both give the sizes of the batches: drop one"
+    if training.train_samples is None:
+        yield f"{flag} needs --train-samples: steps of different sizes do not say how much is trained on"
 
 
 def _ramp(training: TrainingConfig) -> Iterator[str]:

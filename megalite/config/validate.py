@@ -48,8 +48,10 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     config, _ = without_idle_flags(config)
     training = config.training
     if training.global_batch_size is None:
+        schedule = training.batch_size_schedule(config.data.seq_length)
         copies = max(config.parallel.data_parallel_size(world_size), 1)
-        config = replace(config, training=replace(training, global_batch_size=training.micro_batch_size * copies))
+        size = schedule[-1][1] if schedule else training.micro_batch_size * copies
+        config = replace(config, training=replace(training, global_batch_size=size))
     validate(config, world_size)
     return config
 
@@ -100,7 +102,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         idle_positions(model),
         _layout(config),
         pipeline_problems(model, config.parallel),
-        training_problems(training),
+        training_problems(training, data.seq_length),
         rate_problems(config),
         optimizer_problems(config.optimizer, training),
         data_problems(data),
@@ -128,7 +130,8 @@ def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a line for each size that is too large for a rank, before anything of that size is allocated."""
     model, training, parallel = config.model, config.training, config.parallel
     yield from network_problems(model, parallel.model_parallel_size // parallel.context_parallel_size)
-    micro_batch, length, batch = training.micro_batch_size, config.data.seq_length, training.global_batch_size
+    micro_batch, length = training.micro_batch_size, config.data.seq_length
+    batch = max((size for _, size in training.batch_size_schedule(length)), default=training.global_batch_size)
     split = max(model.ffn_size, model.num_attention_heads * model.head_dim, model.vocab_size or 0)
     widest = max(model.hidden_size, split // parallel.tensor_model_parallel_size)
     if LEAST_ITEM_BYTES * micro_batch * length * widest > MAX_BYTES:
@@ -152,10 +155,14 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     copies = parallel.data_parallel_size(world_size)
     batch = training.global_batch_size or training.micro_batch_size * copies
-    sizes = [("--global-batch-size", batch)]
+    sizes, grows = [("--global-batch-size", batch)], training.rampup_batch_size or training.step_batch_size_schedule
     if training.rampup_batch_size is not None:
         start, increment, _ = training.rampup_batch_size
         sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
+    schedule = training.batch_size_schedule(config.data.seq_length)
+    sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule]
+    if training.eval_global_batch_size is not None:
+        sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
     for name, size in sizes:
         if size % (training.micro_batch_size * copies):
             yield (
@@ -163,7 +170,7 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{copies} data-parallel ranks"
             )
     yield from _instances(parallel, world_size)
-    if training.train_samples is not None and training.train_samples < batch and training.rampup_batch_size is None:
+    if training.train_samples is not None and training.train_samples < batch and not grows:
         yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
 
 

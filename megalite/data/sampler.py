@@ -6,6 +6,7 @@ This is Megatron-LM's `--dataloader-type single`. Samples are taken in order. Ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,19 +18,26 @@ class GlobalBatchSize:
         final: the size after the ramp.
         ramp: Megatron-LM's `--rampup-batch-size`: the first size, the increment, and the number of samples over which
             the size grows, the same number for each size; None: no ramp.
+        schedule: Megatron-LM's `--step-batch-size-schedule`: each size after the number of consumed samples from which
+            on steps have it, in order from 0; empty: one size.
     """
 
     final: int
     ramp: tuple[int, int, int] | None = None
+    schedule: Sequence[tuple[int, int]] = ()
 
     @property
-    def sizes(self) -> range:
-        """Sizes that steps may have, up to the final size."""
+    def sizes(self) -> Sequence[int]:
+        """Sizes that steps may have."""
+        if self.schedule:
+            return sorted({size for _, size in self.schedule})
         start, increment, _ = self.ramp if self.ramp is not None else (self.final, 1, 0)
         return range(start, self.final + 1, increment)
 
     def at(self, consumed_samples: int) -> int:
         """Return the size of the step that starts at `consumed_samples`."""
+        if self.schedule:
+            return [size for first, size in self.schedule if first <= consumed_samples][-1]
         if self.ramp is None or self.ramp[0] == self.final or consumed_samples > self.ramp[2]:
             return self.final
         start, increment, samples = self.ramp
@@ -41,7 +49,8 @@ class GlobalBatchSize:
         """Return the number of steps from `consumed_samples` to `train_samples`; an incomplete last step is not
         counted."""
         steps = 0
-        while self.at(consumed_samples) != self.final and consumed_samples + self.at(consumed_samples) <= train_samples:
+        last_change = self.schedule[-1][0] if self.schedule else self.ramp[2] + 1 if self.ramp is not None else 0
+        while consumed_samples < last_change and consumed_samples + self.at(consumed_samples) <= train_samples:
             consumed_samples += self.at(consumed_samples)
             steps += 1
         return steps + max(0, train_samples - consumed_samples) // self.at(consumed_samples)

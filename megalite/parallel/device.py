@@ -75,5 +75,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def return_unused_memory(device: torch.device) -> None:
+    """Return cached memory that no tensor uses to the device; on the CPU there is none."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

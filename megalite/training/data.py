@@ -55,7 +55,8 @@ def global_batch_size(config: RunConfig) -> GlobalBatchSize:
     """Return the number of samples per step. The configuration must be resolved."""
     if config.training.global_batch_size is None:
         raise ValueError("the configuration has not been resolved")
-    return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size)
+    schedule = config.training.batch_size_schedule(config.data.seq_length)
+    return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size, schedule)
 
 
 def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int = 0) -> int:
@@ -96,7 +97,7 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
     samples = target_samples(
         train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
         train_iters=iterations,
-        global_batch_size=batch_size,
+        global_batch_size=training.evaluation_batch_size or batch_size,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
     )
@@ -130,8 +131,8 @@ def _outermost_samples(config: RunConfig) -> tuple[int, ...]:
     The first one is left out if the run may go on from a checkpoint.
     """
     batch_size, given = global_batch_size(config), config.training.train_samples
-    # With a ramp, or if the last samples do not fill a step, the last step may begin at any of `final` samples.
-    last = last_iteration(config) * batch_size.final - 1 if given is None else max(given - batch_size.final, 0)
+    # If sizes change, or the last samples do not fill a step, the last step may begin at any of the largest's samples.
+    last = last_iteration(config) * batch_size.final - 1 if given is None else max(given - max(batch_size.sizes), 0)
     return (last,) if config.checkpoint.load is not None else (0, last)
 
 

@@ -18,10 +18,10 @@ from megalite.training.data import NOT_OF_THE_SAMPLES
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
     "data": " ".join(NOT_OF_THE_SAMPLES),
-    "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
-        recompute_granularity recompute_modules recompute_method recompute_num_layers
-        manual_gc manual_gc_interval manual_gc_eval
-        moe_record_routing""",
+    "training": """micro_batch_size eval_global_batch_size empty_unused_memory_level eval_iters eval_interval
+        exit_interval exit_duration_in_mins deterministic_mode recompute_granularity
+        recompute_modules recompute_method recompute_num_layers manual_gc manual_gc_interval
+        manual_gc_eval moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +14,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
-from megalite.config import CheckpointConfig, DataConfig, ModelConfig
+from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
@@ -21,6 +24,13 @@ from megalite.errors import ConfigurationError
 from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
+
+_SCHEDULES = [
+    field.name
+    for field in fields(OptimizerConfig)
+    if field.name.startswith("lr") or field.name.endswith(("min_lr", "decoupled_lr", "weight_decay", "incr_style"))
+]
+"""Fields of the schedules of learning rate and weight decay."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +130,37 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
     if not paths:
-        raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
-    _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)
+        if settings.use_checkpoint_args:
+            raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
+        return {}
+    keeps_schedules = settings.use_checkpoint_opt_param_scheduler and resume_point.position
+    _, (saved, data, schedules), _ = checkpoint.newest_whole(paths, partial(_saved_sections, schedules=keeps_schedules))
+    if not settings.use_checkpoint_args:
+        return {"optimizer": schedules}
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
-    return {"model": model, "data": {field.name: getattr(data, field.name) for field in fields(TokenizerFlags)}}
+    tokenizer = {field.name: getattr(data, field.name) for field in fields(TokenizerFlags)}
+    return {"model": model, "data": tokenizer, "optimizer": schedules}
 
 
-def _model_and_data(path: AnyPath) -> tuple[ModelConfig, DataConfig]:
+def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any]]:
     config = checkpoint.read_config(path)
-    return model_config(path, config), checkpoint.saved_section(path, config, DataConfig)
+    found = _schedules(path, config) if schedules else {}
+    return model_config(path, config), checkpoint.saved_section(path, config, DataConfig), found
+
+
+def _schedules(path: AnyPath, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the schedules in a checkpoint, with the length of a decay that lasted for the whole run."""
+    optimizer = checkpoint.saved_section(path, config, OptimizerConfig)
+    training = checkpoint.saved_section(path, config, TrainingConfig)
+    if optimizer.weight_decay_incr_style != "constant":
+        raise ConfigurationError(
+            f"--use-checkpoint-opt-param-scheduler: the weight decay of {path} rises until the end of its run; leave "
+            "the flag out, and give the flags of that run"
+        )
+    found = {name: getattr(optimizer, name) for name in _SCHEDULES}
+    decays = optimizer.lr_decay_style not in ("constant", "noam")
+    if decays and not (optimizer.lr_decay_iters or optimizer.lr_decay_samples):
+        found |= {"lr_decay_iters": training.train_iters, "lr_decay_samples": training.train_samples}
+    return found

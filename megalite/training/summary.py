@@ -39,7 +39,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
         zero += f" in {parallel.num_distributed_optimizer_instances} instances"
-    growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
+    growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
     count = trainer.num_micro_batches(batch.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     measured, formula = measured_memory(trainer), expected_memory(trainer)

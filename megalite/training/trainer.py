@@ -91,7 +91,9 @@ class Trainer:
         self.batch_size = global_batch_size(config)
         self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes]
-        self.schedules.prove(training=micro_batches, evaluation=micro_batches[-1:], mesh=mesh)
+        self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final
+        evaluation = [self.num_micro_batches(self.evaluation_batch_size)]
+        self.schedules.prove(training=micro_batches, evaluation=evaluation, mesh=mesh)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
@@ -146,7 +148,9 @@ class Trainer:
             sums = self.engine.run(actions, micro_batches, multipliers, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
+            self._return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
+            self._return_unused_memory(2)
         if self.routing_recorder is not None:
             with self.sections(SAVE):
                 self.routing_recorder.end_step(micro_batches)
@@ -166,6 +170,10 @@ class Trainer:
 
     def _micro_batches(self, arrays: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
         return to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device, self.cutting)
+
+    def _return_unused_memory(self, level: int) -> None:
+        if self.config.training.empty_unused_memory_level >= level:
+            device.return_unused_memory(self.mesh.device)
 
     def locate_not_finite(self) -> str | None:
         """Return a report on the source of NaN or infinity in the last step, or None if no report is due.
@@ -205,14 +213,14 @@ class Trainer:
         return due and self.data.valid is not None
 
     def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
-        """Compute the mean language-model loss of `eval_iters` global batches, starting at the dataset's first sample.
+        """Compute the mean language-model loss of `eval_iters` batches, starting at the dataset's first sample.
 
         `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
         evaluation was stopped.
         """
         self.network.eval()
         sums, counts = NO_SUMS, NO_SUMS
-        batch_size = self.batch_size.final
+        batch_size = self.evaluation_batch_size
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.schedules.evaluation(num_micro_batches)
         with builder.make_loader(self.config, self.mesh, self.data, dataset) as loader:
@@ -223,6 +231,7 @@ class Trainer:
                 micro_batches = self._micro_batches(arrays)
                 sums = add_sums(sums, self.engine.run(actions, micro_batches))
                 counts = add_sums(counts, loss_terms.counted((LM_LOSS,), micro_batches, self.mesh.device))
+        self._return_unused_memory(1)
         total = loss_terms.total_sums((LM_LOSS,), sums, self.mesh)
         count = loss_terms.total_counts((LM_LOSS,), counts, self.mesh)
         return loss_terms.means(total, count)[LM_LOSS.name]

@@ -43,7 +43,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def test_the_list_is_whole() -> None:
-    assert len(megatron_options()) == 838
+    assert len(megatron_options()) == 838 + 82  # and those of earlier releases
 
 
 def test_every_option_has_exactly_one_fate() -> None:
@@ -65,18 +65,20 @@ def test_fields_take_as_many_values_as_their_options() -> None:
             assert (flag, ARITY[flag].replace("+", "*")) == (flag, expected)
 
 
-def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
-    flags = [entry.partition("=")[0] for entries in TABLES["already_so"].values() for entry in entries.split()]
-    plain = parse_arguments(MINIMAL).config
-    for flag in flags:
+@pytest.mark.parametrize(("table", "effect"), [("already_so", "already so"), ("no_effect", "changes nothing")])
+def test_what_is_already_so_or_changes_nothing_is_accepted_with_its_values_and_noted(table: str, effect: str) -> None:
+    plain = parse_arguments([*MINIMAL, "--swiglu"]).config
+    entries = [entry.partition("=") for entries in TABLES[table].values() for entry in entries.split()]
+    for flag, _, count in entries:
         parsed = parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "--swiglu"])
-        assert parsed.config.model.swiglu, flag
-        assert parsed.config.training == plain.training
+        assert parsed.config == plain, flag
         assert len(parsed.notes) == 1
-        assert parsed.notes[0].startswith(f"--{flag}: already so, ")
+        assert parsed.notes[0].startswith(f"--{flag}: {effect}, ")
+        if count == "*":
+            continue
         with pytest.raises(ConfigurationError, match=f"--{flag} takes"):
             parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "1"])
-        if ARITY[flag] == "1":
+        if count == "1":
             with pytest.raises(ConfigurationError, match=f"--{flag} takes a whole number, got 'banana'"):
                 parse_arguments([*MINIMAL, f"--{flag}", "banana"])
 
@@ -94,13 +96,17 @@ def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
 
 
 def test_values_that_stand_for_another_flag() -> None:
-    (flag, values), *others = TABLES["value_shorthands"].items()
-    assert not others
-    for value, arguments in values.items():
-        assert parse_arguments([*MINIMAL, f"--{flag}", value]) == parse_arguments([*MINIMAL, *arguments])
-        assert parse_arguments([*MINIMAL, *arguments]) != parse_arguments(MINIMAL)
+    base = [*MINIMAL, "--ckpt-format", "torch_dist"]
+    for flag, values in TABLES["value_shorthands"].items():
+        for value, meant in values.items():
+            one_layer = ["--recompute-num-layers", "1"] if flag == "activations-checkpoint-method" else []
+            found = parse_arguments([*MINIMAL, f"--{flag}", value]).config
+            assert found == parse_arguments([*MINIMAL, *meant.split(), *one_layer]).config
+            assert found != parse_arguments(base if meant == "--ckpt-format megalite" else MINIMAL).config
     with pytest.raises(ConfigurationError, match=r"te: needs Transformer Engine, .*; it takes native or linear"):
-        parse_arguments([*MINIMAL, f"--{flag}", "te"])
+        parse_arguments([*MINIMAL, "--cross-entropy-fusion-impl", "te"])
+    with pytest.raises(ConfigurationError, match=r"some: is not one .*; it takes uniform or block"):
+        parse_arguments([*MINIMAL, "--activations-checkpoint-method", "some"])
 
 
 def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
@@ -131,6 +137,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--disable-bias-linear", "add_bias_linear", False),
         ("--no-save-optim", "save_optim", False),
         ("--no-load-optim", "load_optim", False),
+        ("--use-custom-fsdp", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--use-torch-fsdp2", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--use-megatron-fsdp", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--no-mmap-bin-files", "mmap_bin_files", False),
@@ -151,6 +158,11 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int", False),
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--dataloader-inter-document-masking", "reset_attention_mask", True),
+        ("--checkpoint-activations", "recompute_method", "uniform"),
+        ("--checkpoint-activations", "recompute_num_layers", 1),
+        ("--no-delay-grad-reduce", "align_grad_reduce", False),
+        ("--freeze-all-layers", "lr", 0.0),
+        ("--freeze-all-layers", "weight_decay", 0.0),
     ],
 )
 def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:
@@ -164,7 +176,7 @@ def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field:
 def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
     tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
     negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
-    last = (megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP)
+    last = megatron_flags.APPLIED_LAST
     assert tested == {"--" + name for name in (*TABLES["shorthands"], *last, *negatives)}
 
 
@@ -199,6 +211,9 @@ def test_gelu_without_biases_is_not_megatrons() -> None:
         ("encoder-num-layers", "num_layers"),
         ("encoder-seq-length", "seq_length"),
         ("persistent-save-interval", "save_interval"),
+        ("model-parallel-size", "tensor_model_parallel_size"),
+        ("checkpoint-num-layers", "recompute_num_layers"),
+        ("layernorm-epsilon", "norm_epsilon"),
     ],
 )
 def test_aliases_set_their_field(alias: str, field: str) -> None:
@@ -227,3 +242,27 @@ def test_masked_losses_are_told_apart_from_megatrons(masks: str) -> None:
     (other,) = parse_arguments([*MINIMAL, masks, "--calculate-per-token-loss"]).notes
     assert "already so" in other
     assert parse_arguments([*MINIMAL, masks, "--global-batch-size", "1"]).notes == ()
+
+
+def test_many_notes_about_accepted_flags_are_one_line() -> None:
+    flags = ["--cuda-graph-scope", "attn", "mlp", "--test-mode", "--logging-level", "40", "--wandb-entity", "us"]
+    assert len(parse_arguments([*MINIMAL, *flags]).notes) == 4
+    (note,) = parse_arguments([*MINIMAL, *flags, "--use-mcore-models"]).notes
+    assert note.startswith("5 flags change nothing here (docs/flags.md says why): --cuda-graph-scope --test-mode ")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_earlier_releases_recompute_chunks_of_layers(order: int) -> None:
+    flags = [["--checkpoint-activations"], ["--checkpoint-num-layers", "3"]][::order]
+    training = parse_arguments([*MINIMAL, *flags[0], *flags[1]]).config.training
+    assert (training.recompute_granularity, training.recompute_num_layers) == ("full", 3)
+    two = parse_arguments([*MINIMAL, "--num-layers", "4", "--activations-checkpoint-method", "block"]).config.training
+    assert (two.recompute_method, two.recompute_num_layers) == ("block", 1)
+
+
+def test_a_vocabulary_file_alone_is_gpt2s() -> None:
+    assert parse_arguments([*MINIMAL, "--vocab-file", "v", "--merge-file", "m"]).config.data.tokenizer_type == (
+        "GPT2BPETokenizer"
+    )
+    named = [*MINIMAL, "--vocab-file", "v", "--tokenizer-type", "NullTokenizer"]
+    assert parse_arguments(named).config.data.tokenizer_type == "NullTokenizer"

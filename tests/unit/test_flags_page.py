@@ -17,7 +17,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_flag_and_every_other_spelling_is_on_it() -> None:
-    shown = set(re.findall(r"`--([a-z0-9-]+)", page()))
+    shown = set(re.findall(r"`--([A-Za-z0-9-]+)", page()))
     flags = {name.replace("_", "-") for name in fields_by_name()}
     others = set(megatron_flags.names()) - {name for name in megatron_flags.names() if megatron_flags.refusal(name)}
     assert flags | others <= shown
@@ -25,7 +25,7 @@ def test_every_flag_and_every_other_spelling_is_on_it() -> None:
 
 def test_a_row_has_value_default_and_other_spellings() -> None:
     assert "| `--tensor-model-parallel-size` | whole number | `1` | Ranks that share each layer's matrices" in page()
-    assert "Also `--tp`. |" in page()
+    assert "Also `--tp`, `--model-parallel-size`. |" in page()
     assert "| `--add-bias-linear`, `--no-add-bias-linear` |  | on |" in page()
     assert "Also `--disable-bias-linear` (off). |" in page()
     assert "| `--num-layers` | whole number | must be given |" in page()
