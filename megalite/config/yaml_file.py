@@ -74,7 +74,7 @@ def read_sections(text: str, source: str) -> Sections:
     sections: Sections = {name: {} for name in section_types()}
     problems: list[str] = []
     try:
-        loader = _Loader(text)
+        loader = LimitedLoader(text)
         document = loader.get_single_node()
         for section, _, body in _entries(document, "sections", source):
             if section not in sections:
@@ -90,7 +90,7 @@ def read_sections(text: str, source: str) -> Sections:
     return sections
 
 
-class _Loader(yaml.SafeLoader):
+class LimitedLoader(yaml.SafeLoader):
     """Loader that limits the number and depth of nodes. Aliases (`*name`) refer to existing nodes without expansion."""
 
     def __init__(self, text: str) -> None:
@@ -124,7 +124,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_fields(
-    loader: _Loader, section: str, body: yaml.Node, source: str, into: dict[str, Any], problems: list[str]
+    loader: LimitedLoader, section: str, body: yaml.Node, source: str, into: dict[str, Any], problems: list[str]
 ) -> None:
     """Add the valid fields of one section to `into`, and a line for each invalid field to `problems`."""
     for name, key, value in _entries(body, f"the fields of {section}", source):

@@ -1,0 +1,165 @@
+"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, FSDP or Accelerate, into megalite's flags.
+
+    python tools/translate.py examples/gpt3/train_gpt3_175b_distributed.sh --set CHECKPOINT_PATH=run/gpt3 --check
+    python tools/translate.py ds_config.json --ranks 8
+    python tools/translate.py FULL_SHARD
+
+Prints the command, and what is accepted, changed and refused, each with the reason. The file is read, never executed.
+What only a shell can tell is asked for by its name (--set). Exit codes: 0, or 64 if something is refused or missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+import tyro
+
+from megalite.config.command_line import flag_groups
+from megalite.config.fields import PositiveInt
+from megalite.config.parse import parse_arguments
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.validate import resolve
+from megalite.config.yaml_file import dump
+from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
+from megalite.lifecycle.failure import run_tool
+
+if TYPE_CHECKING:
+    from megalite.translation.report import Report
+
+_MEETING_PLACE = ("node-rank", "master-addr", "master-port", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "max-restarts")
+_PROGRAM = "from megalite.commands.pretrain import command; command()"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    file: tyro.conf.Positional[str]
+    """The launch script, a test's YAML, a JSON of DeepSpeed, a YAML of Accelerate, or the name of an FSDP strategy."""
+    set: tuple[str, ...] = field(default=())
+    """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
+    ranks: PositiveInt | None = None
+    """Number of ranks, if the file does not say it: data-parallel ones for the batch of a JSON of DeepSpeed."""
+    check: bool = False
+    """Build the model without memory, and print its sizes beside those that the file implies."""
+    yaml: bool = False
+    """Print a YAML file for --config instead of the command."""
+    run: bool = False
+    """Run the command on this machine, if nothing is refused or missing."""
+
+
+def main() -> None:
+    """Parse the flags, translate the file, and print or run the result."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
+    from megalite.translation.source import translate
+
+    report = translate(arguments.file, _variables(arguments.set), arguments.ranks)
+    world_size = report.world_size or arguments.ranks
+    complete = report.whole and not report.refused and not report.missing
+    together = _problems(report, world_size) if complete else []
+    for line in report.lines():
+        print(line)
+    for problem in together:
+        print(f"refused: {problem}")
+    wrong = bool(report.refused or report.missing or together)
+    if arguments.check:
+        _check(report, world_size)
+    if arguments.yaml:
+        print(dump(parse_arguments(report.flags).config), end="")
+    else:
+        left = "without what is refused or needed" if wrong else "complete" if report.whole else "for any network"
+        print(f"# the command, {left}:")
+        print(" \\\n    ".join(map(shlex.join, _command(report))))
+    if wrong and arguments.run:
+        raise ConfigurationError("--run: nothing is run, since something above is refused or needed")
+    if wrong:
+        sys.exit(EXIT_CONFIGURATION)
+    if arguments.run:
+        _run(report, arguments.ranks)
+
+
+def _variables(settings: Sequence[str]) -> dict[str, str]:
+    """Return the variables that are given; those of the shell that everyone has are this process's."""
+    found = {"PWD": str(Path.cwd()), "HOME": str(Path.home())}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not (name.isidentifier() or name.isdecimal()):
+            raise ConfigurationError(f"--set {setting}: expected NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _problems(report: Report, world_size: int | None) -> list[str]:
+    """Return why the flags, which are right one by one, are not right together."""
+    from megalite.translation.sizes import ranks_needed
+
+    try:
+        config = parse_arguments(report.flags).config
+        resolve(config, world_size or ranks_needed(config))
+    except ConfigurationError as error:
+        return str(error).splitlines()
+    return []
+
+
+def _check(report: Report, world_size: int | None) -> None:
+    from megalite.translation.sizes import sizes
+
+    try:
+        for line in sizes(parse_arguments(report.flags).config, world_size):
+            print(f"check: {line}")
+    except ConfigurationError as error:
+        for line in str(error).splitlines():
+            print(f"check: {line}")
+
+
+def _command(report: Report) -> list[list[str]]:
+    """Return the command that starts megalite as the file starts its program, in parts: one for each flag."""
+    environment = [f"{name}={value}" for name, value in report.environment.items()]
+    flags = [[f"--{flag}", *values] for flag, values in flag_groups(report.flags)]
+    names = [PurePath(word).name for word in report.launcher]
+    start = next((at for at, name in enumerate(names) if name.startswith(("torchrun", "python", "deepspeed"))), 0)
+    tasks = report.launcher[:start] if {"srun", "mpirun", "mpiexec"} & set(names[:start]) else ()
+    before = [*(["env", *environment] if environment else []), *tasks]
+    by_torch = any(name.startswith(("torch", "deepspeed", "accelerate")) for name in names)
+    if (tasks and not by_torch) or (report.world_size or 1) == 1:
+        return [[*before, "megalite-pretrain"], *flags]
+    nodes = ["--nnodes", str(report.nodes)] if report.nodes else []
+    places = [*nodes, "--nproc-per-node", str(report.per_node), *_meeting_place(report.launcher)]
+    return [[*before, "torchrun", *places, "--no-python", "megalite-pretrain"], *flags]
+
+
+def _meeting_place(launcher: Sequence[str]) -> list[str]:
+    """Return the options of torchrun that say where its processes meet, as the file has them."""
+    kept: list[str] = []
+    for at, word in enumerate(launcher):
+        option, equals, value = word.partition("=")
+        if option.lstrip("-").replace("_", "-") in _MEETING_PLACE:
+            kept += [option.replace("_", "-"), value if equals else "".join(launcher[at + 1 : at + 2])]
+    return kept
+
+
+def _run(report: Report, ranks: int | None) -> None:
+    """Run the translated command on this machine, without a shell."""
+    count = report.world_size or ranks or 1
+    if (report.nodes or 1) > 1:
+        raise ConfigurationError(f"--run: the file is for {report.nodes} nodes: start the command on each of them")
+    program = [sys.executable, "-c", _PROGRAM, *report.flags]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    sys.stdout.flush()
+    ended = subprocess.run(
+        program if count == 1 else [*launcher, "--no-python", *program],
+        env=os.environ | report.environment,
+        check=False,
+    )
+    sys.exit(ended.returncode)
+
+
+command = partial(run_tool, main)

@@ -1,0 +1,160 @@
+"""Reading of a file of another program, whatever its kind, and its translation into flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from megalite.config.run import fields_by_name
+from megalite.config.yaml_file import LimitedLoader
+from megalite.errors import ConfigurationError
+from megalite.small_files import parse_json, read_small_file, reason, shown
+from megalite.translation import deepspeed, fsdp
+from megalite.translation.report import Report
+from megalite.translation.script import Launch, read_script
+from megalite.translation.shell import LARGEST
+
+_OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
+_KEPT_ENVIRONMENT = re.compile(
+    r"CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS|PYTORCH(_CUDA)?_ALLOC_CONF|NCCL_(DEBUG|ALGO|PROTO|SOCKET_IFNAME)"
+    r"|NCCL_(IB|P2P|NVLS|CUMEM)_\w+"
+)
+"""Variables that megalite's own libraries read, and that load no code."""
+
+
+def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
+    """Return the translation of a file, or of the name of a strategy of FSDP.
+
+    Args:
+        variables: values that take precedence over those of a launch script.
+        ranks: number of data-parallel ranks for the batch of a configuration that does not say it.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or is none of those that can be translated.
+    """
+    if name.upper() in fsdp.STRATEGIES:
+        report = Report()
+        fsdp.add_strategy(name, report)
+        return report
+    try:
+        return _translate(_text(name), Path(name).suffix, variables, ranks)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+
+
+def _text(name: str) -> str:
+    try:
+        text = read_small_file(Path(name), largest=LARGEST).decode()
+    except UnicodeDecodeError:
+        raise ConfigurationError("is not a text") from None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(reason(error)) from error
+    if not text.strip():
+        raise ConfigurationError("is empty")
+    return text
+
+
+def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int | None) -> Report:
+    if suffix == ".json" or text.lstrip().startswith("{\n"):
+        try:
+            settings = parse_json(text)
+        except ValueError as error:
+            raise ConfigurationError(f"not a DeepSpeed configuration: {reason(error)}") from error
+        if not isinstance(settings, dict) or not settings:
+            raise ConfigurationError("not a DeepSpeed configuration: expected a JSON object with keys")
+        return deepspeed.translate(settings, ranks)
+    if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
+        return _from_yaml(_read_yaml(text), variables)
+    return _from_launch(read_script(text, variables))
+
+
+def _from_launch(launch: Launch) -> Report:
+    report = Report(
+        notes=list(launch.notes),
+        missing=list(launch.problems),
+        nodes=launch.nodes,
+        per_node=launch.processes_per_node,
+        whole=True,
+        launcher=launch.launcher,
+    )
+    program = PurePath(launch.program).name
+    if _OTHER_MODELS.fullmatch(program):
+        report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")
+    elif program not in ("pretrain_gpt.py", "megalite-pretrain"):
+        report.notes.append(f"the flags of {program} are taken to be those of pretrain_gpt.py")
+    _add_environment(launch.environment, report)
+    report.add_megatron(launch.argv)
+    return report
+
+
+def _add_environment(environment: Mapping[str, str], report: Report) -> None:
+    for name, value in environment.items():
+        if _KEPT_ENVIRONMENT.fullmatch(name):
+            report.environment[name] = value
+        else:
+            report.idle.append(f"{name}: a variable that no part of megalite reads")
+
+
+def _read_yaml(text: str) -> dict[str, Any]:
+    """Return a mapping of texts, numbers and mappings of these; a key twice in a mapping is an error."""
+    loader = LimitedLoader(text)
+    try:
+        node = loader.get_single_node()
+        value = _value(loader, node) if isinstance(node, yaml.MappingNode) else None
+    except (yaml.YAMLError, TypeError, RecursionError) as error:
+        raise ConfigurationError(f"not YAML that can be translated: {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(value, dict):
+        raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+    return value
+
+
+def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
+    if not isinstance(node, yaml.MappingNode):
+        try:
+            return loader.value_of(node)
+        except TypeError:  # such as a list of mappings, in a part that is not read
+            return None
+    found: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.value in found:
+            raise ConfigurationError(f"line {key.start_mark.line + 1}: {shown(key.value)} is given twice or is no name")
+        found[key.value] = _value(loader, value)
+    return found
+
+
+def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Report:
+    flags = settings.get("MODEL_ARGS")
+    if isinstance(flags, Mapping) and flags:
+        environment = settings.get("ENV_VARS")
+        given = {name: str(value) for name, value in (environment if isinstance(environment, Mapping) else {}).items()}
+        report = Report(whole=True)
+        _add_environment(given, report)
+        words = [word for name, value in flags.items() for word in _words(name, value, variables, report)]
+        report.add_megatron(words)
+        return report
+    if "fsdp_config" in settings or "distributed_type" in settings:
+        return fsdp.translate(settings)
+    raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+
+
+def _words(flag: str, value: Any, variables: Mapping[str, str], report: Report) -> list[str]:
+    """Return a flag of a test with its values: true means none, and lists are also written as "[a b]"."""
+    if not flag.startswith("--"):
+        raise ConfigurationError(f"MODEL_ARGS: expected a flag such as --num-layers, got {shown(flag)}")
+    if value is True or value is None:
+        return [flag]
+    if isinstance(value, Mapping):
+        raise ConfigurationError(f"MODEL_ARGS: {flag} has a mapping as its value")
+    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    names = re.findall(r"\$\{?(\w+)\}?", text)
+    report.missing += [f"{flag} needs ${name}: give --set {name}=VALUE" for name in names if name not in variables]
+    text = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: variables.get(found[1] or found[2], found[0]), text)
+    place = fields_by_name().get(flag[2:].replace("-", "_"))
+    listed = re.fullmatch(r"\[(.*)\]", text)
+    if listed or "tuple" in str(place.kind if place else ""):
+        return [flag, *(listed[1] if listed else text).replace(",", " ").split()]
+    return [flag, text]

@@ -1,0 +1,267 @@
+"""Translation of settings: DeepSpeed's JSON, FSDP's strategies, Accelerate's YAML, and tests of Megatron-LM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.parse import parse_arguments
+from megalite.errors import ConfigurationError
+from megalite.translation import deepspeed, fsdp
+from megalite.translation.report import Report
+from megalite.translation.source import translate
+
+NETWORK = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8"]
+PLAIN: dict[str, Any] = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8, "contiguous_gradients": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"warmup_num_steps": 100, "total_num_steps": 1000, "warmup_type": "linear", "cos_min_ratio": 0.1},
+    },
+}
+
+
+def settings(**changes: Any) -> Report:
+    return deepspeed.translate(PLAIN | changes, None)
+
+
+def test_a_configuration_of_deepspeed_sets_the_same_run() -> None:
+    report = settings()
+    assert (report.refused, report.missing) == ([], [])
+    config = parse_arguments([*NETWORK, *report.flags]).config
+    training, optimizer, parallel = config.training, config.optimizer, config.parallel
+    assert (training.micro_batch_size, training.global_batch_size, training.bf16) == (4, 256, True)
+    assert (parallel.data_parallel_sharding_strategy, parallel.overlap_grad_reduce) == ("optim_grads", True)
+    assert parallel.ddp_bucket_size == 500_000_000
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style) == (1e-4, pytest.approx(1e-5), "cosine")
+    assert (optimizer.lr_warmup_iters, optimizer.lr_decay_iters, optimizer.clip_grad) == (100, 1000, 1.0)
+    assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-8)
+    assert report.notes == ["the batch is for 8 data-parallel ranks"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "strategy"), [(0, None), (1, "optim"), (2, "optim_grads"), (3, "optim_grads_params")]
+)
+def test_each_stage_of_zero(stage: int, strategy: str | None) -> None:
+    report = settings(zero_optimization={"stage": stage})
+    assert parse_arguments([*NETWORK, *report.flags]).config.parallel.data_parallel_sharding_strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"bf16": {}, "fp16": {"enabled": True, "loss_scale": 0}}, ["--fp16", "--initial-loss-scale", "65536"]),
+        (
+            {"bf16": {}, "fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 3}},
+            ["--fp16", "--loss-scale", "128"],
+        ),
+        ({"communication_data_type": "bf16"}, ["--grad-reduce-in-bf16"]),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 1, "momentum": 0.9}}}, ["--sgd-momentum", "0.9"]),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, ["--optimizer", "muon"]),
+        ({"wall_clock_breakdown": True, "steps_per_print": 7}, ["--timing-interval", "7"]),
+        ({"tensorboard": {"enabled": True, "output_path": "a/", "job_name": "b"}}, ["--tensorboard-dir", "a/b"]),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}, ["--lr-decay-style", "constant"]),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_min_lr": 1e-6}}},
+            ["--lr-warmup-init", "1e-06"],
+        ),
+    ],
+)
+def test_settings_of_deepspeed_that_have_a_flag(changes: dict[str, Any], flags: list[str]) -> None:
+    report = settings(**changes)
+    assert report.refused == []
+    assert " ".join(flags) in " ".join(report.flags)
+    parse_arguments([*NETWORK, *report.flags])
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "optimizer stay on the GPU"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "--num-distributed-optimizer-instances"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "are not quantized"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "--optimizer has adam"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "use --lr-decay-style"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "--recompute-granularity full"),
+        ({"wandb": {"enabled": True}}, "metrics.jsonl"),
+        ({"communication_data_type": "fp16"}, "reduced in fp32 or bf16"),
+        ({"gradient_cliping": 1}, "unknown key, did you mean gradient_clipping"),
+        ({"zero_optimization": {"stag": 2}}, "unknown key, did you mean zero_optimization.stage"),
+    ],
+)
+def test_what_megalite_lacks_is_refused_with_what_to_do(changes: dict[str, Any], refusal: str) -> None:
+    (line,) = settings(**changes).refused
+    assert refusal in line
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none", "pin_memory": True}}},
+        {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}},
+        {"wandb": {"enabled": False}, "flops_profiler": {"enabled": True}, "zero_allow_untested_optimizer": True},
+    ],
+)
+def test_what_changes_nothing_is_left_out(changes: dict[str, Any]) -> None:
+    report = settings(**changes)
+    assert report.refused == []
+    assert report.idle
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        (
+            {"train_batch_size": 250},
+            None,
+            "250 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 8",
+        ),
+        ({}, 4, "256 is not .* 4 x .* 8 x 4 data-parallel ranks: change one of the three"),
+        ({"train_batch_size": "many"}, None, "train_batch_size is 'many': expected a number"),
+        ({"train_batch_size": 0}, None, "train_batch_size is 0: expected a number"),
+        ({"fp16": {"enabled": True}}, None, "contradict each other"),
+        ({"zero_optimization": {"stage": 4}}, None, "expected 0, 1, 2 or 3"),
+        ({"gradient_clipping": float("nan")}, None, "gradient_clipping is nan"),
+    ],
+)
+def test_contradictions_are_errors(changes: dict[str, Any], ranks: int | None, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        deepspeed.translate(PLAIN | changes, ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "micro", "batch"),
+    [((256, None, 8), 8, 4, 256), ((256, 4, None), 8, 4, 256), ((None, 4, 8), 8, 4, 256), ((256, 4, 8), None, 4, 256)],
+)
+def test_the_third_number_of_the_batch_follows(
+    given: tuple[int | None, ...], ranks: int | None, micro: int, batch: int
+) -> None:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    values = {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    config = parse_arguments([*NETWORK, "--lr", "1", *deepspeed.translate(values, ranks).flags]).config
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (micro, batch)
+
+
+def test_what_another_program_fills_in_is_asked_for() -> None:
+    report = settings(train_micro_batch_size_per_gpu="auto")
+    assert report.missing == [
+        'train_micro_batch_size_per_gpu is "auto", which another program fills in: give --micro-batch-size'
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- FSDP
+
+
+@pytest.mark.parametrize("name", fsdp.STRATEGIES)
+def test_names_of_strategies(name: str) -> None:
+    report = translate(name.lower(), {})
+    assert report.flags == ["--data-parallel-sharding-strategy", fsdp.STRATEGIES[name]]
+    assert bool(report.missing) == ("HYBRID" in name)
+
+
+ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+fsdp_config:
+  fsdp_sharding_strategy: {strategy}
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_activation_checkpointing: {checkpointing}
+"""
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "1"])
+def test_a_configuration_of_accelerate(tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(ACCELERATE.format(strategy=strategy, checkpointing="true"))
+    report = translate(str(path), {})
+    assert (report.refused, report.missing, report.nodes, report.per_node) == ([], [], 2, 8)
+    config = parse_arguments([*NETWORK, "--lr", "1", "--micro-batch-size", "1", *report.flags]).config
+    assert config.training.bf16
+    assert config.training.recompute_granularity == "full"
+    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+
+
+# ---------------------------------------------------------------------------------------------------- tests of Megatron
+
+TEST = """
+ENV_VARS:
+  CUDA_DEVICE_MAX_CONNECTIONS: 1
+  NVTE_FUSED_ATTN: 1
+  LD_PRELOAD: evil.so
+MODEL_ARGS:
+  --num-layers: 2
+  --use-mcore-models: true
+  --data-path: ${DATA_PATH}/a ${DATA_PATH}/b
+  --recompute-modules: "[core_attn moe]"
+  --moe-layer-freq: ([0]*1+[1]*1)
+  --lr: 4.5e-4
+METRICS:
+  - lm loss
+"""
+
+
+def test_a_test_of_megatron(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(TEST)
+    report = translate(str(path), {"DATA_PATH": "/data"})
+    assert (report.refused, report.missing, report.environment) == ([], [], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+    text = " ".join(report.flags)
+    assert "--data-path /data/a /data/b" in text
+    assert "--recompute-modules core_attn moe" in text
+    assert report.flags[report.flags.index("--moe-layer-freq") + 1] == "([0]*1+[1]*1)"
+    assert "--use-mcore-models" not in report.flags
+    assert translate(str(path), {}).missing == ["--data-path needs $DATA_PATH: give --set DATA_PATH=VALUE"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.sh", b" \n", "is empty"),
+        ("binary.sh", b"\x7fELF\xff\x00", "is not a text"),
+        ("large.sh", b"#" * (2**20 + 1), "larger than its limit of 1 MiB"),
+        ("twice.json", b'{"a": 1, "a": 2}', "the key 'a' is twice in one object"),
+        ("list.json", b"[1]", "expected a JSON object"),
+        ("broken.json", b"{", "not a DeepSpeed configuration"),
+        ("other.yaml", b"a: 1", "neither a test of Megatron-LM"),
+        ("twice.yaml", b"MODEL_ARGS:\n  --lr: 1\n  --lr: 2\n", "line 3: '--lr' is given twice"),
+        ("tag.yaml", b"MODEL_ARGS:\n  --lr: !!python/object/apply:os.system ['touch x']\n", "--lr"),
+        ("deep.yaml", b"[" * 5000, "not YAML that can be translated"),
+        ("flag.yaml", b"MODEL_ARGS:\n  lr: 1\n", "expected a flag such as --num-layers, got 'lr'"),
+        ("none.sh", b"ls\n", "starts a training program"),
+    ],
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    try:
+        lines = translate(str(path), {}).refused
+    except ConfigurationError as error:
+        lines = str(error).splitlines()
+        assert lines[0].startswith(f"{path}: ")
+    assert len(lines) == 1
+    assert message in lines[0]
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Is a directory"):
+        translate(str(tmp_path), {})
+    with pytest.raises(ConfigurationError, match="No such file"):
+        translate(str(tmp_path / "no.sh"), {})
+
+
+def test_json_is_read_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(PLAIN))
+    assert translate(str(path), {}).flags == settings().flags
