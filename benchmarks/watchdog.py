@@ -56,7 +56,6 @@ ROOT = Path(__file__).parents[1]
 def serve(rank: int, port: int, watched: bool, connections: list[Connection]) -> None:
     """One of two ranks: a step for each request, answered with its CPU seconds."""
     torch.set_num_threads(1)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = ParallelMesh(rank=rank, world_size=2)
     sections = Sections(lambda: mesh.waits.seconds)

@@ -104,7 +104,7 @@ class Examination:
         if config is not None and self._save is not None and self._place.rank == 0:
             size = aside(lambda: checkpoint_bytes(config))
         roll = self._arrive(stack)
-        found = Found(self._place.world_size, self._backend, self._options, self._save, roll, self._findings)
+        found = Found(self._place, self._backend, self._options, self._save, roll, self._findings)
         self._report(found)
         if size is not None:
             found.checkpoint_size = self._result(size, "building the network without memory")
@@ -151,7 +151,8 @@ class Examination:
     def _report(self, found: Found) -> None:
         own = Report(traits(self._config, self._device), self._problem)
         if self._place.rank in found.firsts:
-            work = aside(lambda: own.examine_node(found.roll, self._config, self._options.gpus, self._backend))
+            gpus, host = self._options.gpus, self._place.host
+            work = aside(lambda: own.examine_node(found.roll, self._config, gpus, self._backend, host))
             if self._ends(work):
                 work.result()
         answers = self._call.gather("report", asdict(own), found.roll.ranks, _GRACE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -54,7 +53,7 @@ def _findings(found: Found) -> Iterator[Finding]:
 
 def _absent(found: Found) -> Iterator[Finding]:
     """Yield ranks that never connected, by launcher; the node is known if another of its ranks has connected."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = found.place.local_world_size or 1
     came = set(found.roll.ranks)
     launchers = {rank: rank // size for rank in range(found.world_size) if rank not in came}
     for launcher, ranks in ranks_by_value(launchers).items():

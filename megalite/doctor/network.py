@@ -29,13 +29,13 @@ _TIME = struct.Struct("!d")
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
-def own_address(backend: str) -> str:
+def own_address(backend: str, host: str) -> str:
     """Return the address at which other ranks look for this one, as the backend finds it. Raises OSError if there is
     none.
 
     Gloo takes the interface in GLOO_SOCKET_IFNAME, otherwise the address of the host's name. NCCL takes an interface
     that begins with one of NCCL_SOCKET_IFNAME's names; without that variable, this check takes the one that leads to
-    MASTER_ADDR.
+    rank 0's `host`.
     """
     if backend == "gloo":
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -48,7 +48,7 @@ def own_address(backend: str) -> str:
     if chosen or (wanted and not wanted.startswith("^")):
         raise OSError(f"NCCL_SOCKET_IFNAME {wanted} names no interface that has an address")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
-        route.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        route.connect((host, 9))
         return str(route.getsockname()[0])
 
 

@@ -16,6 +16,7 @@ from megalite.doctor.network import Listener, ReachedFrom, own_address
 from megalite.doctor.node import NodeState, examine_node
 from megalite.doctor.run_directory import Seen, look
 from megalite.errors import MegaliteError
+from megalite.process.place import Place
 from megalite.storage import open_directory
 
 
@@ -63,10 +64,10 @@ class Report:
         made = {name: kind(**values[name]) for name, kind in kinds.items() if values[name] is not None}
         return Report(**values | made | {"findings": [Finding(**each) for each in values["findings"]]})
 
-    def examine_node(self, roll: Roll, config: RunConfig | None, gpus: int | None, backend: str) -> None:
-        """Examine the node whose first rank this is; file systems and drivers may hang."""
+    def examine_node(self, roll: Roll, config: RunConfig | None, gpus: int | None, backend: str, host: str) -> None:
+        """Examine the node whose first rank this is; file systems and drivers may hang. `host`: rank 0's."""
         with self._at("asking for its address", "it has no address for other nodes: "):
-            listener = Listener(own_address(backend), roll.token)
+            listener = Listener(own_address(backend, host), roll.token)
             self.address = str(listener.server_address[0]), listener.port
         if config is not None:
             with self._at("reading the data"):
@@ -92,7 +93,7 @@ class Report:
 class Found:
     """Facts that rank 0 has learnt so far; on other ranks little of it is filled in."""
 
-    world_size: int
+    place: Place
     backend: str
     options: Options
     save: str | None
@@ -110,6 +111,11 @@ class Found:
     timings: Sequence[Timing] = ()
     stopped: bool = False
     """True if rank 0 was requested to end meanwhile."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that were started."""
+        return self.place.world_size
 
     @property
     def firsts(self) -> dict[int, str]:

@@ -35,6 +35,7 @@ class RollCall:
     def __init__(self, place: Place, patience: float, stopping: Callable[[], object]) -> None:
         """Connect. Raises ConfigurationError without a launcher's variables, CommunicationError if the store does not
         answer."""
+        self._place = place
         self.rank, self.world_size = place.rank, place.world_size
         self.patience, self.stopping = patience, stopping
         self._store = connect(place, patience, "doctor")
@@ -85,7 +86,7 @@ class RollCall:
             return parse_json(self._store.get(key))
         except ValueError as error:
             raise CommunicationError(
-                f"something that is not a rank has written to {store_name()}: {key} is not JSON ({error})"
+                f"something that is not a rank has written to {store_name(self._place)}: {key} is not JSON ({error})"
             ) from error
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
@@ -119,4 +120,4 @@ class RollCall:
             problem = "does not answer: the process that runs it is suspended"
         except RuntimeError as error:
             problem = f"does not answer any more: {error}"
-        raise CommunicationError(f"{store_name()} {problem}")
+        raise CommunicationError(f"{store_name(self._place)} {problem}")

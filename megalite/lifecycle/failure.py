@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalite.atomic_files import write_at_once
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.process.bounded import aside, within
-from megalite.process.host import on_one_machine, too_many_open_files
+from megalite.process.host import too_many_open_files
 from megalite.process.output import require_streams, write_out
-from megalite.process.place import Place
+from megalite.process.place import Place, place_or_alone
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         with _output_written():
             code = main()
             ignore_stop_signals()
-        if os.environ.get("RANK", "0") == "0":
+        if place_or_alone().rank == 0:
             leave_code(code)
     except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
@@ -161,8 +161,8 @@ def _fail(message: str, code: int) -> NoReturn:
     # From now on a stop signal of the launcher ends this process at once, with this error's exit code.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
-    place = _own_place()
-    torchrun_ends_all = "TORCHELASTIC_RUN_ID" in os.environ and on_one_machine()  # after one rank has ended
+    place = place_or_alone()
+    torchrun_ends_all = "TORCHELASTIC_RUN_ID" in os.environ and place.on_one_machine  # after one rank has ended
     store = default_store()
     if store is not None and place.world_size > 1:
         try:
@@ -196,16 +196,6 @@ def _leave_word(message: str, code: int, place: Place) -> int:
     except Exception:  # the error must be reported even if the message cannot be left, for whatever reason
         speak()
         return code
-
-
-def _own_place() -> Place:
-    """Return this process's place from the launcher's variables, without raising errors.
-
-    Values that are not numbers are replaced by rank 0, local rank 0 and world size 1.
-    """
-    texts = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    rank, local_rank, world_size = (int(text) if text.isdecimal() else None for text in texts)
-    return Place(rank or 0, local_rank or 0, world_size or 1)
 
 
 def _exit(code: int) -> NoReturn:

@@ -84,7 +84,7 @@ def come_together(
             if "oo many open files" in str(error):
                 raise too_many_open_files(str(error)) from error
             raise CommunicationError(
-                f"the {place.world_size} ranks have met at {store_name()}, but cannot reach each other: {error}"
+                f"the {place.world_size} ranks have met at {store_name(place)}, but cannot reach each other: {error}"
             ) from error
 
 

@@ -56,15 +56,14 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
     """
     if place.world_size == 1:
         return HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # checked by `place_from_environment`
     first = place.rank == 0 and not hosted_by_launcher()
     timeout = datetime.timedelta(seconds=seconds)
 
     def open_store() -> Store:
-        where = _listen(port) if first else None
+        where = _listen(place) if first else None
         return TCPStore(
-            host,
-            port,
+            place.host,
+            place.port,
             is_master=first,
             timeout=timeout,
             wait_for_workers=False,
@@ -79,10 +78,10 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
         store = _opened(aside(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
         raise CommunicationError(
-            f"{store_name()} does not answer: its process has not started, or is suspended"
+            f"{store_name(place)} does not answer: its process has not started, or is suspended"
         ) from None
     except RuntimeError as error:
-        raise CommunicationError(f"{store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
+        raise CommunicationError(f"{store_name(place)} cannot be reached: {str(error).splitlines()[0]}") from error
     return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -105,18 +104,18 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
         wait([store], step)
         waited += step
         if waited < seconds and not store.done() and (place.rank == 1 or place.local_rank == 0):
-            sys.stderr.write(f"waiting for {store_name()} to open, for {waited:.0f} s so far\n")
+            sys.stderr.write(f"waiting for {store_name(place)} to open, for {waited:.0f} s so far\n")
     return store.result(0.0)
 
 
-def _listen(port: int) -> int | None:
+def _listen(place: Place) -> int | None:
     """Open the socket of rank 0's store and return its file descriptor, for torch to use.
 
     Returns None if the port is in use. If this process's own store uses it, torch finds that store by itself. If
     another process uses it, torch raises an error.
     """
     try:
-        return listen("rank 0's store", port).detach()
+        return listen("rank 0's store", place, place.port).detach()
     except OSError:
         return None
 
@@ -126,9 +125,9 @@ def hosted_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def store_name() -> str:
+def store_name(place: Place) -> str:
     """Return a name of the store for messages."""
-    return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+    return f"the store at {place.host}:{place.port} (MASTER_ADDR, MASTER_PORT)"
 
 
 def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
@@ -146,17 +145,18 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
     """
     if place.rank == 0:
         watch()
-        _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-        word = _in_time(seconds, "the store does not answer", partial(_wait_as_host, store, place.world_size, seconds))
+        _in_time(place, seconds, "the store does not answer", partial(_come, store, place.rank))
+        word = _in_time(place, seconds, "the store does not answer", partial(_wait_as_host, store, place, seconds))
         if word:
             _stay(store, place.world_size)
             sys.exit(code_in(word, EXIT_RESUMABLE))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # longer than ours: torch prints on its time-out
-    _in_time(seconds, "rank 0 has not connected, or hangs", partial(store.wait, [f"{_CAME}/0"], limit))
-    watched = _in_time(seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
-    _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-    word = _in_time(seconds, "rank 0 connected, but hangs", partial(_wait_for_host, store, limit, watched))
+    _in_time(place, seconds, "rank 0 has not connected, or hangs", partial(store.wait, [f"{_CAME}/0"], limit))
+    watched = _in_time(place, seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
+    _in_time(place, seconds, "the store does not answer", partial(_come, store, place.rank))
+    meet = partial(_wait_for_host, store, place, limit, watched)
+    word = _in_time(place, seconds, "rank 0 connected, but hangs", meet)
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
 
@@ -177,7 +177,7 @@ def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> i
     """
     store = connect(place, WORD_SECONDS, PURPOSE)
     mine = f"{place.rank} {code}"
-    said = _in_time(WORD_SECONDS, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
+    said = _in_time(place, WORD_SECONDS, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
     first = said.decode(errors="replace")
     decide(first == mine)
     if place.rank == 0:
@@ -196,7 +196,7 @@ def _stay(store: Store, world_size: int) -> None:
     time.sleep(_LEAVING_SECONDS)
 
 
-def _wait_for_host(store: Store, limit: datetime.timedelta, watched: bool) -> str:
+def _wait_for_host(store: Store, place: Place, limit: datetime.timedelta, watched: bool) -> str:
     """Return rank 0's message, which is empty if all ranks have come.
 
     Raises RendezvousError if rank 0 sends no heartbeats. If it is `watched`, the watchdog detects its death instead.
@@ -208,7 +208,7 @@ def _wait_for_host(store: Store, limit: datetime.timedelta, watched: bool) -> st
         beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
         if silence > SILENCE:
             raise RendezvousError(
-                f"rank 0 connected to {store_name()}, but then ended without a message, or hangs: no sign of it "
+                f"rank 0 connected to {store_name(place)}, but then ended without a message, or hangs: no sign of it "
                 f"for {SILENCE:.0f} s"
             )
         time.sleep(_BETWEEN_BEATS)
@@ -221,27 +221,28 @@ def _come(store: Store, rank: int) -> None:
     store.add(_CAME, 1)
 
 
-def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
+def _in_time(place: Place, seconds: float, problem: str, call: Callable[[], Result]) -> Result:
     """Make a call with a time limit. Raises RendezvousError if the limit passes or the store cannot be reached."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)
     except TimeoutError:
-        raise RendezvousError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
+        raise RendezvousError(f"{problem}, for {patience:.0f} s, at {store_name(place)}") from None
     except RuntimeError as error:
         holder = "its launcher" if hosted_by_launcher() else "rank 0"
         raise RendezvousError(
-            f"{store_name()} does not answer any more: {holder}, which runs it, ended without a message, or cannot be "
-            f"reached ({str(error).splitlines()[0]})"
+            f"{store_name(place)} does not answer any more: {holder}, which runs it, ended without a message, or "
+            f"cannot be reached ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _wait_as_host(store: Store, world_size: int, seconds: float) -> str:
+def _wait_as_host(store: Store, place: Place, seconds: float) -> str:
     """Wait on rank 0 for all ranks, and publish the result to them.
 
     Returns an empty string if all ranks have come, otherwise the message of the first rank that failed. Raises
     RendezvousError if ranks are missing after `seconds`.
     """
+    world_size = place.world_size
     began, patience, beats = time.monotonic(), PATIENCE, 0
     while store.add(_CAME, 0) < world_size and not store.check([_FAILED]):
         waited = time.monotonic() - began
@@ -253,8 +254,8 @@ def _wait_as_host(store: Store, world_size: int, seconds: float) -> str:
                 store.set(_ALL, "no")
                 time.sleep(_LEAVING_SECONDS)
                 raise RendezvousError(
-                    f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to {store_name()}: "
-                    "never started, suspended, ended, or without a network route to it"
+                    f"{ranks_text(missing)} of {world_size} did not connect within {seconds:.0f} s to "
+                    f"{store_name(place)}: never started, suspended, ended, or without a network route to it"
                 )
             if missing:
                 sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far\n")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 from megalite.config import RunConfig
 from megalite.lifecycle.failure import report
 from megalite.lifecycle.rendezvous import hosted_by_launcher
-from megalite.process.host import on_one_machine
 from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import Limits, Sections
@@ -40,5 +39,5 @@ def run_watchdog(
         store=store,
         store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,
-        shared=directory if isinstance(directory, Path) and not on_one_machine() else None,
+        shared=directory if isinstance(directory, Path) and not place.on_one_machine else None,
     )

@@ -1,6 +1,6 @@
 """The machine of this process: its name, its limits, listening sockets, and processes of the same launcher.
 
-Sockets listen on the interface that MASTER_ADDR belongs to, and on no other if possible.
+Sockets listen on the interface that rank 0's host (MASTER_ADDR) belongs to, and on no other if possible.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigurationError
+from megalite.process.place import Place
 
 _BACKLOG = 4096  # many ranks connect at the same time
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -78,16 +79,11 @@ def too_many_open_files(why: str) -> ConfigurationError:
 # ---------------------------------------------------------------------------------------------------- sockets
 
 
-def on_one_machine() -> bool:
-    """Tell whether all ranks run on this machine, according to the launcher's variables."""
-    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
-
-
-def listen(what: str, port: int = 0) -> socket.socket:
-    """Open a socket that listens at MASTER_ADDR, if that is an address of this machine.
+def listen(what: str, place: Place, port: int = 0) -> socket.socket:
+    """Open a socket of rank 0 that listens at the address at which the others look for it, if this machine has it.
 
     Otherwise it listens at every address, with a warning. This happens if another machine forwards the connections, or
-    if MASTER_ADDR is a name that leads only to a loopback address here.
+    if rank 0's host is a name that leads only to a loopback address here.
 
     Args:
         what: name of the socket's user, for the warning.
@@ -96,33 +92,32 @@ def listen(what: str, port: int = 0) -> socket.socket:
     Raises:
         OSError: the port is in use, or no socket can be opened.
     """
-    host = os.environ.get("MASTER_ADDR", "localhost")
-    for family, address in _addresses(host):
+    for family, address in _addresses(place):
         try:
             return socket.create_server((address[0], port, *address[2:]), family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
     sys.stderr.write(
-        f"warning: {what} listens on all interfaces, as MASTER_ADDR={host} is not an address of this machine that "
-        "others can reach: give one to listen on its network only\n"
+        f"warning: {what} listens on all interfaces, as MASTER_ADDR={place.host} is not an address of this machine "
+        "that others can reach: give one to listen on its network only\n"
     )
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """Return a host's addresses, in the order in which clients try them.
+def _addresses(place: Place) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
+    """Return the addresses of rank 0's host, in the order in which clients try them.
 
     Some systems map their own name to a loopback address such as 127.0.1.1. It is left out if there are other machines,
     which cannot reach it.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(place.host, None, type=socket.SOCK_STREAM)
     except OSError:  # the later attempt to connect reports this error
         return []
-    alone = on_one_machine() or host == "localhost" or _is_loopback(host)
+    alone = place.on_one_machine or place.host == "localhost" or _is_loopback(place.host)
     return [(family, address) for family, _, _, _, address in found if alone or not _is_loopback(str(address[0]))]
 
 

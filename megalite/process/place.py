@@ -1,4 +1,4 @@
-"""Rank, local rank and world size of this process, from the launcher's environment variables; without torch."""
+"""Rank, local rank and world size of this process, and the address of rank 0, from the launcher; without torch."""
 
 from __future__ import annotations
 
@@ -9,120 +9,110 @@ from itertools import groupby
 from typing import TypeVar
 
 from megalite.errors import ConfigurationError
+from megalite.process.launchers import RANK_VARIABLES, Number, Told, launchers, read_number
 
 Value = TypeVar("Value")
-_SIZES = {
-    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
-    "PMI_SIZE": ("mpiexec", "PMI_RANK"),
-    "MV2_COMM_WORLD_SIZE": ("mpirun_rsh", "MV2_COMM_WORLD_RANK"),
-    "MVP_COMM_WORLD_SIZE": ("mpirun_rsh", "MVP_COMM_WORLD_RANK"),
-    "JSM_NAMESPACE_SIZE": ("jsrun", "JSM_NAMESPACE_RANK"),
-    "FLUX_JOB_SIZE": ("flux", "FLUX_TASK_RANK"),
-    "LWS_GROUP_SIZE": ("a LeaderWorkerSet", "LWS_WORKER_INDEX"),
-    "PET_NNODES": ("a training operator", "PET_NODE_RANK"),
+_MEANINGS = {
+    "RANK": "its RANK",
+    "LOCAL_RANK": "its LOCAL_RANK within its node (0 if it is alone there)",
+    "MASTER_ADDR": "the same MASTER_ADDR, rank 0's host, which all reach",
+    "MASTER_PORT": "the same MASTER_PORT, a free port there",
 }
-"""Variable with the number of processes -> the launcher that sets it, and its variable with this process's number."""
-_NUMBERS = {
-    "PALS_RANKID": "mpiexec",
-    "PMIX_RANK": "an MPI launcher",
-    "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
-}
-"""Variable with this process's number -> the launcher that sets it, which does not give the number of processes."""
-_FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's step IDs from here on are batch scripts and salloc shells, not tasks
 
 
 @dataclass(frozen=True)
 class Place:
-    """Position of this process among those that torchrun, or a launcher that sets the same variables, started."""
+    """Position of this process among those that a launcher started, and where rank 0 is."""
 
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int | None = None
+    """Number of ranks on this node; None if the launcher does not tell."""
+    host: str = "localhost"
+    """Host of rank 0, which all ranks reach."""
+    port: int = 0
+    """Port of the store on it; 0 for one process alone."""
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Tell whether all ranks run on this machine, as far as the launcher tells."""
+        return self.local_world_size == self.world_size
 
 
 def place_from_environment() -> Place:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
+    torchrun's variables come first. If torchrun itself did not set them, a person or a script did: then they must agree
+    with those of the launcher, and only what they leave out is taken from it. RANK=0 WORLD_SIZE=1 is always alone.
+
     Raises:
-        ConfigurationError: a variable is wrong or missing; or a launcher started several processes without setting
-            these variables, so that each of them would train alone.
+        ConfigurationError: a variable is wrong or missing; or two variables contradict each other.
     """
     environment = os.environ
-    rank, local_rank, world_size = (_number(environment, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    if rank is None and world_size in (None, 1):
-        _check_alone(environment)
-    if world_size is None:
-        if rank is not None or local_rank is not None:
-            name = "LOCAL_RANK" if rank is None else "RANK"
-            raise ConfigurationError(
-                f"{name}={environment[name]} without WORLD_SIZE, the number of ranks: set it, or for one process alone "
-                f"unset {name}"
-            )
-        world_size = 1
-    if world_size < 1:
-        raise ConfigurationError(f"WORLD_SIZE={world_size}: must be at least 1, the number of ranks")
-    if world_size > 1:
-        _check_several(environment, world_size)
-    place = Place(rank or 0, local_rank or 0, world_size)
-    if place.rank >= world_size:
-        raise ConfigurationError(f"RANK={place.rank}: WORLD_SIZE={world_size} ranks are numbered 0 to {world_size - 1}")
-    return place
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()):
-        unset = " (is a shell variable not set?)" if not text.strip() else ""
-        raise ConfigurationError(f"{name}={text!r}{unset}: the launcher must give a whole number of at least 0")
-    return int(text)
-
-
-def _check_several(environment: Mapping[str, str], world_size: int) -> None:
-    """Raise ConfigurationError if a variable that one of several ranks needs to reach the others is missing."""
-    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in needed if not environment.get(name)]
-    if missing:
+    told = _torchrun(environment)
+    alone = (told.rank, told.world_size) == (Number(0, "RANK"), Number(1, "WORLD_SIZE"))
+    if "TORCHELASTIC_RUN_ID" not in environment and not alone:
+        for launcher in launchers(environment):
+            told = told.within(launcher)
+    if told.world_size is None:
+        number = told.rank or told.local_rank
+        if number is None:
+            return Place(0, 0, 1)
         raise ConfigurationError(
-            f"WORLD_SIZE={world_size} without {', '.join(missing)}: torchrun sets them all. Under another launcher "
-            "give each rank its RANK, its LOCAL_RANK within its node (0 if it is alone on the node), and all "
-            "the same MASTER_ADDR and MASTER_PORT, a host that they all reach (rank 0's) and a free port on it"
+            f"{_who_set(told)}{number} without WORLD_SIZE, the number of ranks: set it on all ranks, or for one "
+            f"process alone set RANK=0 WORLD_SIZE=1"
         )
-    port = environment["MASTER_PORT"]
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+    if told.world_size.value < 1:
+        raise ConfigurationError(f"{told.world_size}: must be at least 1, the number of ranks")
+    return _place(told, told.world_size.value)
+
+
+def place_or_alone() -> Place:
+    """Return this process's place, to report its failure. If it cannot be found out, it is one process alone.
+
+    The rank is then that of the first variable that has one: it decides how soon a rank reports what all have met.
+    """
+    try:
+        return place_from_environment()
+    except ConfigurationError:
+        texts = (os.environ.get(name, "") for name in RANK_VARIABLES)
+        return Place(next((int(text) for text in texts if text.isascii() and text.isdigit()), 0), 0, 1)
+
+
+def _torchrun(environment: Mapping[str, str]) -> Told:
+    """Return what the variables say that torchrun sets, or a person for it."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world_size, local_rank, local_size = (read_number(environment, name) for name in names)
+    port = environment.get("MASTER_PORT", "")
+    if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigurationError(f"MASTER_PORT={port!r} is not a port: give a number from 1 to 65535")
+    host = environment.get("MASTER_ADDR") or None
+    return Told("", rank, world_size, local_rank, local_size, host, int(port) if port else None)
 
 
-def _check_alone(environment: Mapping[str, str]) -> None:
-    """Raise ConfigurationError if a launcher's variables show that this process is one of several."""
-    sizes = {name: _stated_size(environment, name) for name in _SIZES if environment.get(name)}
-    for name, size in sizes.items():
-        if size > 1:
-            launcher, rank = _SIZES[name]
-            raise _not_told(f"{launcher} started {size} processes ({name}={environment[name]})", rank, f"${name}")
-    for name, launcher in _NUMBERS.items():
-        if environment.get(name) and (not sizes or name == "JOB_COMPLETION_INDEX"):
-            raise _not_told(f"{launcher} started this as process {environment[name]} of several ({name})", name, "...")
+def _who_set(told: Told) -> str:
+    return f"{told.launcher} set " if told.launcher else ""
 
 
-def _stated_size(environment: Mapping[str, str], name: str) -> int:
-    """Return the number of processes in a variable; 1 if it does not count processes like this one."""
-    step = environment.get("SLURM_STEP_ID", "0")
-    if name == "SLURM_STEP_NUM_TASKS" and (not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP):
-        return 1
-    most = environment[name].rpartition(":")[2]  # PET_NNODES may be a range, 1:4
-    return int(most) if most.isascii() and most.isdigit() else 1
-
-
-def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{launched}, but gave them no ranks: each would run alone. Start one torchrun per node, "
-        f"or set in each process RANK=${rank} WORLD_SIZE={size}, LOCAL_RANK (its number on its node), MASTER_ADDR and "
-        "MASTER_PORT (a host that all reach, rank 0's, and a free port on it). If each is to run alone, set RANK=0 "
-        "WORLD_SIZE=1"
+def _place(told: Told, world_size: int) -> Place:
+    """Return the place of one of `world_size` ranks. Raises ConfigurationError if the launcher does not tell enough."""
+    rank, local_rank, local_size = (
+        number.value if number else None for number in (told.rank, told.local_rank, told.local_world_size)
     )
+    if rank is not None and rank >= world_size:
+        raise ConfigurationError(f"{told.rank}: {told.world_size} ranks are numbered 0 to {world_size - 1}")
+    if world_size == 1:
+        return Place(0, local_rank or 0, 1)
+    host, port = told.host, told.port
+    if rank is None or local_rank is None or host is None or port is None:
+        given = {"RANK": rank, "LOCAL_RANK": local_rank, "MASTER_ADDR": host, "MASTER_PORT": port}
+        missing = [name for name, value in given.items() if value is None]
+        raise ConfigurationError(
+            f"{_who_set(told)}{told.world_size} without {', '.join(missing)}, which torchrun sets: "
+            f"give each rank {', '.join(_MEANINGS[name] for name in missing)}"
+        )
+    return Place(rank, local_rank, world_size, local_size, host, port)
 
 
 def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
 from megalite.process.host import listen
-from megalite.process.place import ranks_text
+from megalite.process.place import Place, ranks_text
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
@@ -70,12 +70,12 @@ class _Alarm:
 class Monitor(threading.Thread):
     """Monitor of all ranks, on rank 0. `address`: where it listens."""
 
-    def __init__(self, first: Peer, world_size: int, secret: Secret, say: Say, folder: Path | None) -> None:
+    def __init__(self, first: Peer, place: Place, secret: Secret, say: Say, folder: Path | None) -> None:
         """Set up; `first` is rank 0 itself; `folder`: where the ranks write their dumps."""
         super().__init__(name="monitor", daemon=True)
         self.secret = secret
         self._first, self._say, self._folder = first, say, folder
-        self._listener = listen("rank 0's watchdog")
+        self._listener = listen("rank 0's watchdog", place)
         host, port, *_ = self._listener.getsockname()
         self.address: tuple[str, int] = (host, port)
         self._selector = selectors.DefaultSelector()
@@ -85,7 +85,7 @@ class Monitor(threading.Thread):
         self._ranks: dict[int, _Rank] = {}
         self._node_reporters: dict[str, int] = {}
         """Lowest rank of each node, without rank 0: it reports when rank 0 is lost."""
-        self._world = range(world_size)
+        self._world = range(place.world_size)
         self._missing = set(self._world)
         """Ranks that have never connected."""
         self._lost: dict[int, float] = {}

@@ -116,7 +116,7 @@ class Watchdog:
         public."""
         secret = make_secret(self._shared)
         say = partial(self._report, store)
-        self._monitor = Monitor(self._peer(), self._place.world_size, secret, say, self._folder)
+        self._monitor = Monitor(self._peer(), self._place, secret, say, self._folder)
         self._monitor.start()
         host, port = self._monitor.address
         store.set(_ADDRESS, f"{port} {secret.name}")
@@ -135,7 +135,7 @@ class Watchdog:
                 f"rank 0's watchdog did not start within {_FIRST_SECONDS:.0f} s: rank 0 has ended, or hangs"
             ) from error
         port, _, name = text.partition(" ")
-        return os.environ.get("MASTER_ADDR", "localhost"), whole(int(port), 2**16 - 1), find_secret(name, self._shared)
+        return self._place.host, whole(int(port), 2**16 - 1), find_secret(name, self._shared)
 
     def _link_up(self, host: str, port: int, secret: bytes) -> None:
         """Connect to the monitor. Raises OSError or LinkLost if it cannot be reached, or is not this run's."""

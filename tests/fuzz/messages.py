@@ -263,6 +263,7 @@ def _tell(message: str) -> None:
 def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: float) -> str:
     """Be rank 1, beside a proper rank 0. Returns what the monitor reports. Raises RuntimeError where it does not answer
     a proper rank afterwards. `patience`: seconds for what comes unless edits have spoiled it."""
+    from megalite.process.place import Place
     from megalite.watchdog import monitor as monitor_file
     from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
     from megalite.watchdog.link import Peer, connect
@@ -282,7 +283,8 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
             raise RuntimeError(f"the monitor does not answer rank {rank}, which is a proper one")
         return link
 
-    monitor = monitor_file.Monitor(Peer.of(_peer(0)), 4, Secret(SECRET), say, base / "out")
+    place = Place(0, 0, 4, host="127.0.0.1")
+    monitor = monitor_file.Monitor(Peer.of(_peer(0)), place, Secret(SECRET), say, base / "out")
     monitor.start()
     rank_0 = proper(0)
 
@@ -352,7 +354,7 @@ def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: fl
         def get(self, _: str) -> bytes:
             return f"{server.getsockname()[1]} ".encode()
 
-    os.environ |= {"MEGALITE_SECRET": SECRET.decode(), "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MEGALITE_SECRET"] = SECRET.decode()
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
     store: Any = Store()

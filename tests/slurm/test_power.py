@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import pytest
 
+from megalite.process.place import Place
 from megalite.watchdog import link
 from megalite.watchdog.link import Peer
 from megalite.watchdog.monitor import Monitor
@@ -44,8 +45,8 @@ def test_a_rank_that_is_cut_off_is_named(cluster: Cluster, monkeypatch: pytest.M
         return code
 
     node = cluster.nodes[1]
-    monkeypatch.setenv("MASTER_ADDR", cluster._address(CONTROLLER))
-    monitor = Monitor(Peer(0, "near", os.getpid(), 1, "this machine"), 2, Secret(b"secret"), report, None)
+    place = Place(0, 0, 2, host=cluster._address(CONTROLLER))
+    monitor = Monitor(Peer(0, "near", os.getpid(), 1, "this machine"), place, Secret(b"secret"), report, None)
     monitor.start()
     inside = ["nsenter", f"--net=/run/netns/megalite-{node}", sys.executable, "-c", RANK_1]
     with subprocess.Popen([*inside, *map(str, monitor.address)], cwd=ROOT) as rank:

@@ -227,12 +227,12 @@ def test_a_node_that_none_reaches_is_to_be_dropped_and_a_broken_pair_is_not() ->
 def test_the_interface_is_the_one_that_the_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
-    assert own_address("gloo") == own_address("nccl") == "127.0.0.1"
+    assert own_address("gloo", "localhost") == own_address("nccl", "localhost") == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nothing")
     for backend in ("gloo", "nccl"):
         with pytest.raises(OSError, match="nothing"):
-            own_address(backend)
+            own_address(backend, "localhost")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_the_table_has_what_was_fitted_and_no_bandwidth_that_is_noise(
 ) -> None:
     timings = [Timing(WITHIN, "all-reduce", size, (0,), 1e-4 + size / 2e9) for size in (4096, largest)]
     roll, reports = Roll({"n0": [0, 1, 2, 3]}, "", None), {0: Report({"software": {}}, "")}
-    show(Found(4, "gloo", Options(), None, roll, [], reports, timings=timings), Verdict([]))
+    show(Found(Place(0, 0, 4), "gloo", Options(), None, roll, [], reports, timings=timings), Verdict([]))
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
     assert rows["4 KiB"] == ["102", "µs"]

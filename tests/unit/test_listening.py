@@ -8,19 +8,13 @@ import pytest
 
 from megalite.process import host
 from megalite.process.host import listen
+from megalite.process.place import Place
 
 ALL = ("::", "0.0.0.0")
 
 
-@pytest.fixture(autouse=True)
-def several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-
-def where(host: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("MASTER_ADDR", host)
-    with listen("the test") as taken:
+def where(host: str, *, one_machine: bool = False) -> str:
+    with listen("the test", Place(0, 0, 4, 4 if one_machine else 2, host)) as taken:
         address: str = taken.getsockname()[0]
     return address
 
@@ -36,10 +30,8 @@ def named(addresses: list[str]) -> object:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1"])
-def test_one_machine_talks_to_itself(
-    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert where(host, monkeypatch) in (host, "127.0.0.1", "::1")
+def test_one_machine_talks_to_itself(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert where(host) in (host, "127.0.0.1", "::1")
     assert capsys.readouterr().err == ""
 
 
@@ -61,14 +53,12 @@ def test_the_address_of_this_machine_is_taken_and_else_a_warning_says_that_it_is
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(host.socket, "getaddrinfo", named(addresses))
-    if one_machine:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert where("node-1", monkeypatch) in expected
+    assert where("node-1", one_machine=one_machine) in expected
     warned = capsys.readouterr().err
     assert ("warning: the test listens on all interfaces, as MASTER_ADDR=node-1 is not" in warned) is (expected == ALL)
 
 
-def test_a_port_that_is_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with listen("the test") as taken, pytest.raises(OSError, match="in use"):
-        listen("the test", taken.getsockname()[1])
+def test_a_port_that_is_taken_is_told() -> None:
+    place = Place(0, 0, 2, host="127.0.0.1")
+    with listen("the test", place) as taken, pytest.raises(OSError, match="in use"):
+        listen("the test", place, taken.getsockname()[1])

@@ -83,7 +83,7 @@ class Watch:
         section: str = "",
     ) -> None:
         self.reported: list[tuple[str, int]] = []
-        self.monitor = Monitor(peer_of(0), len(spaces) + missing, Secret(SECRET), self._report, folder)
+        self.monitor = Monitor(peer_of(0), Place(0, 0, len(spaces) + missing), Secret(SECRET), self._report, folder)
         self.monitor.start()
         self.ranks = [FakeRank(self.monitor, rank, space, section) for rank, space in enumerate(spaces)]
         for rank in self.ranks:
@@ -525,7 +525,6 @@ def test_a_rank_starts_though_the_monitor_makes_no_sense(
     message: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MEGALITE_SECRET", SECRET.decode() * 2)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def speak() -> None:
