@@ -81,6 +81,8 @@ test-all:
 	.ci/stages lint compile-kernels test test-wide 'test-bits WIDEST=' 'mutants SAMPLE=12' \
 		'fuzz REPORT=1 SEED=$(COMMIT)' $(if $(SLURM),test-slurm) 'train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
+	@for program in mpirun.openmpi mpiexec.hydra; do command -v $$program >/dev/null || \
+		echo "NOT RUN: ranks under $$program, which is not installed (.ci/run installs it)"; done
 
 test-slurm: .venv/installed-test
 	$(PYTEST) -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 $(PYTEST_ARGUMENTS)

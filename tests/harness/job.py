@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 from tests.harness.fork_server import Rank, RankFailure, RankTimeout, loopback_interface, wait_for_exit
 
 _GRACE_SECONDS = 15.0  # 30 in torchrun
+_GLOO = {"GLOO_SOCKET_IFNAME": interface} if (interface := loopback_interface()) else {}
 
 
 class Job:
@@ -32,6 +33,7 @@ class Job:
         directory: folder for `rank0.stdout`, `rank0.stderr`, ...
         store_of_rank_0: rank 0's process hosts the rendezvous store, as under srun, or under torchrun with
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+        told: the variables of another launcher for each rank, in place of torchrun's; rank 0 hosts the store then.
     """
 
     def __init__(
@@ -42,20 +44,25 @@ class Job:
         environment: Mapping[str, str] | None = None,
         *,
         store_of_rank_0: bool = False,
+        told: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
         self.world_size = world_size
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._store = None if store_of_rank_0 else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.port = _free_port() if self._store is None else self._store.port
-        shared = _shared_environment(world_size, self.port, agent_store=not store_of_rank_0) | dict(environment or {})
+        self._store = (
+            None if store_of_rank_0 or told else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        )
+        self.port = free_port() if self._store is None else self._store.port
+        if told is None:
+            shared = _shared_environment(world_size, self.port, agent_store=not store_of_rank_0)
+            told = [shared | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(world_size)]
         arguments = [str(argument) for argument in argv]
         self.ranks = [
             Rank(
                 number,
                 directory / f"rank{number}.stacks",
                 _enter,
-                (arguments, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, directory / f"rank{number}"),
+                (arguments, _GLOO | told[number] | dict(environment or {}), directory / f"rank{number}"),
                 daemon=False,
             )
             for number in range(world_size)
@@ -152,14 +159,13 @@ class Job:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
 
 
 def _shared_environment(world_size: int, port: int, *, agent_store: bool) -> dict[str, str]:
-    interface = loopback_interface()
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -169,7 +175,6 @@ def _shared_environment(world_size: int, port: int, *, agent_store: bool) -> dic
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
-        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
     }
 
 

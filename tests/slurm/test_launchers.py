@@ -1,0 +1,24 @@
+"""srun alone starts the ranks of a training: they find their places and rank 0 from its variables."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.end_to_end.runs import PRETRAIN
+from tests.slurm.conftest import FLAGS, STEPS, Training
+from tests.slurm.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+
+def test_ranks_that_srun_starts_without_torchrun_train_to_the_end(training: Training) -> None:
+    if not training.cluster.namespaces:
+        pytest.skip("nodes that share one address have no names that lead to it")
+    program = shlex.join(["python", *map(str, (PRETRAIN, *FLAGS, "--save", training.run))])
+    options = ("--nodes=2", "--ntasks-per-node=2", f"--wrap=srun --cpu-bind=none --label {program}")
+    job = submit(training.cluster, *options, directory=training.directory)
+    job.wait()
+    training.assert_whole(ranks=4)
+    assert job.log.count(f"step {STEPS}/{STEPS}") == 1
