@@ -101,8 +101,10 @@ def note_lines(notes: Sequence[Note]) -> tuple[str, ...]:
 
 def refusal(flag: str) -> str | None:
     """Return why `flag` is refused with every value, or None."""
-    removed = tables()["removed"]
-    return f"was removed, use {removed[flag]}" if flag in removed else _refused().get(flag)
+    for table, why in (("removed", "was removed"), ("forks", "is of a fork of Megatron-LM")):
+        if flag in tables()[table]:
+            return f"{why}, use {tables()[table][flag]}"
+    return _refused().get(flag)
 
 
 def refused_value(flag: str, value: str) -> str | None:
@@ -114,7 +116,7 @@ def refused_value(flag: str, value: str) -> str | None:
 def names() -> list[str]:
     """Return every flag of the tables."""
     found = [*APPLIED_LAST, *accepted(), *_refused()]
-    for table in ("aliases", "shorthands", "accepted_values", "removed"):
+    for table in ("aliases", "shorthands", "accepted_values", "removed", "forks"):
         found += tables()[table]
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
@@ -163,6 +164,11 @@ class ParallelConfig:
         """Number of ranks that share one replica of all experts, over all stages."""
         sizes = self.mesh_sizes
         return sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * sizes["pipeline_parallel_size"]
+
+    @property
+    def ranks_needed(self) -> int:
+        """Smallest number of ranks of this layout; any other number is a multiple of it."""
+        return math.lcm(self.model_parallel_size, self.expert_tensor_model_pipeline_parallel_size)
 
     @property
     def mesh_sizes(self) -> MeshSizes:

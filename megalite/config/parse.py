@@ -184,6 +184,7 @@ def _field_value(flag: str, kind: Any, values: list[str]) -> Any:
     wanted = get_args(kind)[0] if optional else kind
     if get_origin(wanted) is tuple:
         kinds = get_args(wanted)
+        values = [word for value in values for word in value.split()] if kinds[0] in (int, float) else values
         if kinds[-1] is not Ellipsis and len(values) != len(kinds):
             raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values)[:100] or 'none'}")
         return tuple(_converted(flag, kinds[0], value) for value in values)

@@ -35,7 +35,7 @@ class TrainingConfig:
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """START INCREMENT SAMPLES: increase the global batch from START by INCREMENT, evenly over so many samples."""
-    step_batch_size_schedule: str | None = None
+    step_batch_size_schedule: tuple[str, ...] = ()
     """Sizes of the global batch, each after the tokens consumed from which on it is used: "0:384 200B:768" (K, M, B, T
     stand for thousands to trillions)."""
     train_iters: PositiveInt | None = None
@@ -114,10 +114,10 @@ class TrainingConfig:
         Raises:
             ConfigurationError: it is not a schedule.
         """
-        text = self.step_batch_size_schedule
-        entries = [] if text is None else text.replace(",", " ").split()
+        text = " ".join(self.step_batch_size_schedule)
+        entries = text.replace(",", " ").split()
         found = [re.fullmatch(rf"{_COUNT}:{_COUNT}", entry, re.ASCII) for entry in entries]
-        if text is not None and not (entries and all(found)):
+        if not all(found) or bool(entries) != bool(self.step_batch_size_schedule):
             raise ConfigurationError(
                 f'--step-batch-size-schedule {shown(text)}: write TOKENS:SIZE, as in "0:384 200B:768"'
             )
@@ -168,7 +168,7 @@ def _count(number: str, unit: str) -> int:
 
 
 def _batch_size_schedule(training: TrainingConfig, seq_length: int) -> Iterator[str]:
-    flag = f'--step-batch-size-schedule "{training.step_batch_size_schedule}"'
+    flag = f'--step-batch-size-schedule "{" ".join(training.step_batch_size_schedule)}"'
     schedule = training.batch_size_schedule(seq_length)
     if not schedule:
         return

@@ -68,6 +68,13 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
             lines += [f"{flag}: changes nothing, since {flag_of(axis)} is 1" for flag in idle]
             defaults = {name: getattr(ParallelConfig, name) for name in changed(config.parallel, names)}
             config = replace(config, parallel=replace(config.parallel, **defaults))
+    if config.model.num_experts is None and config.parallel.expert_tensor_parallel_size is not None:
+        config = replace(config, parallel=replace(config.parallel, expert_tensor_parallel_size=None))
+        lines.append("--expert-tensor-parallel-size: changes nothing without --num-experts")
+    training, idle = config.training, given(config.training, "recompute_method recompute_num_layers")
+    if training.recompute_granularity is None and idle:
+        config = replace(config, training=replace(training, recompute_method=None, recompute_num_layers=None))
+        lines += [f"{flag}: changes nothing without --recompute-granularity full" for flag in idle]
     if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(config.model, config.parallel)):
         config = replace(config, parallel=replace(config.parallel, align_grad_reduce=True))
         lines.append(f"--no-align-grad-reduce: changes nothing {why}")
@@ -214,8 +221,6 @@ def _experts(config: RunConfig) -> Iterator[str]:
         yield from needs(parallel, "expert_model_parallel_size", "--num-experts")
         yield from needs(config.checkpoint, "moe_use_upcycling", "--num-experts")
         yield from needs(config.training, "moe_record_routing moe_replay_routing", "--num-experts")
-        if sizes["expert_tensor_parallel_size"] != tensor:
-            yield from needs(parallel, "expert_tensor_parallel_size", "--num-experts")
         return
     if tensor > 1 and not parallel.sequence_parallel:
         yield f"--num-experts with --tensor-model-parallel-size {tensor} needs --sequence-parallel"

@@ -75,12 +75,21 @@ def test_a_cache_that_cannot_be_written_is_told_and_changes_nothing(corpus: Path
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_the_batch_grows_alike_through_a_resume_on_other_ranks(run: Run, tmp_path: Path) -> None:
-    ramp = ("--rampup-batch-size", 4, 4, 24, "--global-batch-size", 12, "--train-samples", 70)
-    course = (*GPT2, *NO_DROPOUT, *ramp, "--fp64", "--save-interval", 100)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("--rampup-batch-size", 4, 4, 24, "--global-batch-size", 12),
+        ("--step-batch-size-schedule", "0:4 384:12", "0.192K:8", "--global-batch-size", None),
+    ],
+    ids=["ramp", "schedule"],
+)
+def test_the_batch_grows_alike_through_a_resume_on_other_ranks(
+    run: Run, tmp_path: Path, sizes: tuple[object, ...]
+) -> None:
+    course = (*GPT2, *NO_DROPOUT, *sizes, "--train-samples", 70, "--fp64", "--save-interval", 100)
     run(*course, "--save", tmp_path / "whole")
     expected = metrics(tmp_path / "whole")
-    # 4 until 12 samples, 8 until 24, from there (the 28th on) 12, of which three are left.
+    # With 16 tokens per sample: 4 until 12 samples, 8 until 24, from there (the 28th on) 12, of which three are left.
     assert [line["consumed_samples"] for line in expected] == [4, 8, 12, 20, 28, 40, 52, 64]
     run(*course, "--save", tmp_path / "parts", "--exit-interval", 4, expected=85)
     run(*course, "--save", tmp_path / "parts", "--resume", "auto", "--micro-batch-size", 1, world_size=2)

@@ -162,6 +162,20 @@ def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path
     assert iterations(second) == [3]
 
 
+def test_a_checkpoint_says_what_the_schedule_is(run: Run, tmp_path: Path) -> None:
+    """Flags say something else, and a run without a checkpoint follows them."""
+    keeps = (*GPT2, "--use-checkpoint-opt-param-scheduler")
+    decay = words("--lr 0.01 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.2 --save-interval 4")
+    directory = ("--save", tmp_path / "run", "--load", tmp_path / "run")
+    run(*keeps, *decay, *directory, "--train-iters", 8, "--exit-interval", 4, expected=85)
+    other = words("--lr 0.5 --lr-decay-style linear --lr-warmup-iters 0 --weight-decay 0 --lr-decay-iters 100")
+    run(*keeps, *other, *directory, "--train-iters", 10)
+    run(*GPT2, *decay, "--lr-decay-iters", 8, "--train-iters", 10, "--save", tmp_path / "expected")
+    found, expected = metrics(tmp_path / "run"), metrics(tmp_path / "expected")
+    assert [line["learning_rate"] for line in found] == [line["learning_rate"] for line in expected]
+    assert [line["lm_loss"] for line in found] == [line["lm_loss"] for line in expected]
+
+
 def test_a_checkpoint_says_what_the_model_is(run: Run, start: Start, copy: Path) -> None:
     course = words("--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0")
     flags = [*course, "--lr-decay-style", "constant", "--train-iters", 5, "--load", copy, "--save", copy]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megalite.config.parse import parse_arguments
+from megalite.config import parse_arguments, resolve
 from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.builder import data_parallel
-from megalite.training.data import last_iteration, order_notes, seen_samples
+from megalite.training.data import global_batch_size, last_iteration, order_notes, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 
@@ -47,6 +47,8 @@ def test_what_reduces_inside_backward(flags: str, overlaps: bool) -> None:
         ("--train-samples 15", (5, 6), 7),  # whose steps were smaller before
         ("--train-samples 15", (5, 14), 5),
         ("--train-samples 15 --rampup-batch-size 2 2 4", (0, 0), 4),  # of 2, 2, 4, 4 and what is left
+        ("--train-samples 15 --step-batch-size-schedule 0:2,16:4", (0, 0), 4),  # of 2, 2 (16 tokens), 4, 4
+        ("--train-samples 15 --step-batch-size-schedule 0:4,16:2,32:4", (0, 0), 4),  # of 4, 2, 2, 4 and what is left
     ],
 )
 def test_the_last_step_is_the_last_whole_one(length: str, at: tuple[int, int], last: int) -> None:
@@ -81,3 +83,18 @@ def test_other_data_than_those_of_a_checkpoint_are_told() -> None:
         other = order_notes(Rows([*rows[:place], -1, *rows[place + 1 :]]), seen)
         assert f"sample {place}," in str(other)
     assert "sample 60," in str(order_notes(Rows(rows[:60]), seen))
+
+
+def test_sizes_of_batches_follow_the_schedule() -> None:
+    """Thresholds are in tokens, rounded down to samples of 4 tokens; a batch has the size of where it starts."""
+    schedule = "0:4 0.04K:12,0.1K:2"
+    flags = f"{SIZES} --train-samples 100 --mock-data --tokenizer-type ByteTokenizer --use-rotary-position-embeddings".replace(
+        "--pp 2", ""
+    ).split()
+    config = parse_arguments([*flags, "--step-batch-size-schedule", schedule]).config
+    config = resolve(config, 1)
+    assert config.training.global_batch_size == 2
+    batch_size = global_batch_size(config)
+    assert batch_size.sizes == [2, 4, 12]
+    assert [batch_size.at(samples) for samples in (0, 4, 9, 10, 24, 25, 99)] == [4, 4, 4, 12, 12, 2, 2]
+    assert last_iteration(config) == 3 + 2 + 32  # to 12 samples by fours, to 36 by twelves, to 100 by twos

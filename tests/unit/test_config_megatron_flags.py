@@ -43,7 +43,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def test_the_list_is_whole() -> None:
-    assert len(megatron_options()) == 838 + 82  # and those of earlier releases
+    assert len(megatron_options()) == 838 + 87  # and those of earlier releases and of forks
 
 
 def test_every_option_has_exactly_one_fate() -> None:
@@ -60,6 +60,8 @@ def test_fields_take_as_many_values_as_their_options() -> None:
     for name, place in fields_by_name().items():
         flag = name.replace("_", "-")
         if flag in ARITY:
+            if name == "step_batch_size_schedule":
+                continue  # one text with spaces there, which shells often split
             three = tuple[int, int, int] in get_args(place.kind)
             expected = "0" if place.kind is bool else "*" if get_origin(place.kind) is tuple else "3" if three else "1"
             assert (flag, ARITY[flag].replace("+", "*")) == (flag, expected)
@@ -112,6 +114,7 @@ def test_values_that_stand_for_another_flag() -> None:
 def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
     refused = {flag: row["why"] for row in TABLES["refused"].values() for flag in row["flags"].split()}
     refused |= {flag: f"was removed, use {use}" for flag, use in TABLES["removed"].items()}
+    refused |= {flag: f"is of a fork of Megatron-LM, use {use}" for flag, use in TABLES["forks"].items()}
     argv = [token for flag in refused for token in (f"--{flag}", *values_for(ARITY[flag]))]
     with pytest.raises(ConfigurationError) as raised:
         parse_arguments([*MINIMAL, *argv])
@@ -120,7 +123,10 @@ def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
 
 def test_what_a_removed_flag_points_to_exists() -> None:
     known = {*field_flags(), *megatron_flags.names(), "config"}
-    assert {use.split()[0].removeprefix("--") for use in TABLES["removed"].values()} <= known
+    assert {
+        use.split()[0].removeprefix("--").rstrip(",")
+        for use in (*TABLES["removed"].values(), *TABLES["forks"].values())
+    } <= known
 
 
 def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
@@ -217,7 +223,8 @@ def test_gelu_without_biases_is_not_megatrons() -> None:
     ],
 )
 def test_aliases_set_their_field(alias: str, field: str) -> None:
-    assert value_of(parse_arguments([*MINIMAL, f"--{alias}", "3"]).config, field) == 3
+    effective = {"etp": ["--num-experts", "2"], "checkpoint-num-layers": ["--recompute-granularity", "full"]}
+    assert value_of(parse_arguments([*MINIMAL, *effective.get(alias, []), f"--{alias}", "3"]).config, field) == 3
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

@@ -559,8 +559,6 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
     ("flags", "world_size", "expected"),
     [
         ("--ep 2", 2, [f"{EP} needs --num-experts"]),
-        ("--etp 2", 2, [f"{ETP} needs --num-experts"]),
-        ("--tp 2 --etp 1", 2, [f"{ETP} needs --num-experts"]),
         (f"--tp 2 {EXPERTS}", 2, ["--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel"]),
         (f"--ep 3 {EXPERTS}", 3, [f"--num-experts 8 is not divisible by {EP} 3"]),
         (f"--etp 4 --ffn-hidden-size 6 {EXPERTS}", 4, [f"--ffn-hidden-size 6 is not divisible by {ETP} 4"]),
@@ -730,9 +728,9 @@ def test_options_of_experts_need_experts() -> None:
 @pytest.mark.parametrize(("etp", "given"), [("", None), ("--etp 2", 2)])
 def test_axes_of_one_rank_say_nothing(etp: str, given: int | None) -> None:
     """The experts' tensor axis where it is as long as the other, as it is where it is not given."""
-    config = resolve(config_of(f"--tp 2 --cp 1 --ep 1 {etp}"), 4)
+    config = resolve(config_of(f"--tp 2 --sequence-parallel --cp 1 --ep 1 {etp} {EXPERTS}"), 4)
     assert config.parallel.expert_tensor_parallel_size == given
-    assert config.parallel.layout(4) == "TP 2 x DP 2"
+    assert config.parallel.layout(4) == "TP 2 with SP x DP 2"
 
 
 @pytest.mark.parametrize(
@@ -742,10 +740,21 @@ def test_axes_of_one_rank_say_nothing(etp: str, given: int | None) -> None:
         ("--tp 2 --ep 2", "TP 2 x DP 4 (experts: EP 2 x ETP 2)"),
         ("--pp 2 --ep 4 --etp 1", "TP 1 x PP 2 x DP 4 (experts: EP 4 x ETP 1)"),
         ("--tp 2 --etp 1", "TP 2 x DP 4 (experts: EP 1 x ETP 1)"),
+        ("--tp 2 --etp 4", "TP 2 x DP 4 (experts: EP 1 x ETP 4)"),
     ],
 )
 def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
-    assert config_of(sizes).parallel.layout(8) == layout
+    assert config_of(f"{sizes} {EXPERTS}").parallel.layout(8) == layout
+
+
+def test_sizes_without_experts_or_recomputation_are_turned_off_and_told() -> None:
+    parsed = parse_arguments(f"{VALID} --tp 2 --etp 4 --recompute-num-layers 1 --recompute-method block".split())
+    assert parsed.config == parse_arguments(f"{VALID} --tp 2".split()).config
+    assert parsed.notes == (
+        "--expert-tensor-parallel-size: changes nothing without --num-experts",
+        "--recompute-method block: changes nothing without --recompute-granularity full",
+        "--recompute-num-layers 1: changes nothing without --recompute-granularity full",
+    )
 
 
 SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
@@ -903,6 +912,44 @@ def test_neither_length_nor_data_is_a_problem_each() -> None:
 def test_ramps_that_do_not_fit(ramp: str, problem: str) -> None:
     flags = f"--rampup-batch-size {ramp} --global-batch-size 16 --train-samples 100"
     assert problem in problems(flags, 2, WITHOUT_LENGTH)
+
+
+SCHEDULE = "--step-batch-size-schedule"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        ("0:4 1K", 'write TOKENS:SIZE, as in "0:384 200B:768"'),
+        ("0:4 -1:8", 'write TOKENS:SIZE, as in "0:384 200B:768"'),
+        (" ", "is blank"),
+        ("1K:4", "the first size must begin at 0 tokens"),
+        ("0:4 1K:8 1001:16", "others at least a sample later each"),  # both are 125 samples of 8 tokens
+        ("0:4 1K:6", "the size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks"),
+        ("0:.5 1K:4", "a batch has at least one sample"),
+        ("0:4 1K:8 --global-batch-size 4", "leave --global-batch-size 4 out"),
+        ("0:4 --rampup-batch-size 4 4 8", "--rampup-batch-size both give the sizes"),
+    ],
+)
+def test_schedules_of_batch_sizes_that_do_not_fit(schedule: str, problem: str) -> None:
+    values, *others = schedule.split(" --")
+    flags = [word for other in others for word in f"--{other}".split()]
+    argv = [*WITHOUT_LENGTH.split(), "--train-samples", "100", SCHEDULE, values, *flags]
+    with pytest.raises(ConfigurationError) as raised:
+        resolve(parse_arguments(argv).config, 2)
+    assert any(problem in line for line in str(raised.value).splitlines())
+
+
+def test_a_schedule_of_batch_sizes_needs_a_length_in_samples() -> None:
+    assert problems(f"{SCHEDULE} 0:4 1K:8", 2) == [
+        f'{SCHEDULE} "0:4 1K:8" needs --train-samples: steps of different sizes do not say how much is trained on'
+    ]
+
+
+def test_batches_of_an_evaluation_are_whole() -> None:
+    assert problems("--eval-global-batch-size 6", 2) == [
+        "--eval-global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks"
+    ]
 
 
 def test_lengths_in_samples_refuse_lengths_in_iterations() -> None:
