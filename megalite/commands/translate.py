@@ -28,7 +28,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import dump
-from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
+from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ def main() -> None:
         left = "without what is refused or needed" if wrong else "complete" if report.whole else "for any network"
         print(f"# the command, {left}:")
         print(" \\\n    ".join(map(shlex.join, _command(report))))
-    if wrong and arguments.run:
-        raise ConfigurationError("--run: nothing is run, since something above is refused or needed")
     if wrong:
-        sys.exit(EXIT_CONFIGURATION)
+        counts = f"{len(report.refused) + len(together)} refused and {len(report.missing)} needed"
+        raise ConfigurationError(f"{arguments.file}: {counts}, as above" + "; nothing is run" * arguments.run)
     if arguments.run:
         _run(report, arguments.ranks)
 
@@ -99,11 +98,9 @@ def _variables(settings: Sequence[str]) -> dict[str, str]:
 
 def _problems(report: Report, world_size: int | None) -> list[str]:
     """Return why the flags, which are right one by one, are not right together."""
-    from megalite.translation.sizes import ranks_needed
-
     try:
         config = parse_arguments(report.flags).config
-        resolve(config, world_size or ranks_needed(config))
+        resolve(config, world_size or config.parallel.ranks_needed)
     except ConfigurationError as error:
         return str(error).splitlines()
     return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +28,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
-    size = math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
+    size = parallel.ranks_needed
     world = ParallelMesh(world_size=size, **parallel.mesh_sizes)
 
     def contents_at(mesh: ParallelMesh) -> Contents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -18,12 +17,6 @@ _NO_TOKENIZER = 1000
 """Vocabulary in place of that of a tokenizer whose files are not here."""
 
 
-def ranks_needed(config: RunConfig) -> int:
-    """Return the smallest number of ranks that a layout needs."""
-    parallel = config.parallel
-    return math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
-
-
 def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
     """Yield lines with the sizes of a run.
 
@@ -34,7 +27,7 @@ def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
     Raises:
         ConfigurationError: the run cannot be on these ranks.
     """
-    least = ranks_needed(config)
+    least = config.parallel.ranks_needed
     fits = started is not None and started % least == 0
     world_size = started if fits and started is not None else least
     config = resolve(config, world_size)

@@ -101,8 +101,8 @@ def _add_environment(environment: Mapping[str, str], report: Report) -> None:
 
 def _read_yaml(text: str) -> dict[str, Any]:
     """Return a mapping of texts, numbers and mappings of these; a key twice in a mapping is an error."""
-    loader = LimitedLoader(text)
     try:
+        loader = LimitedLoader(text)
         node = loader.get_single_node()
         value = _value(loader, node) if isinstance(node, yaml.MappingNode) else None
     except (yaml.YAMLError, TypeError, RecursionError) as error:

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import messages, templates
+from tests.fuzz import launches, messages, templates
 from tests.fuzz.edits import (
     BYTES,
     INDEX,
@@ -537,6 +537,7 @@ KINDS: Mapping[str, Kind] = {
         _draw_chat,
         streams=("talk.jsonl",),
     ),
+    "launch": Kind((launches.prepare,), launches.program, launches.FILES, launches.draw),
     "messages": Kind(messages.PREPARE, messages.program, dict.fromkeys(messages.FILES, LINES), messages.draw),
 }
 """Kinds by the names that `make fuzz KIND=` takes."""

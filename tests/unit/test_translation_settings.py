@@ -238,6 +238,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         ("twice.yaml", b"MODEL_ARGS:\n  --lr: 1\n  --lr: 2\n", "line 3: '--lr' is given twice"),
         ("tag.yaml", b"MODEL_ARGS:\n  --lr: !!python/object/apply:os.system ['touch x']\n", "--lr"),
         ("deep.yaml", b"[" * 5000, "not YAML that can be translated"),
+        ("nul.yaml", b"MODEL_ARGS:\n  --lr: \0\n", "not YAML that can be translated"),
         ("flag.yaml", b"MODEL_ARGS:\n  lr: 1\n", "expected a flag such as --num-layers, got 'lr'"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
