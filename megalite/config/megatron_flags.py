@@ -53,7 +53,7 @@ def reason(name: str) -> str:
 
 @dataclass(frozen=True)
 class Note:
-    """Line to show at the start about a flag that is accepted and sets no field."""
+    """Line to show at the start about a flag that has no effect, or is another one here."""
 
     flag: str
     why: str
@@ -92,11 +92,13 @@ def settled(flag: str, values: Sequence[str]) -> Note | None:
 
 
 def note_lines(notes: Sequence[Note]) -> tuple[str, ...]:
-    """Return the lines to show about accepted flags; a single one if there are many."""
-    if len(notes) > _MOST_NOTES:
-        flags = " ".join(note.flag for note in notes)
-        return (f"{len(notes)} flags change nothing here (docs/flags.md says why): {flags}",)
-    return tuple(f"{note.flag}: {note.why}" for note in notes)
+    """Return the lines to show about accepted flags; a single one for those without an effect if they are many."""
+    idle = [note for note in notes if not note.why.startswith("is ")]
+    if len(idle) <= _MOST_NOTES:
+        return tuple(f"{note.flag}: {note.why}" for note in notes)
+    flags = " ".join(note.flag for note in idle)
+    folded = f"{len(idle)} flags change nothing here (docs/flags.md says why): {flags}"
+    return (folded, *note_lines([note for note in notes if note not in idle]))
 
 
 def refusal(flag: str) -> str | None:

@@ -90,6 +90,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         if loading.load is not None and not loading.loads_huggingface:
             load = loading.load
             problems.append(f"(--load {load} has no config.json, which describes the network in a Hugging Face folder)")
+    if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:
+        problems.append("--override-opt-param-scheduler contradicts --use-checkpoint-opt-param-scheduler: drop one")
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
@@ -151,7 +153,7 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
         fields: dict[str, Any] = {}
         for name, its_values in flag_groups(meant.split()):
             fields |= _settle(name, its_values)[0]
-        return fields, None
+        return fields, Note(f"--{flag} {values[0]}", f"is {meant} here") if values else None
     flag = tables["aliases"].get(flag, flag)
     if flag in megatron_flags.APPLIED_LAST:
         _refuse_values(flag, values)

@@ -145,3 +145,19 @@ def test_documents_to_fill_in_train(run: Run, tmp_path: Path) -> None:
         found.append(losses(directory))
     run(*GPT2, "--train-iters", 3, "--save", tmp_path / "plain")
     assert found[0] == found[1] != losses(tmp_path / "plain")
+
+
+def test_an_evaluation_has_batches_of_its_own_size(run: Run, tmp_path: Path) -> None:
+    """Six batches of 4 samples are the samples of two batches of 12."""
+    course = (*GPT2, *NO_DROPOUT, "--fp64", "--train-iters", 2, "--eval-interval", 1)
+    found = []
+    for name, sizes in {
+        "small": ("--eval-iters", 6),
+        "large": ("--eval-iters", 2, "--eval-global-batch-size", 12),
+        "one": ("--eval-iters", 2),
+    }.items():
+        run(*course, *sizes, "--save", tmp_path / name, world_size=2)
+        found.append([line["valid_loss"] for line in metrics(tmp_path / name) if "valid_loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0] != pytest.approx(found[2], rel=1e-6)
+    assert len(found[0]) == 2

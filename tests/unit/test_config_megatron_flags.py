@@ -256,6 +256,8 @@ def test_many_notes_about_accepted_flags_are_one_line() -> None:
     assert len(parse_arguments([*MINIMAL, *flags]).notes) == 4
     (note,) = parse_arguments([*MINIMAL, *flags, "--use-mcore-models"]).notes
     assert note.startswith("5 flags change nothing here (docs/flags.md says why): --cuda-graph-scope --test-mode ")
+    also = parse_arguments([*MINIMAL, *flags, "--use-mcore-models", "--ckpt-format", "torch", "--save", "s"]).notes
+    assert also == (note, "--ckpt-format torch: is --ckpt-format megalite here")
 
 
 @pytest.mark.parametrize("order", [1, -1])

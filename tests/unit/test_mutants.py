@@ -31,7 +31,7 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_anothers_with_another_commit_and_meets_all_in_time() -> None:
-    samples = [sample(MUTANTS, 12, str(seed)) for seed in range(300)]
+    samples = [sample(MUTANTS, 12, str(seed)) for seed in range(400)]
     assert all(len(set(chosen)) == 12 for chosen in samples)
     assert samples[0] == sample(MUTANTS, 12, "0") != samples[1]
     drawn = [mutant for chosen in samples for mutant in chosen]
