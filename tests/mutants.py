@@ -1423,9 +1423,9 @@ MUTANTS = (
     ),
     Mutant(
         "a layout that nothing runs on has no ranks for its experts",
-        "megalite/conversion/layout.py",
-        "math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)",
-        "math.lcm(parallel.model_parallel_size)",
+        "megalite/config/parallel.py",
+        "math.lcm(self.model_parallel_size, self.expert_tensor_model_pipeline_parallel_size)",
+        "math.lcm(self.model_parallel_size)",
         "tests/unit/test_checkpoint_resharding.py::test_the_weights_of_ranks_of_any_view_are_the_model",
     ),
     Mutant(
