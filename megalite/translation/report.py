@@ -28,10 +28,10 @@ class Report:
     """Result of a translation.
 
     Attributes:
-        flags: the flags for megalite.
+        flags: the flags for megalite, which keep Megatron-LM's as they are: some act on each other.
         accepted: number of flags that are kept as they are.
-        changed: lines about flags that became others.
-        idle: lines about what is left out, since it changes nothing here.
+        changed: lines about what has another name or value here.
+        idle: lines about what changes nothing here.
         refused: lines about what megalite does not have, with what to do instead.
         missing: lines about values that the file does not have.
         notes: lines about what was assumed.
@@ -69,19 +69,22 @@ class Report:
                 fields, note = settle(flag, plain)
             except ConfigurationError as error:
                 self.refused += str(error).splitlines()
-                note = "refused"
+                fields, note = {}, "refused"
             else:
-                self.idle += [note] if note else []
-            if note:  # what it would need does not matter any more
-                needs = re.compile(f"--{'[-_]'.join(map(re.escape, flag.split('-')))} needs ")
-                self.missing = [line for line in self.missing if not needs.search(line)]
+                self.idle += [note] if note and not fields else []
+            needs = re.compile(f"--{'[-_]'.join(map(re.escape, flag.split('-')))} needs ")
+            needed = [line for line in self.missing if needs.search(line)]
+            if note and not fields and needed:  # without it nobody needs to know the value
+                self.missing = [line for line in self.missing if line not in needed]
+            elif note != "refused":
+                self.flags += [f"--{flag}", *plain]
+            if note and not fields:
                 continue
             meant = [word for name, value in fields.items() for word in _as_flag(name, value)]
             if meant[:1] in ([], [f"--{flag}"]) and plain == values:
                 self.accepted += 1
             else:
                 self.changed.append(f"{given} -> {' '.join(meant)}")
-            self.flags += meant if meant[:1] not in ([], [f"--{flag}"]) else [f"--{flag}", *plain]
 
     def add(self, source: str, *flags: str) -> None:
         """Add flags of megalite, and a line on what they stand for."""
@@ -95,9 +98,9 @@ class Report:
         yield from (f"changed: {line}" for line in self.changed)
         if len(self.idle) > _MOST_LINES:
             names = " ".join(line.partition(":")[0] for line in self.idle)
-            yield f"left out: {len(self.idle)} that change nothing here: {names}"
+            yield f"no effect: {len(self.idle)} that change nothing here: {names}"
         else:
-            yield from (f"left out: {line}" for line in self.idle)
+            yield from (f"no effect: {line}" for line in self.idle)
         yield from (f"note: {line}" for line in self.notes)
         yield from (f"needed: {line}" for line in self.missing)
         yield from (f"refused: {line}" for line in self.refused)

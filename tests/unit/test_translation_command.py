@@ -50,8 +50,8 @@ def test_the_command_and_the_report(
     assert report.splitlines()[:4] == [
         "accepted: 15 flags as given",
         "changed: --disable-bias-linear -> --no-add-bias-linear",
-        "left out: LD_PRELOAD: a variable that no part of megalite reads",
-        "left out: --use-mcore-models: already so, the model has one implementation",
+        "no effect: LD_PRELOAD: a variable that no part of megalite reads",
+        "no effect: --use-mcore-models: already so, the model has one implementation",
     ]
     assert "check: ranks: 8, as the file says; the layout needs 4 or a multiple" in report
     assert "check: global batch: 16 = micro-batch 2 x 4 x 2 data-parallel ranks" in report
@@ -60,7 +60,7 @@ def test_the_command_and_the_report(
         "env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes 2 --nproc-per-node 4 --master-addr '$MASTER_ADDR' "
         "--node-rank '$RANK' --no-python megalite-pretrain \\\n    --num-layers 4 \\\n"
     )
-    assert command.endswith("    --no-add-bias-linear \\\n    --swiglu\n")
+    assert command.endswith("    --disable-bias-linear \\\n    --swiglu\n")
 
 
 def test_yaml_for_config_is_the_same_run(
@@ -105,7 +105,15 @@ def test_a_need_of_what_is_left_out_is_no_need() -> None:
     report = Report(missing=["line 1: --wandb-project needs $W: give --set W=VALUE", "line 2: --save needs $S: ..."])
     report.add_megatron(["--use-mcore-models", "--wandb-project", "$W", "--save", "$S"])
     assert report.missing == ["line 2: --save needs $S: ..."]
-    assert report.flags == ["--save", "$S"]
+    assert report.flags == ["--use-mcore-models", "--save", "$S"]
+
+
+def test_flags_that_act_on_each_other_stay() -> None:
+    """Keep a flag that changes nothing by itself, but decides what another one does."""
+    flags = f"{SIZES} {COURSE} {DATA} --no-bias-gelu-fusion --openai-gelu".split()
+    report = Report()
+    report.add_megatron(flags)
+    assert parse_arguments(report.flags) == parse_arguments(flags)
 
 
 def test_quotes_that_a_shell_would_pass_on_are_dropped() -> None:
@@ -117,7 +125,7 @@ def test_quotes_that_a_shell_would_pass_on_are_dropped() -> None:
 
 def test_many_flags_without_effect_share_a_line() -> None:
     report = Report(idle=[f"--{letter}: why" for letter in "abcde"])
-    assert list(report.lines()) == ["left out: 5 that change nothing here: --a --b --c --d --e"]
+    assert list(report.lines()) == ["no effect: 5 that change nothing here: --a --b --c --d --e"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,12 @@ def test_what_only_a_shell_can_tell_is_told_with_its_line(text: str, problem: st
     assert read_script(text + TRAIN + '--save "$X"', {"X": "here"}).argv[-1] == "here"
 
 
+def test_a_command_in_a_loop_needs_what_the_loop_changes() -> None:
+    launch = read_script(f"X=1\nfor y in a b; do {TRAIN.strip()} --seed $X; X=2; done")
+    assert launch.problems == ("line 2: --seed needs $X, which depends on line 2: give --set X=VALUE",)
+    assert launch.notes == ()
+
+
 def test_what_reaches_no_flag_is_no_problem() -> None:
     launch = read_script("NOW=$(date)\nfor x in 1 2; do echo $x; done\n" + TRAIN + "--lr 1 > log_$NOW")
     assert launch.problems == ()
