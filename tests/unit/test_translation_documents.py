@@ -1,0 +1,45 @@
+"""Pages on other programs: each command runs on the files that the page shows, with the output that it shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megalite.commands import translate
+from megalite.config.run import fields_by_name
+from megalite.errors import ConfigurationError
+
+DOCS = Path(__file__).parents[2] / "docs"
+FILE = re.compile(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["from_megatron.md", "from_deepspeed.md", "from_fsdp.md"])
+def test_commands_print_what_the_page_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (DOCS / name).read_text()
+    monkeypatch.chdir(tmp_path)
+    for file, content in FILE.findall(page):
+        (tmp_path / file).write_text(content)
+    commands = COMMAND.findall(page)
+    assert len(commands) == page.count("```bash") > 0
+    for command, output in commands:
+        python, program, *flags = shlex.split(command)
+        assert (python, program) == ("python", "tools/translate.py")
+        monkeypatch.setattr(sys, "argv", [program, *flags])
+        with suppress(ConfigurationError):  # of what is needed, which the page shows
+            translate.main()
+        begin, *_ = output.partition("    ...\n")
+        assert capsys.readouterr().out.startswith(begin.removesuffix("...\n"))
+
+
+def test_roles_name_flags_that_exist() -> None:
+    known = {name.replace("_", "-") for name in fields_by_name()}
+    flags = set(re.findall(r"--([a-z][a-z0-9-]+)", (DOCS / "roles.md").read_text()))
+    assert flags - known == {"standalone", "nproc-per-node", "nnodes"}
