@@ -868,6 +868,13 @@ MUTANTS = (
         "tests/unit/test_place.py::test_a_place_is_what_the_launcher_says",
     ),
     Mutant(
+        "ranks of a node that joins torchrun look for the others under other keys",
+        "megalite/process/launchers.py",
+        ' if hosted_by_launcher() else "0"',
+        "",
+        "tests/end_to_end/test_launchers.py::test_ranks_under_a_launchers_variables_give_torchruns_losses",
+    ),
+    Mutant(
         "ranks of torchrun in tasks of srun are taken for a contradiction",
         "megalite/process/place.py",
         '    if "TORCHELASTIC_RUN_ID" not in environment and not alone:',

@@ -33,6 +33,7 @@ from megalite.atomic_files import write_at_once
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.process.bounded import aside, within
 from megalite.process.host import too_many_open_files
+from megalite.process.launchers import attempt
 from megalite.process.output import require_streams, write_out
 from megalite.process.place import Place, place_or_alone
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
@@ -300,4 +301,4 @@ def _prefix_for_failures(store: Store) -> Store:
 
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return PrefixStore(f"megalite/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"megalite/failure/{attempt()}", store)

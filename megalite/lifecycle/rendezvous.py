@@ -8,7 +8,6 @@ rendezvous ends; its value is empty on success, otherwise it says why the rendez
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError
 from megalite.lifecycle.failure import code_in
 from megalite.process.bounded import aside, within
 from megalite.process.host import listen, require_open_files
+from megalite.process.launchers import attempt, hosted_by_launcher
 from megalite.process.place import Place, ranks_text
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 
@@ -82,7 +82,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
         ) from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name(place)} cannot be reached: {str(error).splitlines()[0]}") from error
-    return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"{purpose}/{attempt()}", store)
 
 
 def open_early(place: Place) -> object:
@@ -118,11 +118,6 @@ def _listen(place: Place) -> int | None:
         return listen("rank 0's store", place, place.port).detach()
     except OSError:
         return None
-
-
-def hosted_by_launcher() -> bool:
-    """Tell whether the launcher hosts the store instead of rank 0. torch reads the same variable."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_name(place: Place) -> str:

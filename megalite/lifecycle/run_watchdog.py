@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megalite.config import RunConfig
 from megalite.lifecycle.failure import report
-from megalite.lifecycle.rendezvous import hosted_by_launcher
+from megalite.process.launchers import hosted_by_launcher
 from megalite.process.place import Place
 from megalite.storage import AnyPath
 from megalite.watchdog.sections import Limits, Sections

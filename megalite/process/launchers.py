@@ -213,3 +213,17 @@ def _launcher_process(rank: Number) -> int:
     except OSError:  # it belongs to another user, or this is not Linux
         pass
     return process
+
+
+def hosted_by_launcher() -> bool:
+    """Tell whether the launcher hosts the store instead of rank 0. torch reads the same variable."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def attempt() -> str:
+    """Return a name of this attempt of torchrun, for the keys of a store that it keeps over attempts.
+
+    The agents count their attempts apart: one that joins later begins with 0. Where rank 0 hosts a store for each
+    attempt, all have the same name.
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if hosted_by_launcher() else "0"

@@ -15,8 +15,12 @@ from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, ended, metrics, wo
 from tests.harness.job import Job, free_port
 
 RANKS = 2
-FLAGS = (*MOCK, *GPT2, *words("--train-iters 2 --tp 2"))
+FLAGS = (*MOCK, *GPT2, *words("--train-iters 2 --tp 2 --distributed-timeout-minutes 1"))
 LAUNCHERS = {
+    "torchrun, after a node has joined": (
+        "TORCHELASTIC_RUN_ID=run TORCHELASTIC_RESTART_COUNT={rank} TORCHELASTIC_USE_AGENT_STORE=False RANK={rank} "
+        "LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    ),
     "srun, two tasks of a node": (
         "SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} "
         "SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NODELIST=no-such-name"
