@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigurationError
@@ -12,99 +15,7 @@ from megalite.small_files import shown
 from megalite.translation.report import Report
 
 ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-_FLAGS = {
-    "train_micro_batch_size_per_gpu": "--micro-batch-size",
-    "gradient_clipping": "--clip-grad",
-    "steps_per_print": "--log-interval",
-    "fp16.loss_scale_window": "--loss-scale-window",
-    "fp16.hysteresis": "--hysteresis",
-    "fp16.min_loss_scale": "--min-loss-scale",
-    "zero_optimization.reduce_bucket_size": "--ddp-bucket-size",
-    "optimizer.params.lr": "--lr",
-    "optimizer.params.eps": "--adam-eps",
-    "optimizer.params.weight_decay": "--weight-decay",
-    "tensor_parallel.autotp_size": "--tensor-model-parallel-size",
-    "tensor_parallel.tp_size": "--tensor-model-parallel-size",
-    "sequence_parallel_size": "--context-parallel-size",
-}
-"""Numbers that a flag takes as they are."""
-_READ = """
-train_batch_size gradient_accumulation_steps bf16.enabled bfloat16.enabled fp16.enabled fp16.loss_scale
-fp16.initial_scale_power zero_optimization.stage zero_optimization.overlap_comm communication_data_type
-optimizer.type optimizer.params.betas optimizer.params.momentum optimizer.params.adam_w_mode scheduler.type
-scheduler.params.total_num_steps scheduler.params.warmup_num_steps scheduler.params.warmup_min_lr
-scheduler.params.warmup_max_lr scheduler.params.warmup_type scheduler.params.cos_min_ratio
-scheduler.params.warmup_min_ratio wall_clock_breakdown tensorboard.enabled tensorboard.output_path tensorboard.job_name
-zero_optimization.offload_optimizer.device zero_optimization.offload_param.device data_types.grad_accum_dtype
-zero_optimization.mics_shard_size
-"""
-"""Keys that `translate` and its functions read by name."""
-_IDLE = {
-    "buckets and gathers follow from the network": """
-    zero_optimization.allgather_bucket_size zero_optimization.allgather_partitions zero_optimization.reduce_scatter
-    zero_optimization.contiguous_gradients zero_optimization.sub_group_size zero_optimization.round_robin_gradients
-    zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
-    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
-    zero_optimization.stage3_module_granularity_threshold zero_optimization.use_multi_rank_bucket_allreduce
-    zero_optimization.stage3_model_persistence_threshold zero_optimization.stage3_allgather_sequential
-    zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.memory_efficient_linear
-    """,
-    "each parameter takes part in every step": "zero_optimization.ignore_unused_parameters",
-    "a checkpoint has all weights and loads under any layout": """
-    zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.elastic_checkpoint
-    zero_optimization.stage3_gather_fp16_weights_on_model_save zero_optimization.load_from_fp32_weights
-    checkpoint.load_universal checkpoint.tag_validation checkpoint.use_node_local_storage checkpoint.parallel_write
-    """,
-    "recomputation is asked for by --recompute-granularity": """
-    activation_checkpointing.partition_activations activation_checkpointing.number_checkpoints
-    activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
-    activation_checkpointing.profile
-    """,
-    "the loss and its gradient are one sum over one count, in fp32": """
-    prescale_gradients gradient_predivide_factor gradient_allreduce_op fp32_allreduce disable_allgather
-    seq_parallel_communication_data_type
-    """,
-    "one optimizer, one machine code": """
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.params.torch_adam optimizer.legacy_fusion
-    optimizer.params.bias_correction optimizer.params.fused optimizer.params.amsgrad
-    """,
-    "every step records its time, throughput and memory in metrics.jsonl": """
-    memory_breakdown dump_state flops_profiler comms_logger csv_monitor monitor_config
-    """,
-    "an infinity or NaN is always found, and its step skipped": "check_overflow fp16.consecutive_hysteresis",
-    "the last, incomplete batch is never trained on": "dataloader_drop_last",
-    "whether it is used follows from the loss scale": "fp16.auto_cast bf16.immediate_grad_update",
-    "pages of offloaded values do not exist": """
-    zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_param.pin_memory
-    zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_param.buffer_count
-    zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_param.nvme_path
-    zero_optimization.offload_optimizer.fast_init zero_optimization.offload_param.buffer_size
-    zero_optimization.offload_param.max_in_cpu zero_optimization.offload_optimizer.pipeline_read
-    zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_optimizer.ratio aio
-    """,
-}
 _OFF = "parameters and optimizer stay on the GPU: more ranks, or --exp-avg-dtype and --exp-avg-sq-dtype int8, take less"
-_REFUSED = {
-    _OFF: "zero_optimization.cpu_offload zero_optimization.cpu_offload_param zero_optimization.zenflow",
-    "not available; --num-distributed-optimizer-instances shards within groups of ranks": """
-    zero_optimization.zero_hpz_partition_size zero_optimization.mics_hierarchical_params_gather
-    """,
-    "weights and gradients are not quantized for communication; --grad-reduce-in-bf16 halves the gradients": """
-    zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
-    zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zeropp_loco_param
-    """,
-    "activations stay on the GPU: --recompute-granularity full keeps the least": """
-    activation_checkpointing.cpu_checkpointing
-    """,
-    "metrics go to metrics.jsonl and to TensorBoard's files, which other services can read": "wandb comet",
-    "give --pipeline-model-parallel-size and --pipeline-schedule": "pipeline",
-    "the order of samples is fixed when the run starts": "curriculum_learning data_efficiency",
-    "not available here; leave it out": """
-    progressive_layer_drop sparse_attention sparse_gradients compression_training elasticity autotuning amp eigenvalue
-    hybrid_engine nebula torch_autocast compile managed_gradient_accumulation use_data_before_expert_parallelism
-    fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
-    """,
-}
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -118,16 +29,16 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     Raises:
         ConfigurationError: values contradict each other, or are of the wrong type.
     """
-    values = dict(_leaves(settings))
-    report = Report()
+    names = tables()
+    values, report = _leaves(settings, {key for table in ("idle", "refused") for key in by_key(table)}), Report()
     for key, value in values.items():
         if value == "auto":
-            flag = _FLAGS.get(key) or {"train_batch_size": "--global-batch-size"}.get(key)
+            flag = names["flags"].get(key) or {"train_batch_size": "--global-batch-size"}.get(key)
             report.missing.append(
                 f'{key} is "auto", which another program fills in' + (f": give {flag}" if flag else "")
             )
     values = {key: value for key, value in values.items() if value != "auto"}
-    for key, flag in _FLAGS.items():
+    for key, flag in names["flags"].items():
         if key in values and not (key.startswith("fp16.") and not values.get("fp16.enabled", False)):
             report.add(key, flag, _text(key, values[key]))
     _batch(values, report, ranks)
@@ -140,14 +51,25 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     return report
 
 
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Mapping[str, Any]:
-    """Return values by their path, such as `zero_optimization.stage`; sections that are treated as one stay whole."""
-    whole = {name for names in (*_IDLE.values(), *_REFUSED.values()) for name in names.split()}
+@cache
+def tables() -> dict[str, dict[str, str]]:
+    """Read the tables of keys, whose comments explain them."""
+    with Path(__file__).with_name("settings.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+def by_key(table: str) -> dict[str, str]:
+    """Return the reason for each key of a table."""
+    return {key: reason for reason, keys in tables()[table].items() for key in keys.split()}
+
+
+def _leaves(settings: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return values by their path, such as `zero_optimization.stage`, except for sections that are treated as one."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"
         inner = isinstance(value, Mapping) and path not in whole
-        found |= _leaves(value, f"{path}.") if inner else {path: value}
+        found |= _leaves(value, whole, f"{path}.") if inner else {path: value}
     return found
 
 
@@ -238,6 +160,8 @@ def _optimizer(values: Mapping[str, Any], report: Report) -> None:
             return
         rule = _OPTIMIZERS[name.lower()]
         report.add(f"optimizer.type {name}", "--optimizer", rule)
+        if values.get("optimizer.params.bias_correction") is False:
+            report.refused.append("optimizer.params.bias_correction false: moments are always corrected here")
         if values.get("optimizer.params.adam_w_mode") is False:
             report.refused.append("optimizer.params.adam_w_mode false: weight decay does not enter the gradient here")
         if "optimizer.params.momentum" in values and rule != "adam":
@@ -296,9 +220,8 @@ def _monitoring(values: Mapping[str, Any], report: Report) -> None:
 
 def _others(values: Mapping[str, Any], report: Report) -> None:
     """Name the keys that have no flag: without effect, refused, or unknown."""
-    idle = {name: why for why, names in _IDLE.items() for name in names.split()}
-    refused = {name: why for why, names in _REFUSED.items() for name in names.split()}
-    known = {*_FLAGS, *_READ.split(), *idle, *refused}
+    idle, refused = by_key("idle"), by_key("refused")
+    known = {*tables()["flags"], *tables()["read"]["keys"].split(), *idle, *refused}
     for key, value in values.items():
         off = value is False or value is None or (type(value) is int and value <= 1)  # True is not of this type
         off = off or (isinstance(value, Mapping) and value.get("enabled") is False)

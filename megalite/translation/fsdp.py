@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
+from megalite.translation.deepspeed import by_key, tables
 from megalite.translation.report import Report
 
 STRATEGIES = {
@@ -20,25 +21,6 @@ STRATEGIES = {
 }
 _NUMBERS = dict(enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"), 1))
 """Strategies by the numbers of torch's enumeration."""
-_IDLE = {
-    "fsdp_auto_wrap_policy": "each transformer layer is gathered by itself",
-    "fsdp_transformer_layer_cls_to_wrap": "each transformer layer is gathered by itself",
-    "fsdp_min_num_params": "each transformer layer is gathered by itself",
-    "fsdp_backward_prefetch": "under ZeRO 3 the next block is gathered in advance",
-    "fsdp_backward_prefetch_policy": "under ZeRO 3 the next block is gathered in advance",
-    "fsdp_forward_prefetch": "under ZeRO 3 the next block is gathered in advance",
-    "fsdp_use_orig_params": "parameters keep their names and shapes under every layout",
-    "fsdp_sync_module_states": "initial weights are the same on all ranks by construction",
-    "fsdp_cpu_ram_efficient_loading": "a rank reads only what it holds",
-    "fsdp_state_dict_type": "a checkpoint loads under any layout",
-    "fsdp_version": "there is one implementation",
-}
-_LAUNCH = """
-compute_environment debug distributed_type downcast_bf16 enable_cpu_affinity machine_rank main_process_ip
-main_process_port main_training_function num_machines num_processes rdzv_backend same_network tpu_env use_cpu
-tpu_use_cluster tpu_use_sudo gpu_ids fsdp_config mixed_precision megatron_lm_config deepspeed_config dynamo_config
-gradient_accumulation_steps gradient_clipping
-"""
 _MEGATRON = {
     "megatron_lm_tp_degree": "--tensor-model-parallel-size",
     "megatron_lm_pp_degree": "--pipeline-model-parallel-size",
@@ -72,7 +54,9 @@ def translate(settings: Mapping[str, Any]) -> Report:
         report.missing.append(f"--global-batch-size: micro-batch size x {shown(steps)} x data-parallel ranks")
     if "gradient_clipping" in settings:
         report.add("gradient_clipping", "--clip-grad", str(settings["gradient_clipping"]))
-    report.refused += [f"{key}: unknown key{_near(key)}" for key in settings if key not in _LAUNCH.split()]
+    report.refused += [
+        f"{key}: unknown key{_near(key)}" for key in settings if key not in tables()["accelerate"]["keys"].split()
+    ]
     if "deepspeed_config" in settings:
         report.refused.append("deepspeed_config: give DeepSpeed's own JSON file to megalite-translate")
     for section, read in (("fsdp_config", _fsdp), ("megatron_lm_config", _megatron)):
@@ -96,6 +80,7 @@ def _fsdp(values: Mapping[str, Any], report: Report) -> None:
         if name is None or name.upper() not in STRATEGIES:
             raise ConfigurationError(f"fsdp_sharding_strategy is {shown(strategy)}: expected {', '.join(STRATEGIES)}")
         add_strategy(name, report)
+    idle = by_key("accelerate_idle")
     for key, value in values.items():
         on = value not in (False, None, "false", "no")
         if key == "fsdp_activation_checkpointing":
@@ -105,8 +90,8 @@ def _fsdp(values: Mapping[str, Any], report: Report) -> None:
         elif key in ("fsdp_offload_params", "fsdp_activation_checkpointing_offload"):
             if on:
                 report.refused.append(f"{key}: parameters and activations stay on the GPU; more ranks take less memory")
-        elif key in _IDLE:
-            report.idle.append(f"{key}: {_IDLE[key]}")
+        elif key in idle:
+            report.idle.append(f"{key}: {idle[key]}")
         elif key not in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
             report.refused.append(f"{key}: unknown key{_near(key)}")
 
@@ -129,5 +114,7 @@ def _megatron(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _near(key: str) -> str:
-    near = get_close_matches(key, [*_LAUNCH.split(), *_IDLE, "fsdp_sharding_strategy"], n=1)
+    near = get_close_matches(
+        key, [*tables()["accelerate"]["keys"].split(), *by_key("accelerate_idle"), "fsdp_sharding_strategy"], n=1
+    )
     return f", did you mean {near[0]}?" if near else ""

@@ -502,6 +502,8 @@ class Script:
         known = [text for text in texts if text is not None]
         if len(known) < len(texts):
             return None
+        if not pattern:  # an empty word without quotes is no word
+            known = [text for text, word in zip(known, words, strict=True) if text or any(p.quoted for p in word.parts)]
         match known:
             case [text]:
                 return bool(text)
@@ -509,14 +511,17 @@ class Script:
                 return bool(text)
             case ["-z", text]:
                 return not text
+            case [first, _] if not re.fullmatch("-[a-zA-Z]", first):  # an error, since a word is empty
+                return False
             case [left, "=" | "==" | "!=" as relation, right]:
                 quoted = any(part.quoted for part in words[2].parts)
                 equal = fnmatchcase(left, right) if pattern and not quoted else left == right
                 return equal == (relation != "!=")
             case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as relation, right]:
-                if not all(re.fullmatch(r"-?\d{1,18}", side, re.ASCII) for side in (left, right)):
-                    return None
-                a, b = int(left), int(right)
+                numbers = [number or "0" if pattern else number for number in (left, right)]
+                if not all(re.fullmatch(r"-?\d{1,18}", number, re.ASCII) for number in numbers):
+                    return None if all(numbers) else False  # an empty number is an error in single brackets
+                a, b = map(int, numbers)
                 return {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[relation[1:]]
         return None
 
