@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,7 @@ class Experts:
     losses: Mapping[str, float] = field(default_factory=dict)  # coefficients by kind
     z_loss: float = 0.0
     bias_rate: float = 0.0
+    evened_samples: int | None = None  # of a micro-batch, among whose tokens Sinkhorn's iteration evens choices out
 
     def layer(
         self,
@@ -82,12 +84,19 @@ class Experts:
         elif self.score == "sigmoid":
             scores = logits.sigmoid()
             shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        choices = scores
+        if self.evened_samples is not None:
+            choices = logits.detach().clone()
+            for micro_batch in torch.arange(batch).split(self.evened_samples):
+                counted = [(b, s) for b in micro_batch.tolist() for s in range(sequence) if real[b, s]]
+                for (b, s), evened in zip(counted, even_choices([logits[at].tolist() for at in counted]), strict=True):
+                    choices[b, s] = torch.tensor(evened)
         by_score, routed = torch.zeros_like(logits), torch.zeros_like(logits)
         weight = torch.zeros_like(logits)
         for b in range(batch):
             for s in range(sequence):
-                by_score[b, s, best(scores[b, s].tolist(), self.topk)] = 1.0
-                biased = scores[b, s] if bias is None else scores[b, s] + bias.to(scores.dtype)
+                by_score[b, s, best(choices[b, s].tolist(), self.topk)] = 1.0
+                biased = choices[b, s] if bias is None else choices[b, s] + bias.to(scores.dtype)
                 chosen = self.choose(biased.tolist())
                 if replayed is not None and replayed[b, s].min() >= 0:
                     chosen = replayed[b, s].tolist()
@@ -171,6 +180,22 @@ class Experts:
         """Return the bias after a step: fp32, higher for experts with fewer tokens than the mean."""
         counts = record.kept.sum((0, 1))
         return bias + self.bias_rate * (counts.mean() - counts).sign().float()
+
+
+def even_choices(logits: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return scores [tokens, experts] by which tokens choose, in Megatron-LM's words: the logarithms of d1 * cost.
+
+    A single token, for which these would all be equal, chooses by its logits.
+    """
+    cost = [[math.exp(z) for z in token] for token in logits]
+    rows, columns = len(cost), len(cost[0]) if cost else 0
+    d1, error = [1.0] * columns, 1.0
+    while rows > 1 and error > 1e-4:
+        d0 = [1 / rows / (math.fsum(map(mul, row, d1)) + 1e-8) for row in cost]
+        new = [1 / columns / (math.fsum(map(mul, column, d0)) + 1e-8) for column in zip(*cost, strict=True)]
+        error = math.fsum(abs(a - b) for a, b in zip(new, d1, strict=True)) / columns
+        d1 = new
+    return [[math.log(c * d) for c, d in zip(row, d1, strict=True)] for row in cost]
 
 
 def best(scores: Sequence[float], count: int) -> list[int]:

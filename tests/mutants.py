@@ -113,6 +113,7 @@ _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
 _EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
+_EVEN_CHOICES = "tests/distributed/test_router.py::test_choices_are_even_over_the_ranks_that_share_samples"
 _ROUTED_PARTS = "tests/distributed/test_router.py::test_parts_of_samples_are_routed_as_whole_ones"
 _HOST_WAITS = "tests/unit/test_moe.py::test_the_host_asks_the_device_once_and_never_with_padding"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
@@ -1587,7 +1588,7 @@ MUTANTS = (
     Mutant(
         "each rank drops by its own part of a sequence",
         "megalite/model/router.py",
-        "slice(group.rank * len(experts), (group.rank + 1) * len(experts))",
+        "slice(group.rank * len(part), (group.rank + 1) * len(part))",
         "(group := Group((0,), 0)) and slice(None)",
         "tests/distributed/test_layouts_experts.py::test_steps_are_the_oracles[switch-tp2-sp]",
     ),
@@ -1604,6 +1605,55 @@ MUTANTS = (
         "sum(min(capacity, length * ranks) for ranks in self.ranks_per_sample)",
         "sum(min(capacity, length) * ranks for ranks in self.ranks_per_sample)",
         "tests/unit/test_moe.py::test_experts_are_padded_to_the_capacity_of_the_sequences[2-2-2-6]",
+    ),
+    Mutant(
+        "choices are evened out among a rank's own tokens",
+        "megalite/model/router.py",
+        "expert_factors(of_samples.flatten(0, 1))",
+        "expert_factors(shares.flatten(0, 1))",
+        f"{_EVEN_CHOICES}[2]",
+    ),
+    Mutant(
+        "padding takes part in evening out choices",
+        "megalite/model/router.py",
+        "shares = shares.masked_fill(context.padding[:, :, None], 0.0)",
+        "pass",
+        "tests/unit/test_moe.py::test_a_layer_is_the_oracles[even choices]",
+    ),
+    Mutant(
+        "choices are evened out in evaluation",
+        "megalite/model/router.py",
+        "if self.sinkhorn and self.training else",
+        "if self.sinkhorn else",
+        "tests/unit/test_moe.py::test_without_training_choices_are_not_evened_out[even choices]",
+    ),
+    Mutant(
+        "the iteration that evens out choices ends after its first round",
+        "megalite/model/sinkhorn.py",
+        "_MOST_ROUNDS = 1000",
+        "_MOST_ROUNDS = 1",
+        "tests/distributed/test_router.py::test_even_choices_and_their_weights_are_megatrons[2.0-1-True]",
+    ),
+    Mutant(
+        "a single token chooses by rounding",
+        "megalite/model/sinkhorn.py",
+        "factors.where(tokens > 1, 1.0)",
+        "factors",
+        "tests/unit/test_moe.py::test_factors_of_experts_even_out_what_cannot_be_even",
+    ),
+    Mutant(
+        "routers of context-parallel ranks gather shares that the proof of a step does not know of",
+        "megalite/model/router.py",
+        '"shares of experts": self.sinkhorn,',
+        '"shares of experts": False,',
+        "tests/distributed/test_layouts_context.py::test_what_routers_do_together_is_declared[s-base-none]",
+    ),
+    Mutant(
+        "even choices of one expert have the weight 1",
+        "megalite/config/experts.py",
+        'return replace(model, moe_router_score_function="sigmoid")',
+        "return model",
+        "tests/unit/test_config_validate.py::test_even_choices_have_weights_of_their_own[1-sigmoid-False]",
     ),
     Mutant(
         "experts are chosen by scores that are rounded",
@@ -1755,15 +1805,15 @@ MUTANTS = (
     Mutant(
         "choices over capacity are dropped in the order in which chunks of a sample are gathered",
         "megalite/model/router.py",
-        "cut = len(layout.of_ranks) > 1",
-        "cut = False",
+        "if len(layout.of_ranks) == 1:",
+        "if True:",
         f"{_ROUTED_PARTS}[position-False-2]",
     ),
     Mutant(
         "a rank takes the choices at the places of another one's chunks",
         "megalite/model/router.py",
-        "dropped[places[own]]",
-        "dropped[own]",
+        "places[own]",
+        "own",
         f"{_ROUTED_PARTS}[probs-False-4]",
     ),
     Mutant(

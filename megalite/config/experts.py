@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megalite.config.fields import needs
@@ -23,9 +24,11 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     if topk > experts:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
     softmax = model.moe_router_score_function == "softmax"
-    if topk == 1 and softmax and not model.moe_router_pre_softmax:
+    if "sinkhorn" in model.moe_router_load_balancing_type:
+        yield from _sinkhorn(model)
+    elif topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
-    if not softmax and model.moe_router_pre_softmax:
+    elif not softmax and model.moe_router_pre_softmax:
         yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
     yield from _expert_groups(model, experts)
     if model.moe_router_enable_expert_bias and softmax:
@@ -36,16 +39,36 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
     if len(kinds) != len(weights):
         has = f"{len(weights)} number{'s' if len(weights) > 1 else ''}"
         yield f"--moe-aux-loss-coeff has {has} for {len(kinds)} of --moe-router-load-balancing-type"
-    elif len(set(kinds)) < len(kinds) or ("none" in kinds and len(kinds) > 1):
-        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and none alone"
-    elif kinds == ("none",) and any(weights):
-        yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than none"
+    elif len(set(kinds)) < len(kinds) or ({"none", "sinkhorn"} & set(kinds) and len(kinds) > 1):
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: give each kind once, and none or sinkhorn alone"
+    elif kinds in (("none",), ("sinkhorn",)) and any(weights):
+        yield f"--moe-aux-loss-coeff {weights[0]} needs another --moe-router-load-balancing-type than {kinds[0]}"
     if model.moe_expert_capacity_factor is None:
         names = "moe_token_drop_policy moe_pad_expert_input_to_capacity"
         yield from needs(model, names, "--moe-expert-capacity-factor")
     if model.moe_shared_expert_intermediate_size is None:
         names = "moe_shared_expert_gate moe_shared_expert_overlap"
         yield from needs(model, names, "--moe-shared-expert-intermediate-size")
+
+
+def with_weights_of_sinkhorn(model: ModelConfig) -> ModelConfig:
+    """Return a network with Sinkhorn's choices with the weights that it gives them; any other network unchanged."""
+    if "sinkhorn" not in model.moe_router_load_balancing_type or model.num_experts is None:
+        return model
+    if model.moe_router_topk == 1:
+        return replace(model, moe_router_score_function="sigmoid")
+    return replace(model, moe_router_pre_softmax=True)
+
+
+def _sinkhorn(model: ModelConfig) -> Iterator[str]:
+    topk, one = model.moe_router_topk, model.moe_router_topk == 1
+    scores = (model.moe_router_score_function, model.moe_router_pre_softmax)
+    if scores != (("sigmoid", False) if one else ("softmax", True)):
+        score = "--moe-router-score-function sigmoid" if one else "--moe-router-pre-softmax"
+        sinkhorn = "--moe-router-load-balancing-type sinkhorn"
+        yield f"{sinkhorn} with --moe-router-topk {topk} needs {score}, and no other score"
+    names = "moe_router_enable_expert_bias moe_router_num_groups moe_router_topk_scaling_factor"
+    yield from needs(model, names, "another --moe-router-load-balancing-type than sinkhorn")
 
 
 def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:

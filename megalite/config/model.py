@@ -32,7 +32,7 @@ LEAST_ITEM_BYTES = 2
 
 Mixer = Literal["attention"]
 FeedForward = Literal["dense", "moe"]
-LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class ModelConfig:
     """Change of the bias per step."""
     moe_router_load_balancing_type: tuple[LoadBalancing, ...] = ("aux_loss",)
     """Balancing losses: per micro-batch (aux_loss), per sequence (seq_aux_loss), or with the loads of the previous step
-    (global_aux_loss)."""
+    (global_aux_loss). sinkhorn: no loss, but choices that are even within a micro-batch (arXiv:2202.01169)."""
     moe_aux_loss_coeff: tuple[NonNegativeFloat, ...] = (0.0,)
     """Weight of each balancing loss, in the same order."""
     moe_z_loss_coeff: NonNegativeFloat | None = None

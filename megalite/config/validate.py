@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
+from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import (
     LEAST_ITEM_BYTES,
@@ -46,6 +47,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     """
     check_numbers(config)
     config, _ = without_idle_flags(config)
+    config = replace(config, model=with_weights_of_sinkhorn(config.model))
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
@@ -227,7 +229,7 @@ def _experts(config: RunConfig) -> Iterator[str]:
     kinds, weights = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if len(kinds) == len(weights) and kinds != ("aux_loss",):  # the default, which may not have been given
         for kind, weight in zip(kinds, weights, strict=True):
-            if not weight and kind != "none":
+            if not weight and kind not in ("none", "sinkhorn"):
                 yield f"--moe-router-load-balancing-type {kind} does nothing with --moe-aux-loss-coeff 0: drop it"
     feed_forwards = _feed_forwards(model)
     if "moe" not in feed_forwards:

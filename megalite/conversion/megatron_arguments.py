@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
+from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.model import model_problems, number_problems
 from megalite.config.run import fits
@@ -78,7 +79,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= _window(arguments)
     values |= _experts(arguments)
     kinds = arguments.get("moe_router_load_balancing_type")
-    if values.get("num_experts") and "sinkhorn" in (kinds if isinstance(kinds, list) else [kinds]):
+    if values.get("num_experts") and kinds == "sinkhorn":
+        values["moe_router_load_balancing_type"] = ("sinkhorn",)
+    elif values.get("num_experts") and isinstance(kinds, list) and "sinkhorn" in kinds:
         unknown |= {"moe_router_load_balancing_type": kinds}
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
@@ -93,7 +96,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    model = ModelConfig(**values)
+    model = with_weights_of_sinkhorn(ModelConfig(**values))
     if impossible := number_problems(model):
         raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
     if model.rotary and int(model.head_dim * model.rotary_percent) % 2:

@@ -128,9 +128,10 @@ class MoE(nn.Module):
 
     @property
     def inside(self) -> list[Inside]:
-        """The collectives of forward with the ranks that share the experts."""
+        """The collectives of forward with the ranks that share samples, and with those that share the experts."""
         called = self.dispatcher.collectives(self.padded)
-        return [Inside(name, "ep x etp", int(has_gradient)) for name, has_gradient in called]
+        sent = [Inside(name, "ep x etp", int(has_gradient)) for name, has_gradient in called]
+        return [*self.router.collectives, *sent]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape."""

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from megalite.config.model import LoadBalancing, ModelConfig
 from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.sinkhorn import expert_factors
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
@@ -69,7 +71,9 @@ class Router(nn.Module):
         name, self.num_experts = f"layers.{layer}.moe", config.num_experts
         self.number = sum(each.feed_forward == "moe" for each in config.layers[:layer])
         self.config, self.rule = config, routing_rule(config)
+        self.sinkhorn = config.moe_router_load_balancing_type == ("sinkhorn",)
         self.sample_group = context.mesh.group(*context.sample_axes)
+        self.context_parallel = context.mesh.size("cp") > 1
         weight = LogicalTensor(
             f"{name}.router",
             (self.num_experts, config.hidden_size),
@@ -95,6 +99,16 @@ class Router(nn.Module):
         token_group = context.mesh.group(*context.token_axes)
         self.tally = Tally(2 * self.num_experts + 1, token_group, context.mesh.device, self._on_step)
         self.load: Tensor | None = None
+
+    @property
+    def collectives(self) -> list[Inside]:
+        """The collectives of forward with other ranks of the same samples than the tensor-parallel ones."""
+        needed = {
+            "shares of experts": self.sinkhorn,
+            "choices and weights": self.config.moe_expert_capacity_factor is not None,
+            "counts of choices": bool({"aux_loss", "seq_aux_loss"} & self.balancing.keys()),
+        }
+        return [Inside(name, "cp x tp", backward=0) for name, runs in needed.items() if runs and self.context_parallel]
 
     @staticmethod
     def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
@@ -139,7 +153,8 @@ class Router(nn.Module):
 
         `logits`: [sequence, batch, experts].
         """
-        shape, logits = (*logits.shape[:2], self.rule.topk), logits.flatten(0, 1)
+        shape = (*logits.shape[:2], self.rule.topk)
+        logits = (self._balanced(logits, context) if self.sinkhorn and self.training else logits).flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
         chosen = unbiased_choice = choose_experts(logits, bias, self.rule)
         if self.training and (bias is not None or self.rule.groups > 1):
@@ -149,6 +164,18 @@ class Router(nn.Module):
             replayed = context.replayed[:, :, self.number]
             chosen = torch.where(replayed < 0, chosen, replayed)
         return chosen, unbiased_choice.view(shape)
+
+    @torch.no_grad()
+    def _balanced(self, logits: Tensor, context: LayerContext) -> Tensor:
+        """Return logits by which the tokens of the micro-batch choose evenly: [sequence, batch, experts].
+
+        Each rank has the shares of all these tokens, in the order of the samples, so every layout chooses the same.
+        """
+        shares = F.softmax(logits, dim=-1)
+        if context.padding is not None:
+            shares = shares.masked_fill(context.padding[:, :, None], 0.0)
+        of_samples, _ = _of_samples(shares, self.sample_group, context.layout)
+        return logits + expert_factors(of_samples.flatten(0, 1)).log()
 
     def _keep(self, chosen: Tensor, weights: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the choices within the capacity of the experts; -1 for the others."""
@@ -247,13 +274,9 @@ def _drop_over_capacity(
         weights: [tokens, topk].
         group: the ranks that share the sequences.
     """
-    own = slice(group.rank * len(experts), (group.rank + 1) * len(experts))
     # Small whole numbers are exact in fp32, so choices and weights are gathered together.
-    both = collectives.all_gather(torch.cat([experts.to(weights.dtype), weights.view_as(experts)], dim=-1), group)
-    cut = len(layout.of_ranks) > 1  # Chunks of context-parallel ranks are gathered in another order than the sample's.
-    places = layout.gathered_places(both.device) if cut else None
-    if places is not None:
-        both = torch.empty_like(both).index_copy_(0, places, both)
+    both = torch.cat([experts.to(weights.dtype), weights.view_as(experts)], dim=-1)
+    both, own = _of_samples(both, group, layout)
     sequence, batch, _ = both.shape
     numbers, weights = (part.transpose(0, 1).reshape(batch, -1) for part in both.tensor_split(2, dim=-1))
     order = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
@@ -264,7 +287,21 @@ def _drop_over_capacity(
     ranks = torch.arange(numbers.shape[1], device=numbers.device) - torch.searchsorted(sorted_numbers, sorted_numbers)
     dropped = torch.zeros_like(numbers, dtype=torch.bool).scatter_(1, order, ranks >= capacity)
     dropped = dropped.view(batch, sequence, -1).transpose(0, 1)
-    return experts.masked_fill(dropped[own] if places is None else dropped[places[own]], -1)
+    return experts.masked_fill(dropped[own], -1)
+
+
+def _of_samples(part: Tensor, group: Group, layout: SequenceLayout) -> tuple[Tensor, Tensor | slice]:
+    """Gather the ranks' parts of samples, [sequence, ...], in the order of the samples.
+
+    Returns:
+        The samples, and the indices of this rank's part in them.
+    """
+    own = slice(group.rank * len(part), (group.rank + 1) * len(part))
+    gathered = collectives.all_gather(part, group)
+    if len(layout.of_ranks) == 1:
+        return gathered, own
+    places = layout.gathered_places(part.device)  # chunks of context-parallel ranks come in another order
+    return torch.empty_like(gathered).index_copy_(0, places, gathered), places[own]
 
 
 def _real_samples(micro_batch: MicroBatch) -> Tensor:

@@ -43,12 +43,14 @@ EXPERTS: dict[str, Experts] = {
         bias_rate=0.05,
     ),
     "switch": Experts(topk=1, score="pre_softmax", capacity_factor=0.8, losses={"seq_aux_loss": 0.7}, z_loss=0.2),
+    "s-base": Experts(topk=1, score="sigmoid", evened_samples=1, z_loss=0.1),
 }
 """Families with experts; switch is made of gpt2, with biases and a limited capacity, the others of llama."""
-EXPERT_LAYERS = {"mixtral": (0, 1, 2, 3), "deepseek": (1, 2, 3), "switch": (0, 2)}
-NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4}
-EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20}
-SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12}
+EXPERT_LAYERS = {"mixtral": (0, 1, 2, 3), "deepseek": (1, 2, 3), "switch": (0, 2), "s-base": (1, 3)}
+NUM_EXPERTS = {"mixtral": 4, "deepseek": 8, "switch": 4, "s-base": 4}
+EXPERT_FFN = {"mixtral": None, "deepseek": 12, "switch": 20, "s-base": 8}
+SHARED_FFN = {"mixtral": 0, "deepseek": 16, "switch": 12, "s-base": 0}
+LLAMAS = ("llama", "mixtral", "deepseek", "s-base")
 RECOMPUTE = {
     "none": Recompute(),
     "selective": Recompute(attention=True),
@@ -262,7 +264,7 @@ def model_config(cell: Cell) -> ModelConfig:
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
     gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
     gemma, neox, rotary = gemma2 or gemma3, cell.family == "neox", cell.family not in ("gpt2", "switch")
-    llama = cell.family in ("llama", "mixtral", "deepseek") or gemma
+    llama = cell.family in LLAMAS or gemma
     return ModelConfig(
         **expert_options(cell),
         num_layers=LAYERS,
@@ -310,6 +312,7 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         return {}
     experts, layers = EXPERTS[cell.family], EXPERT_LAYERS[cell.family]
     groups, chosen, scores = experts.groups or (None, None, None)
+    losses = experts.losses if experts.evened_samples is None else {"sinkhorn": 0.0}
     return {
         "num_experts": NUM_EXPERTS[cell.family],
         "moe_layer_freq": str([int(layer in layers) for layer in range(LAYERS)]),
@@ -323,8 +326,8 @@ def expert_options(cell: Cell) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": experts.scaling,
         "moe_router_enable_expert_bias": experts.bias_rate > 0,
         "moe_router_bias_update_rate": experts.bias_rate,
-        "moe_router_load_balancing_type": tuple(experts.losses),
-        "moe_aux_loss_coeff": tuple(experts.losses.values()),
+        "moe_router_load_balancing_type": tuple(losses),
+        "moe_aux_loss_coeff": tuple(losses.values()),
         "moe_z_loss_coeff": experts.z_loss or None,
         "moe_expert_capacity_factor": experts.capacity_factor,
         "moe_token_drop_policy": cell.drop_policy,
@@ -340,7 +343,7 @@ def network(cell: Cell) -> Network:
     """Return the same network as an argument for the drawing of initial weights."""
     heads, groups = KEY_VALUES[cell.key_values]
     gemma = cell.family in ("gemma", "gemma3")
-    plain = cell.family in ("llama", "mixtral", "deepseek") or gemma
+    plain = cell.family in LLAMAS or gemma
     family = cell.family
     return Network(
         layers=LAYERS,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.parallel import collectives
-from tests.distributed.layout_cell import LONG_SEQUENCE, Cell, make_cell
+from tests.distributed.layout_cell import EXPERTS, LONG_SEQUENCE, Cell, make_cell
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
 from tests.harness.close import assert_number_close
@@ -103,7 +103,7 @@ EXPERT_DATA: list[Row] = [
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("family", ["mixtral", "deepseek", "switch"])
+@pytest.mark.parametrize("family", EXPERTS)
 def test_steps_with_experts_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """Experts are split over context-parallel ranks; capacities and balancing losses are those of whole sequences."""
     turn = list(EXPERT_LAYOUTS).index(layout)
@@ -138,26 +138,16 @@ def test_bits_are_the_same(way: str, which: str, rank_pools: RankPools) -> None:
 
 
 def collectives_called(cell: Cell) -> list[tuple[int, int]]:
-    """Return, for forward and backward of a micro-batch, how many collectives run over cp, and those declared."""
+    """Return, for forward and backward of a micro-batch, how many collectives run, and those declared."""
     mesh = make_meshes([cell])[cell.split]
     (chunk,) = initialized_chunks(mesh, cell)
     chunk.train()
-    calls = 0
-
-    def counting(real: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            return real(*arguments, **options)
-
-        return call
-
-    names = ("all_to_all_rows_async", "all_gather_async", "reduce_scatter_async")
-    with mock.patch.multiple(collectives, **{name: counting(getattr(collectives, name)) for name in names}):
+    with mock.patch.object(collectives, "launch", side_effect=collectives.launch) as launched:
         output = chunk({}, next(local_micro_batches(cell, 0, 0, mesh.coordinate("cp"))))
-        forward = calls
+        forward = launched.call_count
         sum(term.sum() for term in output.terms.values() if term.requires_grad).backward()
-    return [(forward, len(chunk.inside(backward=False))), (calls - forward, len(chunk.inside(backward=True)))]
+    backward = launched.call_count - forward
+    return [(forward, len(chunk.inside(backward=False))), (backward, len(chunk.inside(backward=True)))]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "block"])
@@ -165,6 +155,15 @@ def collectives_called(cell: Cell) -> list[tuple[int, int]]:
 def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools: RankPools) -> None:
     cell = cell_of({"cp": 4, "way": way, "recompute": recompute}, family="llama")
     for rank in rank_pools(4).run(collectives_called, cell):
+        for called, declared in rank:
+            assert called == declared > 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("family", ["mixtral", "switch", "s-base"])
+def test_what_routers_do_together_is_declared(family: str, recompute: str, rank_pools: RankPools) -> None:
+    cell = cell_of({"cp": 2, "ep": 2, "way": "a2a", "recompute": recompute}, family=family)
+    for rank in rank_pools(2).run(collectives_called, cell):
         for called, declared in rank:
             assert called == declared > 0
 

@@ -1,9 +1,13 @@
-"""Routers whose samples are split over ranks choose, drop, count and record as one that has whole samples."""
+"""Routers whose samples are split over ranks choose, drop, count and record as one that has whole samples.
+
+Even choices are also compared with those of Megatron-LM's router, from the wheel megatron-core 0.16.1.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -42,28 +46,22 @@ class Routed(NamedTuple):
     sums: dict[str, float]
 
 
-def model(policy: str) -> ModelConfig:
-    return ModelConfig(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        init_method_std=0.5,
-        num_experts=EXPERTS,
-        moe_router_topk=TOPK,
-        moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"),
-        moe_aux_loss_coeff=(0.1, 0.1),
-        moe_expert_capacity_factor=0.5,
-        moe_token_drop_policy=policy,  # type: ignore[arg-type]
-    )
+LOSSES = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"), "moe_aux_loss_coeff": (0.1, 0.1)}
+EVEN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_pre_softmax": True}
 
 
-def routed(policy: str, tables: list[str], folder: Path, equal: bool) -> Routed:
+def model(**options: Any) -> ModelConfig:
+    plain = {"init_method_std": 0.5, "num_experts": EXPERTS, "moe_router_topk": TOPK}
+    return ModelConfig(1, HIDDEN, 2, **plain | options)
+
+
+def routed(options: dict[str, Any], tables: list[str], folder: Path, equal: bool = False) -> Routed:
     """Route a micro-batch for each table, count it, and record it."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     cp, tp = SPLITS.get(size, (1, 1))
     mesh = ParallelMesh(rank=rank, world_size=size, context_parallel_size=cp, tensor_parallel_size=tp)
     context = ParallelContext(mesh, sequence_parallel=tp > 1, dtype=torch.float64)
-    config = model(policy)
+    config = model(**options)
     router = Router(config, context, 0)
     initialize(router, 1)
     if equal:
@@ -101,23 +99,66 @@ def test_parts_of_samples_are_routed_as_whole_ones(
     size: int, policy: str, equal: bool, rank_pools: RankPools, tmp_path: Path
 ) -> None:
     """Keep of equal weights the first ones in the sample, wherever its chunks are."""
-    tables = list(TABLES)
-    (alone,) = on_ranks(rank_pools, 1, routed, policy, tables, tmp_path / "alone", equal)
-    ranks = on_ranks(rank_pools, size, routed, policy, tables, tmp_path / "ranks", equal)
-    for number, whole in enumerate(alone.kept):
-        found = torch.full_like(whole, -2)
-        for rank in ranks:
-            found[rank.places[number]] = rank.kept[number]
-        assert torch.equal(found, whole)
+    tables, options = list(TABLES), LOSSES | {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": policy}
+    (alone,) = on_ranks(rank_pools, 1, routed, options, tables, tmp_path / "alone", equal)
+    ranks = on_ranks(rank_pools, size, routed, options, tables, tmp_path / "ranks", equal)
+    assert_same(alone, ranks, tmp_path)
+    for whole in alone.kept:
         assert ((whole >= 0).sum() < whole.numel()).item()
         if equal:
             assert (whole[:CAPACITY, 0] == torch.tensor([0, 1])).all()
             assert (whole[CAPACITY:, 0] == -1).all()
     assert alone.counts["load_balancing_loss"] == len(tables)
     assert alone.counts["seq_load_balancing_loss"] == len(tables) * BATCH - 1
+
+
+def assert_same(alone: Routed, ranks: list[Routed], folder: Path) -> None:
+    """Assert that the ranks' routers did what one did alone, and recorded the same."""
+    for number, whole in enumerate(alone.kept):
+        found = torch.full_like(whole, -2)
+        for rank in ranks:
+            found[rank.places[number]] = rank.kept[number]
+        assert torch.equal(found, whole)
     for rank in ranks:
         assert rank.counts == alone.counts
         assert rank.sums == pytest.approx(alone.sums, rel=1e-12)
-    names = [f"{sample:012d}.npy" for sample in range(len(tables) * BATCH)]
+    names = [f"{sample:012d}.npy" for sample in range(len(alone.kept) * BATCH)]
     for name in names:
-        assert (tmp_path / "ranks" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+        assert (folder / "ranks" / name).read_bytes() == (folder / "alone" / name).read_bytes()
+
+
+@pytest.mark.parametrize("size", SPLITS)
+def test_choices_are_even_over_the_ranks_that_share_samples(size: int, rank_pools: RankPools, tmp_path: Path) -> None:
+    (alone,) = on_ranks(rank_pools, 1, routed, EVEN, list(TABLES), tmp_path / "alone")
+    assert_same(alone, on_ranks(rank_pools, size, routed, EVEN, list(TABLES), tmp_path / "ranks"), tmp_path)
+    (uneven,) = on_ranks(rank_pools, 1, routed, LOSSES, list(TABLES), tmp_path / "uneven")
+    for evened, by_logit in zip(alone.kept, uneven.kept, strict=True):
+        assert not torch.equal(evened, by_logit)
+
+
+def chosen_by_megatron(logits: Tensor, topk: int, training: bool) -> Tensor:
+    """Return the weights that Megatron-LM's router gives to all experts, zero for those that are not chosen."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    router = SimpleNamespace(topk=topk, training=training, config=SimpleNamespace(moe_aux_loss_coeff=0))
+    weights: Tensor = TopKRouter.sinkhorn_load_balancing(router, logits)[0]
+    return weights
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("std", [0.1, 0.5, 2.0])
+def test_even_choices_and_their_weights_are_megatrons(
+    std: float, topk: int, training: bool, rank_pools: RankPools
+) -> None:
+    score = {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": False} if topk == 1 else {}
+    config = model(**EVEN | score | {"moe_router_topk": topk, "init_method_std": std})
+    router = Router(config, ParallelContext(ParallelMesh()), 0)
+    initialize(router, 1)
+    generator, layout = torch.Generator().manual_seed(1), SequenceLayout.whole(LENGTH)
+    hidden = torch.randn(LENGTH, BATCH, HIDDEN, generator=generator)
+    routing = router.train(training)(hidden, LayerContext(None, None, {}, RandomKey(1, ()), layout, layout.runs))
+    found = torch.zeros(LENGTH * BATCH, EXPERTS).scatter(1, routing.experts, routing.weights.detach())
+    logits = (hidden @ router.weight.detach().t()).flatten(0, 1)
+    (expected,) = rank_pools(1).run(chosen_by_megatron, logits, topk, training)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -552,6 +552,7 @@ def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem:
 
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 EXPERTS = "--num-experts 8"
+SINKHORN = "--moe-router-load-balancing-type sinkhorn"
 INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
 
 
@@ -676,11 +677,39 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         ),
         (
             "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
-            "--moe-router-load-balancing-type aux_loss none: give each kind once, and none alone",
+            "--moe-router-load-balancing-type aux_loss none: give each kind once, and none or sinkhorn alone",
         ),
         (
             "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
             "--moe-aux-loss-coeff 0.1 needs another --moe-router-load-balancing-type than none",
+        ),
+        (
+            f"{SINKHORN} aux_loss --moe-aux-loss-coeff 0 0.1 --moe-router-pre-softmax",
+            f"{SINKHORN} aux_loss: give each kind once, and none or sinkhorn alone",
+        ),
+        (
+            f"{SINKHORN} --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 needs another --moe-router-load-balancing-type than sinkhorn",
+        ),
+        (
+            f"{SINKHORN} --moe-router-score-function sigmoid",
+            f"{SINKHORN} with --moe-router-topk 2 needs --moe-router-pre-softmax, and no other score",
+        ),
+        (
+            f"{SINKHORN} --moe-router-topk 1 --moe-router-pre-softmax",
+            f"{SINKHORN} with --moe-router-topk 1 needs --moe-router-score-function sigmoid, and no other score",
+        ),
+        (
+            f"{SINKHORN} --moe-router-topk 1 --moe-router-enable-expert-bias",
+            "--moe-router-enable-expert-bias needs another --moe-router-load-balancing-type than sinkhorn",
+        ),
+        (
+            f"{SINKHORN} --moe-router-num-groups 2 --moe-router-group-topk 1",
+            "--moe-router-num-groups needs another --moe-router-load-balancing-type than sinkhorn",
+        ),
+        (
+            f"{SINKHORN} --moe-router-topk-scaling-factor 2",
+            "--moe-router-topk-scaling-factor needs another --moe-router-load-balancing-type than sinkhorn",
         ),
         ("--moe-aux-loss-coeff -1", "--moe-aux-loss-coeff -1.0: must be at least 0"),
         (
@@ -707,6 +736,14 @@ def test_options_of_experts_fit_each_other(flags: str, expected: str) -> None:
 def test_layouts_of_experts_are_taken(flags: str) -> None:
     """The width of dense layers matters only if there are some."""
     resolve(config_of(f"--tp 2 --sequence-parallel --ep 2 {flags} {EXPERTS}"), 4)
+
+
+@pytest.mark.parametrize(("topk", "score", "pre_softmax"), [(1, "sigmoid", False), (2, "softmax", True)])
+def test_even_choices_have_weights_of_their_own(topk: int, score: str, pre_softmax: bool) -> None:
+    """A run that resumes has them among its flags already."""
+    config = resolve(config_of(f"{EXPERTS} {SINKHORN} --moe-router-topk {topk}"), 1)
+    assert (config.model.moe_router_score_function, config.model.moe_router_pre_softmax) == (score, pre_softmax)
+    assert resolve(config, 1) == config
 
 
 def test_coefficients_of_zero_are_noted() -> None:

@@ -178,7 +178,10 @@ def test_experts_that_megatron_has_not_are_refused(changes: dict[str, Any], word
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "--moe-router-load-balancing-type 'sinkhorn'"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk_scaling_factor": 2.5},
+            "--moe-router-topk-scaling-factor needs another --moe-router-load-balancing-type than sinkhorn",
+        ),
         ({"moe_router_load_balancing_type": ["none", "sinkhorn"]}, "--moe-router-load-balancing-type"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function 'sqrtsoftplus'"),
         ({"moe_layer_freq": [1, 0, 1]}, r"--moe-layer-freq .* is for 3 layers, but --num-layers is 2"),
@@ -190,6 +193,14 @@ def test_experts_that_megatron_has_not_are_refused(changes: dict[str, Any], word
 def test_arguments_of_other_experts_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         model_of(SMALL | {"num_experts": 4, "add_bias_linear": False, "max_position_embeddings": 8} | given)
+
+
+def test_even_choices_have_the_weights_that_megatron_gives_them() -> None:
+    """It has no arguments for them."""
+    given = {"num_experts": 4, "add_bias_linear": False, "moe_router_load_balancing_type": "sinkhorn"}
+    for topk, score, pre_softmax in ((1, "sigmoid", False), (2, "softmax", True)):
+        model = model_of(SMALL | given | {"max_position_embeddings": 8, "moe_router_topk": topk})
+        assert (model.moe_router_score_function, model.moe_router_pre_softmax) == (score, pre_softmax)
 
 
 def test_layers_with_experts_are_read_as_megatron_counts_them() -> None:

@@ -16,6 +16,7 @@ from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.moe import MoE
 from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed
+from megalite.model.sinkhorn import expert_factors
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
@@ -49,6 +50,7 @@ class Case:
 
 
 SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid"}
+SINKHORN: dict[str, Any] = {"moe_router_load_balancing_type": ("sinkhorn",)}
 CASES = {
     "softmax of the chosen": Case(),
     "softmax of all": Case({"moe_router_pre_softmax": True}, Experts(2, "pre_softmax")),
@@ -101,6 +103,19 @@ CASES = {
     "loss over steps": Case({}, Experts(2, losses={"global_aux_loss": 0.3}), padding=True),
     "loss of sigmoids": Case(SIGMOID, Experts(2, "sigmoid", losses={"seq_aux_loss": 0.3, "aux_loss": 0.2})),
     "z-loss": Case({"moe_z_loss_coeff": 0.2}, Experts(2, z_loss=0.2), padding=True),
+    "even choices": Case(
+        SINKHORN | {"moe_router_pre_softmax": True}, Experts(2, "pre_softmax", evened_samples=BATCH), padding=True
+    ),
+    "even choices of one": Case(
+        SINKHORN | SIGMOID | {"moe_router_topk": 1, "moe_z_loss_coeff": 0.2, "moe_expert_capacity_factor": 0.9},
+        Experts(1, "sigmoid", evened_samples=BATCH, z_loss=0.2, capacity_factor=0.9),
+    ),
+    "even choices, replayed": Case(
+        SINKHORN | {"moe_router_pre_softmax": True},
+        Experts(2, "pre_softmax", evened_samples=BATCH),
+        padding=True,
+        replayed=True,
+    ),
     "wide logits": Case({"moe_router_dtype": "fp64"}),
     "replayed": Case(
         {"moe_router_pre_softmax": True},
@@ -269,6 +284,30 @@ def test_without_training_nothing_is_dropped_counted_or_lost(name: str) -> None:
     assert_bits_equal(output, dropless(hidden.transpose(0, 1), context)[0], "output")
     assert not terms
     assert not layer.router.tally.own.any()
+
+
+@pytest.mark.parametrize("name", ["even choices", "even choices of one"])
+def test_without_training_choices_are_not_evened_out(name: str) -> None:
+    case = replace(CASES[name], padding=False)
+    layer = layer_of(case)
+    hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    plain = replace(case, experts=replace(case.experts, evened_samples=None, capacity_factor=None))
+    expected, _ = computed_by_oracle(plain, weights_of(layer), hidden)
+    assert not torch.allclose(run(case, layer, hidden)[0], expected)
+    context = LayerContext(None, None, {}, RandomKey(0, ()), SequenceLayout.whole(SEQUENCE), ())
+    output, _ = layer.eval()(hidden.transpose(0, 1), context)
+    torch.testing.assert_close(output.transpose(0, 1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_factors_of_experts_even_out_what_cannot_be_even() -> None:
+    """Logits whose exponentials overflow, an expert that no token wants, no token at all, and a single one."""
+    logits = torch.tensor([[200.0, 190.0, -200.0], [150.0, 145.0, -200.0], [10.0, 7.0, -200.0], [1.0, -9.0, -200.0]])
+    chosen = (logits + expert_factors(logits.softmax(-1)).log()).argmax(-1)
+    assert chosen.bincount(minlength=3).tolist() == [2, 2, 0]
+    assert expert_factors(torch.full((4, 3), torch.nan)).isnan().all()
+    one = torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 0.0]])
+    for rows in (one, torch.zeros(4, 3)):
+        assert_bits_equal(expert_factors(rows), torch.ones(3), "factors")
 
 
 def test_the_bias_rises_for_experts_with_few_tokens_exactly() -> None:
