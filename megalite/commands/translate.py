@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import tyro
@@ -86,8 +86,8 @@ def main() -> None:
 
 
 def _variables(settings: Sequence[str]) -> dict[str, str]:
-    """Return the variables that are given; those of the shell that everyone has are this process's."""
-    found = {"PWD": str(Path.cwd()), "HOME": str(Path.home())}
+    """Return the variables that are given."""
+    found: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not (name.isidentifier() or name.isdecimal()):

@@ -63,7 +63,10 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
     if re.search("[\0\ue000\ue001]", text + "".join((variables or {}).values())):
         raise ConfigurationError("has characters that no shell script has")
     script = Script(variables or {})
-    script.read(text)
+    try:
+        script.read(text)
+    except RecursionError:
+        raise ConfigurationError("its commands are nested too deeply to follow") from None
     found = [(command, at) for command in script.commands if (at := _program_at(command)) is not None]
     if not found:
         raise ConfigurationError(

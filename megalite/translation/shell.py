@@ -91,6 +91,7 @@ class Script:
         self._variables: dict[str, str | list[str]] = dict(variables)
         self._exported: set[str] = set()
         self._functions: dict[str, Body] = {}
+        self._locals: list[dict[str, str | list[str] | None]] = []
         self._unknowns: list[Unknown] = []
         self._before: tuple[str, ...] = ()
         self._uncertain: int | None = None
@@ -164,7 +165,10 @@ class Script:
                 self._functions[name] = body
                 return True
             case Body():
-                return self._run(command)
+                outer = dict(self._variables)
+                status = self._run(command)
+                self._variables = outer if command.subshell else self._variables
+                return status
         raise AssertionError(command)
 
     def _choice(self, branches: Sequence[tuple[Body | None, Body]], line: int) -> bool | None:
@@ -183,15 +187,14 @@ class Script:
         return True if decided else None
 
     def _case(self, case: Case, line: int) -> bool | None:
-        (value,) = self._fields(case.word, split=False)
-        decided = not self.unknowns(value)
+        value = self._known(case.word)
         for patterns, body in case.branches:
             texts = ["".join(self._fields(word, split=False)) for word in patterns]
-            if decided and not any(fnmatchcase(value, text) for text in texts):
+            if value is not None and not any(fnmatchcase(value, text) for text in texts):
                 continue
-            with self._depending_on(None if decided else line):
+            with self._depending_on(line if value is None else None):
                 self._run(body)
-            if decided:
+            if value is not None:
                 break
         return None
 
@@ -219,7 +222,7 @@ class Script:
         name = fields[0]
         if name in _DECLARE:
             self._declare(name, words[1:], fields[1:])
-        elif name in _FILES_AND_COMMANDS:
+        elif name in _FILES_AND_COMMANDS or fields[:2] == ["printf", "-v"]:
             text = " ".join(fields[1:]) if name != "((" else words[0].parts[-1].text
             with self._depending_on(line):
                 for target in re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII):
@@ -231,8 +234,14 @@ class Script:
             return False
         elif name == "unset":
             for target in fields[1:]:
-                if target not in self._given:
-                    self._variables.pop(target, None)
+                self._assign(target, "", line)
+                if target not in self._given and self._uncertain is None:
+                    del self._variables[target]
+        elif fields[:2] == ["set", "--"]:
+            for number in range(1, 100):
+                self._variables.pop(str(number), None)
+            self._variables |= {str(number): value for number, value in enumerate(fields[2:], 1)} | self._given
+            self._shifted = 0
         elif name == "shift":
             self._shifted += int(fields[1]) if fields[1:] and fields[1].isdecimal() and len(fields[1]) < 4 else 1
         elif name in (".", "source"):
@@ -248,7 +257,11 @@ class Script:
         shifted, self._shifted = self._shifted, 0
         self._variables |= {str(number): value for number, value in enumerate(arguments, 1)}
         self._calls += 1
+        self._locals.append({})
         status = self._run(body)
+        for name, value in self._locals.pop().items():
+            self._variables.pop(name, None)
+            self._variables |= {} if value is None else {name: value}
         self._calls -= 1
         for name in [name for name in self._variables if name.isdecimal()]:
             del self._variables[name]
@@ -263,7 +276,7 @@ class Script:
         shell = next((at for at, name in enumerate(names) if name in ("bash", "sh")), len(fields))
         option = next((at for at in range(shell, len(fields)) if re.fullmatch(r"-[a-z]*c", fields[at])), len(fields))
         if names[0] == "eval":
-            self.read(" ".join(fields[1:]), line, fixed=True)
+            self._within(" ".join(fields[1:]), line)
         elif option + 1 < len(fields):
             self._inner(fields[option + 1], environment, tuple(fields[:shell]), line)
         elif command.documents and (names[0] == "sbatch" or shell < len(fields)):
@@ -277,13 +290,17 @@ class Script:
     def _inner(self, text: str, environment: Mapping[str, str], before: tuple[str, ...], line: int) -> None:
         """Follow the script of another shell, which has the exported variables alone."""
         kept = self._variables, self._before, self._shifted
+        self._variables, self._before = {**environment, **self._given}, (*self._before, *before)
+        self._within(text, line)
+        self._variables, self._before, self._shifted = kept
+
+    def _within(self, text: str, line: int) -> None:
+        """Follow a text that is a word of this script."""
         if self._calls >= _MOST_CALLS:
             raise ConfigurationError(f"line {line}: more than {_MOST_CALLS} shells within each other")
-        self._variables, self._before = {**environment, **self._given}, (*self._before, *before)
         self._calls += 1
         self.read(text, line, fixed=True)
         self._calls -= 1
-        self._variables, self._before, self._shifted = kept
 
     # ------------------------------------------------------------------------------------------------ variables
 
@@ -295,6 +312,9 @@ class Script:
 
     def _declare(self, keyword: str, words: Sequence[Word], fields: Sequence[str]) -> None:
         names = [re.split(r"\+?=|\[", field)[0] for field in fields if not field.startswith("-")]
+        if self._locals and keyword in ("local", "declare", "typeset"):
+            before = {name: self._variables.get(name) for name in names}
+            self._locals[-1] = before | self._locals[-1]
         for word in words:
             if (place := _assignment(word)) is not None:
                 self._assign_word(word, place, lasting=True)
@@ -315,16 +335,18 @@ class Script:
         else:
             (text,) = self._fields(value, split=False)
             before = self._variables.get(name, "")
-            if append and isinstance(before, str):
-                text = before + text
+            first_element = before if isinstance(before, str) else "".join(before[:1])
+            text = first_element + text if append else text
             if lasting:
-                self._assign(name, text, word.line)
+                self._assign(name, text if isinstance(before, str) else [text, *before[1:]], word.line)
             return {name: text}
         return {}
 
     def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
         if name in self._given:
             return
+        if name == "IFS":
+            self.notes.append(f"line {line}: IFS is not followed; words are divided at white space")
         if self._uncertain is not None:
             text = f"${name}, which depends on line {self._uncertain}"
             unknown = self._unknown(text, line, name)
@@ -448,7 +470,8 @@ class Script:
     def _arithmetic(self, text: str, line: int) -> str:
         """Return the value of an arithmetic expression of whole numbers."""
         expanded = self._otherwise(text, True, line)
-        if not self.unknowns(expanded) and len(expanded) < 200:
+        plain = re.fullmatch(r"[\w\s()+*/%-]{1,200}", expanded, re.ASCII)
+        if plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ArithmeticError):
                 tree = ast.parse(expanded.strip().replace("/", "//"), mode="eval")
                 value = self._number(tree.body)
@@ -479,8 +502,6 @@ class Script:
                             return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
                         case ast.Mod():
                             return abs(a) % abs(b) * (-1 if a < 0 else 1)
-                        case ast.Pow() if 0 <= b < 64:
-                            return a**b
         raise ValueError
 
     # ------------------------------------------------------------------------------------------------ conditions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from megalite.errors import ConfigurationError
@@ -338,9 +338,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Body:
-    """List of commands."""
+    """List of commands; a subshell keeps what it assigns to itself."""
 
-    steps: tuple[Step, ...] = field(default=())
+    steps: tuple[Step, ...]
+    subshell: bool = False
 
 
 Compound = Simple | Test | Choice | Case | Loop | Function | Body
@@ -443,7 +444,7 @@ class Parser:
         end = {"{": "}", "(": ")"}[self._take("{", "(")]
         body = self._body((end,))
         self._take(end)
-        return body
+        return Body(body.steps, subshell=end == ")")
 
     def _choice(self) -> Choice:
         branches = list[tuple[Body | None, Body]]()
@@ -460,7 +461,9 @@ class Parser:
     def _loop(self) -> Loop:
         keyword, variable, condition = self._take("for", "select", "while", "until"), "", None
         if keyword in ("for", "select"):
-            variable = self._plain()
+            token = self._tokens[self._at] if self._at < len(self._tokens) else None
+            named = re.search(r"[A-Za-z_]\w*", token.parts[-1].text) if isinstance(token, Word) else None
+            variable = named[0] if named else ""
             while self._at < len(self._tokens) and self._plain() != "do":
                 self._at += 1
         else:

@@ -69,7 +69,8 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
         return deepspeed.translate(settings, ranks)
     if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
         return _from_yaml(_read_yaml(text), variables)
-    return _from_launch(read_script(text, variables))
+    own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
+    return _from_launch(read_script(text, own | dict(variables)))
 
 
 def _from_launch(launch: Launch) -> Report:

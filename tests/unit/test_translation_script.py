@@ -84,6 +84,12 @@ def test_what_the_script_does_not_set_can_be_given(variables: dict[str, str]) ->
         ("X=1\nfor X in a b; do\n:\ndone", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
         ("X=1\nread X", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
         ("X=${Y%.*}", "line 1: --save needs ${Y%.*}: give --set X=VALUE"),
+        ("X=$((2**3))", "line 1: --save needs $((2**3)): give --set X=VALUE"),
+        ("X=$((2#101))", "line 1: --save needs $((2#101)): give --set X=VALUE"),
+        (
+            "X=0\nfor ((X=1; X<3; X++)); do\n:\ndone",
+            "line 2: --save needs $X, which depends on line 2: give --set X=VALUE",
+        ),
         ("X={a,b}", "line 1: --save needs {a,b}: give --set X=VALUE"),
     ],
 )
@@ -128,6 +134,12 @@ def test_what_reaches_no_flag_is_no_problem() -> None:
         ("A=$(( (7 - 2) * 3 / -2 % 4 ))", "-3"),
         ("x=abc; A=${#x}", "3"),
         ("declare -r A=9", "9"),
+        ("A=1; f() { local A=2; B=3; }\nf; A=$A$B", "13"),
+        ("A=1; (A=2)", "1"),
+        ("L=(a b); L+=c; A=${L[0]}${L[1]}", "acb"),
+        ("set -- 4 5; A=$2", "5"),
+        ("A=1; unset A; A=${A:-2}", "2"),
+        ("case $NOT_SET in x) A=1 ;; *) A=2 ;; esac", "2"),
         ("cat <<EOF\nA=0\nEOF\nA=1", "1"),
     ],
 )
@@ -183,6 +195,7 @@ def test_nodes_and_processes_of_each_launcher(launcher: str, places: tuple[int |
         ("{ " * 50, "nested deeper than"),
         ("A=" + "${A:-" * 60 + "}" * 60, "nested deeper than"),
         ("A=xxxxxxxx\n" + "A=$A$A\n" * 40, "too large to follow"),
+        ("X='eval $X'\neval $X", "shells within each other"),
         ("f() { g; g; }\ng() { f; f; }\nf", "too many to follow"),
         ("x" * 1_100_000, "too large for a launch script"),
     ],
