@@ -1,0 +1,1 @@
+"""Tests of the manifests in examples/kubernetes, without a cluster."""
