@@ -9,7 +9,7 @@ from typing import Literal
 
 from megalite.config.fields import NonNegativeInt, PositiveInt, given
 
-_OF_SAVE = """save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures log_progress
+_OF_SAVE = """save_interval save_retain_interval save_optim async_save tolerated_save_failures log_progress
     resume"""
 _OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling"
 _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megalite.config.checkpoint import checkpoint_problems
+from megalite.config.checkpoint import CheckpointConfig, checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
@@ -83,6 +83,9 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
         config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
         lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
+    if config.checkpoint.save is None and (written := given(config.checkpoint, "ckpt_format")):
+        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_format=CheckpointConfig.ckpt_format))
+        lines += [f"{flag}: changes nothing without --save" for flag in written]
     if config.checkpoint.finetune and not config.checkpoint.load_optim:
         config = replace(config, checkpoint=replace(config.checkpoint, load_optim=True))
         lines.append("--no-load-optim: changes nothing, since --finetune takes the weights alone")

@@ -98,13 +98,14 @@ def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
 
 
 def test_values_that_stand_for_another_flag() -> None:
-    base = [*MINIMAL, "--ckpt-format", "torch_dist"]
+    saving = [*MINIMAL, "--save", "s"]
     for flag, values in TABLES["value_shorthands"].items():
         for value, meant in values.items():
             one_layer = ["--recompute-num-layers", "1"] if flag == "activations-checkpoint-method" else []
-            found = parse_arguments([*MINIMAL, f"--{flag}", value]).config
-            assert found == parse_arguments([*MINIMAL, *meant.split(), *one_layer]).config
-            assert found != parse_arguments(base if meant == "--ckpt-format megalite" else MINIMAL).config
+            found = parse_arguments([*saving, f"--{flag}", value]).config
+            assert found == parse_arguments([*saving, *meant.split(), *one_layer]).config
+            other = ["--ckpt-format", "torch_dist"] if meant == "--ckpt-format megalite" else []
+            assert found != parse_arguments([*saving, *other]).config
     with pytest.raises(ConfigurationError, match=r"te: needs Transformer Engine, .*; it takes native or linear"):
         parse_arguments([*MINIMAL, "--cross-entropy-fusion-impl", "te"])
     with pytest.raises(ConfigurationError, match=r"some: is not one .*; it takes uniform or block"):
@@ -199,11 +200,18 @@ def test_without_fusion_gelu_alone_is_exact(other: str) -> None:
     assert not parse_arguments([*MINIMAL, "--no-bias-gelu-fusion", other]).config.model.exact_gelu
 
 
-def test_gelu_without_biases_is_not_megatrons() -> None:
-    (note,) = parse_arguments([*MINIMAL, "--disable-bias-linear"]).notes
-    assert note.startswith("--disable-bias-linear: GELU is in its tanh form")
-    for activation in ("--exact-gelu", "--swiglu", "--geglu", "--squared-relu"):
-        assert not parse_arguments([*MINIMAL, "--disable-bias-linear", activation]).notes
+@pytest.mark.parametrize("flag", ["--disable-bias-linear", "--no-add-bias-linear"])
+def test_without_biases_plain_gelu_is_exact(flag: str) -> None:
+    assert parse_arguments([*MINIMAL, flag]).config.model.exact_gelu
+    for other in ("--swiglu", "--squared-relu", "--geglu", "--openai-gelu", "--no-exact-gelu"):
+        assert not parse_arguments([*MINIMAL, flag, other]).config.model.exact_gelu
+
+
+def test_a_file_without_biases_keeps_its_gelu(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model:\n  add_bias_linear: false\n")
+    parsed = parse_arguments([*MINIMAL, "--config", str(tmp_path / "run.yaml")])
+    assert not parsed.config.model.exact_gelu
+    assert parsed.notes[0].startswith("GELU is in its tanh form; Megatron-LM's is exact without biases")
 
 
 @pytest.mark.parametrize(

@@ -784,6 +784,11 @@ def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
     assert config_of(f"{sizes} {EXPERTS}").parallel.layout(8) == layout
 
 
+def test_a_format_is_idle_where_nothing_is_saved() -> None:
+    (note,) = parse_arguments(f"{VALID} --ckpt-format torch_dist".split()).notes
+    assert note == "--ckpt-format torch_dist: changes nothing without --save"
+
+
 def test_sizes_without_experts_or_recomputation_are_turned_off_and_told() -> None:
     parsed = parse_arguments(f"{VALID} --tp 2 --etp 4 --recompute-num-layers 1 --recompute-method block".split())
     assert parsed.config == parse_arguments(f"{VALID} --tp 2".split()).config

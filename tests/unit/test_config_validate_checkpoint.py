@@ -37,7 +37,6 @@ def problems(flags: str) -> list[str]:
         ),
         ("--tolerated-save-failures 0", "--tolerated-save-failures 0 needs --save"),
         ("--async-save", "--async-save needs --save, the run directory"),
-        ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs --save"),
         ("--resume auto", "--resume auto needs --save"),
         ("--ckpt-step 3 --save s", "--ckpt-step 3 needs --load"),
         ("--finetune --save s", "--finetune needs --load"),

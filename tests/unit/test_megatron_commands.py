@@ -53,7 +53,6 @@ def names_a_lack(line: str) -> bool:
     flag = line.split()[0].removeprefix("--").rstrip(":")
     tables = megatron_flags.tables()
     whys = [tables["refused"][name]["why"] for name in LACKING]
-    whys += tables["refused_values"]["moe-router-load-balancing-type"].values()
     of_a_fork = flag in megatron_flags.tables()["forks"] or "is a fork's" in line
     return of_a_fork or any(line.endswith(why) for why in whys) or megatron_flags.refusal(flag) in whys
 
@@ -81,4 +80,4 @@ def test_most_commands_are_taken(refusals: dict[str, str]) -> None:
     assert total["dense tests"] == 154
     assert shares["dense tests"] >= 0.95, (taken, total)
     assert shares["examples"] >= 0.75, (taken, total)
-    assert shares["experts"] >= 0.41, (taken, total)
+    assert shares["experts"] >= 0.70, (taken, total)
