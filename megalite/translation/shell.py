@@ -33,16 +33,16 @@ from megalite.translation.shell_syntax import (
     parse,
 )
 
-LARGEST = MIB
+LARGEST = MIB // 4
 """Largest size of a script, and of a value in it, in characters."""
-_MOST_WORK = 20 * MIB
+_MOST_WORK = 4 * MIB
 """Limit for the number of characters that all expansions of a script give together."""
-_MOST_STEPS, _MOST_CALLS = 100_000, 20
+_MOST_STEPS, _MOST_CALLS = 20_000, 20
 _BEGIN, _END = "\ue000", "\ue001"
 _MARK = re.compile(f"{_BEGIN}(\\d+){_END}")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=", re.ASCII)
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_BRACES = re.compile(r"\{([^{}\s]*)\}")
 _SUCCEED = ("cd", "mkdir", "echo", "set", "module", "date", "pushd", "popd", "printf", ":", "true", "shift", "ulimit")
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _FILES_AND_COMMANDS = ("read", "mapfile", "readarray", "getopts", "let", "((")
@@ -355,9 +355,10 @@ class Script:
             before = self._variables.get(name, [])
             value = [*(before if isinstance(before, list) else [before]), *value]
         if isinstance(value, str):
-            for unknown_value in self.unknowns(value):
-                if not unknown_value.unset or value == f"{_BEGIN}{self._unknowns.index(unknown_value)}{_END}":
-                    unknown_value.name = unknown_value.name if unknown_value.name and not unknown_value.unset else name
+            whole = _MARK.fullmatch(value) is not None
+            for each in self.unknowns(value):  # it can be given by this name, too
+                if each.name is None or (each.unset and whole):
+                    each.name = name
         self._variables[name] = value
         self._charge(value)
 
@@ -402,8 +403,8 @@ class Script:
     def _values(self, part: Part, line: int) -> list[str]:
         """Return what a part becomes: one text, or several for an array."""
         if part.kind == "text":
-            found = None if part.quoted else _BRACES.search(part.text)
-            return [part.text if found is None else self._unknown(part.text, line)]
+            several = not part.quoted and any("," in each or ".." in each for each in _BRACES.findall(part.text))
+            return [self._unknown(part.text, line) if several else part.text]
         if part.kind == "shell":
             return [self._unknown(part.text, line)]
         if part.kind == "arithmetic":

@@ -15,7 +15,11 @@ DEEPEST = 40
 _REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|>>|>&|<&|<>|>\||>|<)|&>>?")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|()]")
 _PLACEHOLDER = re.compile(r"<[A-Za-z](?:[^<>\n]*[^<>\s])?>")
-_QUOTED_PLACEHOLDER = re.compile(r"<[A-Za-z][^<>\n]* [^<>\n]*>")
+_QUOTED_PLACEHOLDER = re.compile(r"<[A-Za-z][^<> \n]* [^<>\n]*>")
+_PLAIN = re.compile(r"[^\s\\\"'`$<>;&|()]+")
+_PLAIN_IN_QUOTES = re.compile(r"[^\\\"`$<]+")
+_MOST_PARTS = 5_000
+"""Limit for the number of parts of a word."""
 _NAME = re.compile(r"\w+|[@*#?$!-]", re.ASCII)
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=", re.ASCII)
 
@@ -152,7 +156,7 @@ class Lexer:
             following = text[at + 1 : at + 2]
             if following != "\n":
                 kept = letter if not following or (quoted and following not in '$`"\\') else ""
-                _add(parts, kept + following, True)
+                parts.append(Part("text", kept + following, True))
         elif letter == '"' and not quoted:
             self._at += 1
             parts += self.quoted('"')
@@ -174,8 +178,11 @@ class Lexer:
             self._at = found.end()
             parts.append(Part("shell", found[0], True))
         else:
-            self._at += 1
-            _add(parts, letter, quoted)
+            run = (_PLAIN_IN_QUOTES if quoted else _PLAIN).match(text, at)
+            self._at = run.end() if run else at + 1
+            parts.append(Part("text", text[at : self._at], quoted))
+        if len(parts) > _MOST_PARTS:
+            raise ConfigurationError(f"line {line}: a word of more than {_MOST_PARTS:,} parts")
 
     def _expansion(self, parts: list[Part], quoted: bool) -> None:
         text, at, line = self._text, self._at, self._line
@@ -195,7 +202,7 @@ class Lexer:
         else:
             self._at += 1
             if not (text.startswith('"', self._at) and not quoted):
-                _add(parts, "$", quoted)
+                parts.append(Part("text", "$", quoted))
 
     def _arithmetic(self) -> str | None:
         """Return the text of an arithmetic expression; None if this is a command in two brackets."""
@@ -268,12 +275,6 @@ class Lexer:
                 return self._text[begin:at], any(part.quoted for part in word.parts)
             at = end + 1
         raise ConfigurationError(f"line {word.line}: no line ends the text after << {shown(delimiter)}")
-
-
-def _add(parts: list[Part], text: str, quoted: bool) -> None:
-    if parts and parts[-1].kind == "text" and parts[-1].quoted == quoted:
-        text = parts.pop().text + text
-    parts.append(Part("text", text, quoted))
 
 
 # ---------------------------------------------------------------------------------------------------- commands

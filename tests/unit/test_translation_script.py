@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -197,7 +199,7 @@ def test_nodes_and_processes_of_each_launcher(launcher: str, places: tuple[int |
         ("A=xxxxxxxx\n" + "A=$A$A\n" * 40, "too large to follow"),
         ("X='eval $X'\neval $X", "shells within each other"),
         ("f() { g; g; }\ng() { f; f; }\nf", "too many to follow"),
-        ("x" * 1_100_000, "too large for a launch script"),
+        ("x" * 300_000, "too large for a launch script"),
     ],
 )
 def test_what_is_no_launch_script_is_refused(text: str, message: str) -> None:
@@ -223,7 +225,7 @@ WORDS = st.recursive(
 SETTING = "X=' p  q '; Y=r; E=; N=5; A=(1 '2 3' \"\" 4)"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(WORDS, max_size=4), st.sampled_from(["A=({})", "A+=({})", 'S="{}"; A=($S)', "A=(x {}\n y)"]))
 @example(["'a b'", '"$X"$X'], "A=({})")
 def test_words_are_those_of_bash(words: list[str], form: str) -> None:
@@ -239,3 +241,16 @@ def test_words_are_those_of_bash(words: list[str], form: str) -> None:
     expected = bash.stdout.split("\0")[:-1]
     read = list(script.commands[-1].words[1:])
     assert read == (expected if read or expected != [""] else [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["A=" + "x" * 250_000, 'A="' + "(" * 250_000 + '"', "A=" + "\\a" * 120_000, "A={" + "," * 250_000, "(" * 250_000,
+     'A="<a' + " " * 250_000 + '"', "A=(" + "$(x) " * 20_000 + ")", "$A " * 30_000, "${" * 120_000, "x;" * 8_000],
+    ids=lambda text: text[:6],
+)  # fmt: skip
+def test_long_scripts_take_time_in_proportion(text: str) -> None:
+    start = time.process_time()
+    with suppress(ConfigurationError):
+        read_script(text)
+    assert time.process_time() - start < 5

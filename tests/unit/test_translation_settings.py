@@ -242,7 +242,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
     [
         ("empty.sh", b" \n", "is empty"),
         ("binary.sh", b"\x7fELF\xff\x00", "is not a text"),
-        ("large.sh", b"#" * (2**20 + 1), "larger than its limit of 1 MiB"),
+        ("large.sh", b"#" * (2**18 + 1), "larger than its limit of 0.25 MiB"),
         ("twice.json", b'{"a": 1, "a": 2}', "the key 'a' is twice in one object"),
         ("list.json", b"[1]", "expected a JSON object"),
         ("broken.json", b"{", "not a DeepSpeed configuration"),
