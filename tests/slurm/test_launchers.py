@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 
 import pytest
 
@@ -22,3 +23,15 @@ def test_ranks_that_srun_starts_without_torchrun_train_to_the_end(training: Trai
     job.wait()
     training.assert_whole(ranks=4)
     assert job.log.count(f"step {STEPS}/{STEPS}") == 1
+
+
+def test_ranks_of_mpirun_train_on_the_nodes_of_a_job(training: Training) -> None:
+    """Open MPI starts an agent on the other node by srun, whose variables its ranks inherit."""
+    if shutil.which("mpirun.openmpi") is None or not training.cluster.namespaces:
+        pytest.skip("NOT RUN: Open MPI is not installed (.ci/run installs it), or nodes share one address")
+    program = shlex.join(["python", *map(str, (PRETRAIN, *FLAGS, "--save", training.run))])
+    mpirun = "mpirun.openmpi --allow-run-as-root --bind-to none -n 4 -x MASTER_ADDR -x PATH -x PYTHONPATH"
+    options = ("--nodes=2", "--ntasks-per-node=2", f"--wrap=MASTER_ADDR=$SLURMD_NODENAME {mpirun} {program}")
+    job = submit(training.cluster, *options, directory=training.directory)
+    job.wait()
+    training.assert_whole(ranks=4)
