@@ -357,7 +357,7 @@ class Script:
         if isinstance(value, str):
             whole = _MARK.fullmatch(value) is not None
             for each in self.unknowns(value):  # it can be given by this name, too
-                if each.name is None or (each.unset and whole):
+                if (each.name is None and "--" not in value) or (each.unset and whole):
                     each.name = name
         self._variables[name] = value
         self._charge(value)

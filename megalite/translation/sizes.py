@@ -13,6 +13,7 @@ from megalite.errors import MegaliteError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.builder import count_parameters, make_chunks, make_stages
 
+_OF_GPT2 = 50_257
 _NO_TOKENIZER = 1000
 """Vocabulary in place of that of a tokenizer whose files are not here."""
 
@@ -65,6 +66,8 @@ def _vocabulary(config: RunConfig) -> tuple[int, str]:
     except MegaliteError:
         if config.model.vocab_size is not None:
             return config.model.vocab_size, "of --vocab-size"
+        if config.data.tokenizer_type == "GPT2BPETokenizer":
+            return _OF_GPT2, "of GPT-2"
         return _NO_TOKENIZER, "a guess: the tokenizer's files are not here"
 
 

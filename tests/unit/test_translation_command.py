@@ -170,3 +170,20 @@ def test_sizes_of_each_rank_and_of_all() -> None:
     assert lines["parameters per rank"] == f"{half:,} to {half + 2 * 16:,}, of TP 2 x PP 2 x DP 2"
     wrong = dict(line.split(": ", 1) for line in sizes(config, 3))
     assert wrong["ranks"].startswith("the file starts 3, but the layout needs 4 or a multiple")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("--mock-data --tokenizer-type NullTokenizer --vocab-size 60", "61 tokens (of the tokenizer)"),
+        ("--data-path x --vocab-file v.json --merge-file m.txt", "50,257 tokens (of GPT-2)"),
+        ("--data-path x --tokenizer-type Llama2Tokenizer --tokenizer-model none", "1,000 tokens (a guess: "),
+        (
+            "--data-path x --tokenizer-type Llama2Tokenizer --tokenizer-model none --vocab-size 32000",
+            "32,000 tokens (of --vocab-size)",
+        ),
+    ],
+)
+def test_the_vocabulary_and_where_it_comes_from(data: str, words: str) -> None:
+    config = parse_arguments(f"{SIZES} {COURSE} {data}".split()).config
+    assert words in next(sizes(config, 1))

@@ -107,6 +107,11 @@ def test_a_command_in_a_loop_needs_what_the_loop_changes() -> None:
     assert launch.notes == ()
 
 
+def test_a_placeholder_among_flags_is_written_into_the_script() -> None:
+    launch = read_script('OPTIONS="--save <a path> --lr 1"' + TRAIN + "$OPTIONS")
+    assert launch.problems == ("line 1: --save needs <a path>: write its value into the script",)
+
+
 def test_what_reaches_no_flag_is_no_problem() -> None:
     launch = read_script("NOW=$(date)\nfor x in 1 2; do echo $x; done\n" + TRAIN + "--lr 1 > log_$NOW")
     assert launch.problems == ()
