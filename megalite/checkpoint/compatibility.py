@@ -87,6 +87,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     """
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
+    values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     values["window_size"] = None if model.window_size is None else [layer.keys_before for layer in model.layers]
     if model.window_size is None:

@@ -283,6 +283,8 @@ YARN = replace(
         (MODEL, {"scale_embeddings": True}, False),
         (MODEL, {"apply_layernorm_1p": True}, False),
         (MODEL, {"exact_gelu": True}, False),
+        (MODEL, {"add_qkv_bias": True}, True),
+        (replace(MODEL, add_bias_linear=False), {"add_qkv_bias": True}, False),
         (replace(MODEL, ffn_hidden_size=8, swiglu=True), {"swiglu": False, "geglu": True}, False),
         (MODEL, {"window_size": "3,0"}, False),
         (replace(MODEL, window_size="3,0"), {"window_attn_skip_freq": "[1]*" + str(MODEL.num_layers)}, True),
