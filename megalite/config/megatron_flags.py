@@ -18,8 +18,8 @@ USE_MEGATRON_FSDP = "use-megatron-fsdp"
 """Flag for ZeRO 3, unless another flag or the YAML names a sharding strategy. It is therefore applied last."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
-"""Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused. It changes no
-other activation, and is therefore applied last."""
+"""Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused with a bias. So do
+flags that turn biases off. They change no other activation, and are therefore applied last."""
 
 FREEZE_ALL_LAYERS = "freeze-all-layers"
 """Flag of a run that computes losses and changes no weight. It is therefore applied last."""

@@ -140,9 +140,9 @@ class ModelConfig:
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
     exact_gelu: bool = False
-    """GELU by the error function instead of its tanh form (Megatron-LM uses the tanh form if fused with a bias)."""
+    """GELU by the error function instead of its tanh form (as in Megatron-LM if it is not fused with a bias)."""
     add_bias_linear: bool = True
-    """Biases in the linear layers (Megatron-LM's --disable-bias-linear turns them off)."""
+    """Biases in the linear layers. A flag that turns them off also makes GELU exact, as in Megatron-LM."""
     add_qkv_bias: bool = False
     """Biases on queries, keys and values only; for add-bias-linear off."""
     num_experts: Annotated[PositiveInt, at_most(MOST_EXPERTS)] | None = None

@@ -115,7 +115,8 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
         model = replace(model, position_embedding_type="none")
     by_tanh = has_exact_form(model.activation) and not {"openai-gelu", "no-exact-gelu"} & set(given)
-    if megatron_flags.NO_BIAS_GELU_FUSION in given and by_tanh:
+    without_bias = not {"disable-bias-linear", "no-add-bias-linear"}.isdisjoint(given) and not model.geglu
+    if by_tanh and (megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias):
         model = replace(model, exact_gelu=True)
     data, training, optimizer = config.data, config.training, config.optimizer
     if data.tokenizer_type is None and data.vocab_file is not None:  # Megatron-LM's default of pretrain_gpt.py

@@ -38,7 +38,7 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
     model, training = config.model, config.training
     if model.activation.name == "gelu" and not model.add_bias_linear:
         lines.append(
-            "--disable-bias-linear: GELU is in its tanh form; Megatron-LM's without biases is exact (--exact-gelu)"
+            "GELU is in its tanh form; Megatron-LM's is exact without biases, which --disable-bias-linear turns off"
         )
     if model.moe_router_enable_expert_bias and model.moe_router_bias_update_rate == 0:
         lines.append("--moe-router-bias-update-rate 0: the bias of the experts stays as it is at the start")
