@@ -53,6 +53,8 @@ def _network(name: str) -> str:
     return f"tests/unit/test_parallel_model.py::test_loss_gradients_and_logits_are_the_oracles[whole-{name}]"
 
 
+_AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm_are_megatrons"
+_COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
@@ -944,6 +946,48 @@ MUTANTS = (
         "model = replace(model, exact_gelu=True)",
         "pass",
         "tests/unit/test_config_megatron_flags.py::test_without_fusion_gelu_alone_is_exact",
+    ),
+    Mutant(
+        "without biases plain GELU stays in its tanh form",
+        "megalite/config/parse.py",
+        "(megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias)",
+        "megatron_flags.NO_BIAS_GELU_FUSION in given",
+        f"{_AGREEMENT}[gpt3_mcore_te_tp1_pp4_disable_bias_linear]",
+    ),
+    Mutant(
+        "biases of queries, keys and values beside those of all layers make another network",
+        "megalite/checkpoint/compatibility.py",
+        'values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias',
+        "pass",
+        f"{_AGREEMENT}[gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files]",
+    ),
+    Mutant(
+        "heads are rotated whole, whatever a command says",
+        "megalite/model/rotary.py",
+        "rotated = int(config.head_dim * config.rotary_percent) // 2 * 2",
+        "rotated = config.head_dim // 2 * 2",
+        f"{_AGREEMENT}[gpt3_15b_8t_release]",
+    ),
+    Mutant(
+        "a command's coefficient of the balancing loss is taken for 1",
+        "megalite/training/loss_terms.py",
+        "loss_scale * term.weight / counts[term.name]",
+        "loss_scale / counts[term.name]",
+        f"{_AGREEMENT}[gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4]",
+    ),
+    Mutant(
+        "a command of Megatron-LM's FSDP cannot save",
+        "megalite/config/megatron_flags.toml",
+        'fsdp_dtensor = "--ckpt-format torch_dist"',
+        "",
+        f"{_COMMANDS}resumes[gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor]",
+    ),
+    Mutant(
+        "a command of 2021 that recomputes activations is refused",
+        "megalite/config/megatron_flags.toml",
+        'checkpoint-activations = "--recompute-granularity full --recompute-method uniform"',
+        "",
+        f"{_COMMANDS}trains[pretrain_gpt_distributed_with_mp]",
     ),
     Mutant(
         "what the feed-forward layer puts out is not normalised",

@@ -27,10 +27,7 @@ def save(
     model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
 ) -> Tensor:
     """Save a network of random weights as Megatron-LM does, and return its logits."""
-    with _ready(tensor_parallel_size):
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.mapping import ShardedObject
-
+    with ready(tensor_parallel_size):
         network = _build(model, tensor_parallel_size, "transformer engine" if form == "per layer" else "local")
         torch.manual_seed(torch.distributed.get_rank())
         for name, parameter in network.named_parameters():
@@ -41,25 +38,33 @@ def save(
         for name, buffer in network.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
-        common: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
-        if form == "legacy":
-            path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
-            path.parent.mkdir(parents=True)
-            torch.save(common | {"model": network.state_dict()}, path)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            metadata = {"singleton_local_shards": form == "per layer"}
-            if form == "stacked":  # as newer versions do
-                rank = torch.distributed.get_rank()
-                common = {"common": ShardedObject("common_state", common, (1,), (0,), replica_id=rank)}
-            dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
+        write(network, args, folder, form)
         return _logits(network, tokens)
+
+
+def write(network: Any, args: dict[str, Any], folder: Path, form: Form) -> None:
+    """Write a checkpoint of a network."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    common: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+    if form == "legacy":
+        path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save(common | {"model": network.state_dict()}, path)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        metadata = {"singleton_local_shards": form == "per layer"}
+        if form == "stacked":  # as newer versions do
+            rank = torch.distributed.get_rank()
+            common = {"common": ShardedObject("common_state", common, (1,), (0,), replica_id=rank)}
+        dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
 
 
 def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int) -> tuple[Tensor, Any]:
     """Return the logits of a network loaded from a folder, all of whose tensors it must use, and the rest of the
     checkpoint."""
-    with _ready(tensor_parallel_size):
+    with ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
 
         network = _build(model, tensor_parallel_size, "transformer engine")
@@ -162,7 +167,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int, names: Names = "local"
 
 
 @contextlib.contextmanager
-def _ready(tensor_parallel_size: int) -> Iterator[None]:
+def ready(tensor_parallel_size: int) -> Iterator[None]:
     """Replace the features of a GPU, of other packages and of other processes that it needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
