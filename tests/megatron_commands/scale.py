@@ -1,6 +1,7 @@
 """Megatron-LM's commands, scaled down to run on a few CPU processes in a second.
 
-Only sizes, lengths of time, and paths change; every other flag stays as it is. Sizes of the layout are halved, the
+Only sizes, lengths of time, and paths change, NCCL becomes gloo, and fp16 begins with a smaller loss scale, so that it
+does not spend the few steps on finding one; every other flag stays as it is. Sizes of the layout are halved, the
 largest one first, until the ranks suffice: a layout of 8 x 16 ranks becomes one of 2 x 2, and stays tensor and pipeline
 parallel. Ratios that the network depends on stay: those of the feed-forward layer, a head and a group of queries.
 """

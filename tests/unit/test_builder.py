@@ -88,9 +88,8 @@ def test_other_data_than_those_of_a_checkpoint_are_told() -> None:
 def test_sizes_of_batches_follow_the_schedule() -> None:
     """Thresholds are in tokens, rounded down to samples of 4 tokens; a batch has the size of where it starts."""
     schedule = "0:4 0.04K:12,0.1K:2"
-    flags = f"{SIZES} --train-samples 100 --mock-data --tokenizer-type ByteTokenizer --use-rotary-position-embeddings".replace(
-        "--pp 2", ""
-    ).split()
+    other = "--train-samples 100 --mock-data --tokenizer-type ByteTokenizer --use-rotary-position-embeddings"
+    flags = [*SIZES.replace("--pp 2", "").split(), *other.split()]
     config = parse_arguments([*flags, "--step-batch-size-schedule", schedule]).config
     config = resolve(config, 1)
     assert config.training.global_batch_size == 2
