@@ -189,7 +189,8 @@ def test_files_beyond_2_to_the_31_tokens_and_bytes(tmp_path: Path, mmap: bool) -
         document = int(np.searchsorted(ends, place, side="right"))
         offset = place - int(ends[document] - lengths[document])
         sample, within = divmod(int(starts[document]) + offset, length)
-        assert indexed.get(document)[offset] == mark
+        if mmap or lengths[document] < 2**31 - 1:  # without a map, a document is read entirely: seconds for 4.3 GB
+            assert indexed.get(document)[offset] == mark
         if sample < len(dataset):  # what does not fill a sample is left out
             assert dataset[int(order[sample])][within] == mark
 
