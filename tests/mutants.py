@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("megalite", "kernels", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
-COST = {"unit": 1, "kernels": 2, "distributed": 2, "end_to_end": 8}
+COPIED = ("megalite", "kernels", "tests", "tools", "examples", "pretrain_gpt.py", "pyproject.toml")
+COST = {"unit": 1, "kernels": 2, "distributed": 2, "kubernetes": 2, "end_to_end": 8}
 """Approximate cost of a test, by its folder."""
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
@@ -78,6 +78,7 @@ _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_o
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
+_PODS = "tests/kubernetes/test_gpus.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
 _IN_PROPORTION = "messages.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
 _RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
@@ -3764,6 +3765,34 @@ MUTANTS = (
         "tests/unit/test_builder.py::test_sizes_of_batches_follow_the_schedule",
     ),
     Mutant(
+        "a schedule is kept though its steps have other sizes now",
+        "megalite/training/trainer.py",
+        "check_schedule_unit(path, described.config, self.config)",
+        "pass",
+        "tests/end_to_end/test_load_flags.py::test_a_checkpoint_says_what_the_schedule_is",
+    ),
+    Mutant(
+        "a batch that does not divide trains on fewer samples than it says",
+        "megalite/training/trainer.py",
+        "        if rest:",
+        "        if rest and whole:",
+        "tests/end_to_end/test_data_flags.py::test_a_schedule_may_begin_with_fewer_ranks",
+    ),
+    Mutant(
+        "documents are masked though Megatron-LM would build no mask",
+        "megalite/config/parse.py",
+        "data = replace(data, reset_attention_mask=False)",
+        "pass",
+        "tests/unit/test_config_megatron_flags.py::test_documents_are_not_masked_where_megatron_builds_no_mask",
+    ),
+    Mutant(
+        "the last of two flags decides over rotary embeddings",
+        "megalite/config/parse.py",
+        "(fields | shorthands).items()",
+        "(shorthands | fields).items()",
+        "tests/unit/test_config_megatron_flags.py::test_the_order_of_flags_decides_nothing",
+    ),
+    Mutant(
         "an evaluation has the batches of training, whatever its own size",
         "megalite/training/trainer.py",
         "self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final",
@@ -5474,8 +5503,8 @@ MUTANTS = (
     Mutant(
         "steps of a growing batch are proved for the last size alone",
         "megalite/training/trainer.py",
-        "for size in self.batch_size.sizes]",
-        "for size in self.batch_size.sizes[-1:]]",
+        "for size in self.batch_size.sizes if",
+        "for size in self.batch_size.sizes[-1:] if",
         "tests/distributed/test_trainer.py::test_every_size_of_a_growing_batch_is_proved",
     ),
     Mutant(
@@ -5681,6 +5710,27 @@ MUTANTS = (
         "if foreign := foreign_flags.answer(flag):",
         'if foreign := foreign_flags.answer(f"no-{flag}"):',
         "tests/unit/test_config_foreign_flags.py::test_a_foreign_flag_is_answered",
+    ),
+    Mutant(
+        "a pod that is stopped does not tell its ranks",
+        "examples/kubernetes/pod.sh",
+        """    [ -z "$agent" ] || kill -TERM "$agent" 2>/dev/null\n}""",
+        "}",
+        _PODS + "a_pod_ends_with_the_code_in_the_file_or_torchruns",
+    ),
+    Mutant(
+        "a pod ends with 1 although a rank has left its exit code",
+        "examples/kubernetes/pod.sh",
+        'end_by_file\n[ -z "$asked" ]',
+        '[ -z "$asked" ]',
+        _PODS + "a_pod_ends_with_the_code_in_the_file_or_torchruns",
+    ),
+    Mutant(
+        "pods end with the code of an earlier attempt",
+        "examples/kubernetes/jobset_gpus.yaml",
+        "$(JOBSET)_$(ATTEMPT)",
+        "$(JOBSET)",
+        _PODS + "all_pods_of_an_attempt_and_no_others_share_a_file",
     ),
 )
 

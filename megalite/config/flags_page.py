@@ -45,7 +45,7 @@ def page() -> str:
         parts.append(f"\n## `{section}`\n\n{titles[section]}\n\n{_COLUMNS}")
         parts += [_row(entry, kinds[entry.name], meanings[entry.name]) for entry in fields(kind)]
     parts.append(_SETTLED)
-    for fact, flags in [*tables["already_so"].items(), *tables["no_effect"].items()]:
+    for fact, flags in (entry for table in megatron_flags.ACCEPTED for entry in tables[table].items()):
         names = ", ".join(f"`--{flag.partition('=')[0]}`" for flag in flags.split())
         parts.append(f"| {_cell(fact)} | {names} |\n")
     accepted = tables["accepted_values"].items()
@@ -71,8 +71,8 @@ def _others(flag: str) -> Iterator[str]:
     for other, by_value in tables["value_shorthands"].items():
         shorthands |= {f"--{other} {value}": meant for value, meant in by_value.items()}
     shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = "--position-embedding-type none"
-    shorthands[f"--{megatron_flags.USE_MEGATRON_FSDP}"] = "--data-parallel-sharding-strategy optim_grads_params"
-    shorthands[f"--{megatron_flags.FREEZE_ALL_LAYERS}"] = "--lr 0 --weight-decay 0"
+    for name in megatron_flags.USE_FSDP:
+        shorthands[f"--{name}"] = "--data-parallel-sharding-strategy optim_grads_params"
     for other, meant in shorthands.items():
         for name, values in flag_groups(meant.split()):
             if name in (flag, f"no-{flag}"):

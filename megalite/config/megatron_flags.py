@@ -14,15 +14,15 @@ from megalite.errors import ConfigurationError
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Flag that turns off the learned table and does not change rotary embeddings. It is therefore applied last."""
 
-USE_MEGATRON_FSDP = "use-megatron-fsdp"
-"""Flag for ZeRO 3, unless another flag or the YAML names a sharding strategy. It is therefore applied last."""
+USE_FSDP = ("use-megatron-fsdp", "use-torch-fsdp2", "use-custom-fsdp")
+"""Flags for ZeRO 3, unless another flag or the YAML names a sharding strategy. They are therefore applied last."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
 """Flag of a field that also makes GELU exact, because Megatron-LM's GELU is exact if it is not fused with a bias. So do
 flags that turn biases off. They change no other activation, and are therefore applied last."""
 
-FREEZE_ALL_LAYERS = "freeze-all-layers"
-"""Flag of a run that computes losses and changes no weight. It is therefore applied last."""
+MASKS_ARE_NOT_BUILT = {"reset-attention-mask", "no-create-attention-mask-in-dataloader"}
+"""Flags that together leave documents unmasked, as the second one builds no mask for the first one to change."""
 
 ONE_LAYER_BY_DEFAULT = ("checkpoint-activations", "activations-checkpoint-method")
 """Flags of earlier releases that recompute layers one by one, unless another flag says how many form a chunk."""
@@ -31,8 +31,11 @@ CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
 """Flag that is always on here. If it is given, the warning about the average of masked losses is not needed."""
 
 
-APPLIED_LAST = (NO_POSITION_EMBEDDING, USE_MEGATRON_FSDP, FREEZE_ALL_LAYERS)
+APPLIED_LAST = (NO_POSITION_EMBEDDING, *USE_FSDP)
 """Flags without a value that set no field when they are read."""
+
+ACCEPTED = {"already_so": "already so", "no_effect": "changes nothing", "not_done": "not done"}
+"""Tables of accepted flags, and what the note about one of them begins with."""
 
 _MOST_NOTES = 4
 """Most accepted flags with lines of their own."""
@@ -92,10 +95,11 @@ def settled(flag: str, values: Sequence[str]) -> Note | None:
 
 
 def note_lines(notes: Sequence[Note]) -> tuple[str, ...]:
-    """Return the lines to show about accepted flags; a single one for those without an effect if they are many."""
-    idle = [note for note in notes if not note.why.startswith("is ")]
+    """Return the lines to show about accepted flags: one per reason, and a single one for many without an effect."""
+    idle = [note for note in notes if note.why.startswith(("already so", "changes nothing"))]
+    flags_of = {note.why: [each.flag for each in notes if each.why == note.why] for note in notes}
     if len(idle) <= _MOST_NOTES:
-        return tuple(f"{note.flag}: {note.why}" for note in notes)
+        return tuple(f"{', '.join(flags)}: {why}" for why, flags in flags_of.items())
     flags = " ".join(note.flag for note in idle)
     folded = f"{len(idle)} flags change nothing here (docs/flags.md says why): {flags}"
     return (folded, *note_lines([note for note in notes if note not in idle]))
@@ -130,7 +134,7 @@ def accepted() -> dict[str, tuple[str, str]]:
     The kinds are "" (no value), "1" (a whole number), "text" (one value) and "*" (any number of values).
     """
     found = {}
-    for table, effect in (("already_so", "already so"), ("no_effect", "changes nothing")):
+    for table, effect in ACCEPTED.items():
         for why, flags in tables()[table].items():
             for name, _, count in (entry.partition("=") for entry in flags.split()):
                 found[name] = (count, f"{effect}, {why}")

@@ -58,6 +58,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         _show_help()
     sections: Sections = {name: {} for name in section_types()}
     fields: dict[str, Any] = {}
+    shorthands: dict[str, Any] = {}
     notes: list[Note] = []
     problems: list[str] = []
     given: set[str] = set()
@@ -71,11 +72,12 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
                 continue
             given.add(megatron_flags.tables()["aliases"].get(flag, flag))
             found, note = _settle(flag, values)
-            fields |= found
+            (shorthands if flag in megatron_flags.tables()["shorthands"] else fields).update(found)
             notes += [note] if note else []
         except ConfigurationError as error:
             problems.append(str(error))
-    for name, value in fields.items():  # flags override YAML, wherever --config stands
+    # Flags override YAML, wherever --config stands; a shorthand such as --recompute-activations decides in any order.
+    for name, value in (fields | shorthands).items():
         sections[fields_by_name()[name].section][name] = value
     loading = CheckpointConfig(**sections["checkpoint"])
     # The network of a Hugging Face folder cannot have been given by the flags of an earlier run.
@@ -96,6 +98,9 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         raise ConfigurationError("\n".join(problems))
     config = from_sections(sections)
     check_numbers(config)
+    if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
+        why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
+        notes.append(Note("--reset-attention-mask", why))
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
@@ -110,7 +115,7 @@ def _show_help() -> None:
 def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     """Return `config` after the flags whose effect depends on all other flags."""
     parallel, model = config.parallel, config.model
-    if megatron_flags.USE_MEGATRON_FSDP in given and parallel.data_parallel_sharding_strategy is None:
+    if set(given).intersection(megatron_flags.USE_FSDP) and parallel.data_parallel_sharding_strategy is None:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
         model = replace(model, position_embedding_type="none")
@@ -118,16 +123,14 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     without_bias = not {"disable-bias-linear", "no-add-bias-linear"}.isdisjoint(given) and not model.geglu
     if by_tanh and (megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias):
         model = replace(model, exact_gelu=True)
-    data, training, optimizer = config.data, config.training, config.optimizer
+    data, training = config.data, config.training
+    if data.reset_attention_mask and set(given) >= megatron_flags.MASKS_ARE_NOT_BUILT:
+        data = replace(data, reset_attention_mask=False)
     if data.tokenizer_type is None and data.vocab_file is not None:  # Megatron-LM's default of pretrain_gpt.py
         data = replace(data, tokenizer_type="GPT2BPETokenizer")
     if training.recompute_num_layers is None and set(given).intersection(megatron_flags.ONE_LAYER_BY_DEFAULT):
         training = replace(training, recompute_num_layers=1)
-    if megatron_flags.FREEZE_ALL_LAYERS in given:
-        optimizer = replace(optimizer, lr=0.0, min_lr=0.0, lr_warmup_init=0.0, weight_decay=0.0)
-        optimizer = replace(optimizer, decoupled_lr=None, decoupled_min_lr=None, weight_decay_incr_style="constant")
-        optimizer = replace(optimizer, start_weight_decay=None, end_weight_decay=None)
-    return replace(config, data=data, training=training, optimizer=optimizer, parallel=parallel, model=model)
+    return replace(config, data=data, training=training, parallel=parallel, model=model)
 
 
 def settle(flag: str, values: list[str]) -> tuple[dict[str, Any], str]:

@@ -21,7 +21,7 @@ from megalite.config.fields import (
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-_COUNT = r"(\d+\.?\d*|\.\d+)([KMBTkmbt]?)"
+_COUNT = r"(\d+\.?\d*(?:[eE]\d{1,2})?|\.\d+)([KMBTkmbt]?)"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 

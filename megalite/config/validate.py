@@ -172,7 +172,11 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
         start, increment, _ = training.rampup_batch_size
         sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
     schedule = training.batch_size_schedule(config.data.seq_length)
-    sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule]
+    # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
+    continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
+    fits = [size % (training.micro_batch_size * copies) == 0 for _, size in schedule]
+    first = fits.index(True) if continues and True in fits else 0
+    sizes += [("--step-batch-size-schedule: the size", size) for _, size in schedule[first:]]
     if training.eval_global_batch_size is not None:
         sizes.append(("--eval-global-batch-size", training.eval_global_batch_size))
     for name, size in sizes:

@@ -14,7 +14,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
-from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
@@ -148,6 +148,18 @@ def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataCo
     config = checkpoint.read_config(path)
     found = _schedules(path, config) if schedules else {}
     return model_config(path, config), checkpoint.saved_section(path, config, DataConfig), found
+
+
+def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raise ConfigurationError if a schedule is kept whose lengths count other steps than this run's."""
+    training, batch_size = saved.get("training", {}), config.training.global_batch_size
+    counts_steps = training.get("train_iters") is not None and config.checkpoint.use_checkpoint_opt_param_scheduler
+    if counts_steps and training.get("global_batch_size") != batch_size:
+        raise ConfigurationError(
+            f"--use-checkpoint-opt-param-scheduler: the schedule of {path} counts steps of "
+            f"{training.get('global_batch_size')} samples, not of --global-batch-size {batch_size}: leave the flag "
+            "out, and give the schedule's flags for this batch"
+        )
 
 
 def _schedules(path: AnyPath, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays
+from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
@@ -51,7 +52,7 @@ from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
-from megalite.training.resume import ResumePoint
+from megalite.training.resume import ResumePoint, check_schedule_unit
 from megalite.training.routing_recorder import RoutingRecorder
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -90,7 +91,8 @@ class Trainer:
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
         self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
-        micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes]
+        replicas = config.training.micro_batch_size * mesh.size("dp")
+        micro_batches = [size // replicas for size in self.batch_size.sizes if size % replicas == 0]
         self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final
         evaluation = [self.num_micro_batches(self.evaluation_batch_size)]
         self.schedules.prove(training=micro_batches, evaluation=evaluation, mesh=mesh)
@@ -204,8 +206,19 @@ class Trainer:
         return float(most / mean)
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Return the number of micro-batches per rank in a step of `batch_size` samples."""
-        return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+        """Return the number of micro-batches per rank in a step of `batch_size` samples.
+
+        Raises:
+            ConfigurationError: it is not whole, as with an early size of a schedule on too many ranks.
+        """
+        whole, rest = divmod(batch_size, self.config.training.micro_batch_size * self.mesh.size("dp"))
+        if rest:
+            raise ConfigurationError(
+                f"--step-batch-size-schedule: the size {batch_size}, of the step at {self.consumed_samples} samples, is "
+                f"not a multiple of --micro-batch-size {self.config.training.micro_batch_size} x "
+                f"{self.mesh.size('dp')} data-parallel ranks: begin with fewer ranks"
+            )
+        return whole
 
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""
@@ -259,9 +272,12 @@ class Trainer:
         Raises:
             CorruptCheckpointError: the checkpoint is damaged; another one may be loaded instead.
             CheckpointError: the checkpoint cannot be loaded.
+            ConfigurationError: the run keeps a schedule that counts other steps.
 
-        Both errors are the same on every rank.
+        All errors are the same on every rank.
         """
+        if resume_point.position:
+            check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
         optional = states_of_training(self.model_config)

@@ -147,6 +147,17 @@ def test_documents_to_fill_in_train(run: Run, tmp_path: Path) -> None:
     assert found[0] == found[1] != losses(tmp_path / "plain")
 
 
+def test_a_schedule_may_begin_with_fewer_ranks(run: Run, tmp_path: Path) -> None:
+    """Its first size is too small for the ranks that continue; on them, it cannot begin."""
+    course = (*GPT2, "--global-batch-size", None, "--step-batch-size-schedule", "0:2 64:8", "--train-samples", 28)
+    directory = ("--save", tmp_path / "run", "--resume", "auto")
+    refused = run(*course, *directory, world_size=2, expected=64)
+    assert "the size 2, of the step at 0 samples, is not a multiple of --micro-batch-size 2 x 2" in refused.stderr
+    run(*course, *directory, "--exit-interval", 2, expected=85)
+    run(*course, *directory, world_size=2)
+    assert [line["consumed_samples"] for line in metrics(tmp_path / "run")] == [2, 4, 12, 20, 28]
+
+
 def test_an_evaluation_has_batches_of_its_own_size(run: Run, tmp_path: Path) -> None:
     """Six batches of 4 samples are the samples of two batches of 12."""
     course = (*GPT2, *NO_DROPOUT, "--fp64", "--train-iters", 2, "--eval-interval", 1)

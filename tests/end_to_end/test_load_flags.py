@@ -170,6 +170,8 @@ def test_a_checkpoint_says_what_the_schedule_is(run: Run, tmp_path: Path) -> Non
     run(*keeps, *decay, *directory, "--train-iters", 8, "--exit-interval", 4, expected=85)
     other = words("--lr 0.5 --lr-decay-style linear --lr-warmup-iters 0 --weight-decay 0 --lr-decay-iters 100")
     run(*keeps, *other, *directory, "--train-iters", 10)
+    refused = run(*keeps, *other, *directory, "--train-iters", 12, "--global-batch-size", 8, expected=64)
+    assert "counts steps of 4 samples, not of --global-batch-size 8" in refused.stderr
     run(*GPT2, *decay, "--lr-decay-iters", 8, "--train-iters", 10, "--save", tmp_path / "expected")
     found, expected = metrics(tmp_path / "run"), metrics(tmp_path / "expected")
     assert [line["learning_rate"] for line in found] == [line["learning_rate"] for line in expected]

@@ -67,7 +67,7 @@ def test_fields_take_as_many_values_as_their_options() -> None:
             assert (flag, ARITY[flag].replace("+", "*")) == (flag, expected)
 
 
-@pytest.mark.parametrize(("table", "effect"), [("already_so", "already so"), ("no_effect", "changes nothing")])
+@pytest.mark.parametrize(("table", "effect"), megatron_flags.ACCEPTED.items())
 def test_what_is_already_so_or_changes_nothing_is_accepted_with_its_values_and_noted(table: str, effect: str) -> None:
     plain = parse_arguments([*MINIMAL, "--swiglu"]).config
     entries = [entry.partition("=") for entries in TABLES[table].values() for entry in entries.split()]
@@ -165,11 +165,10 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int", False),
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--dataloader-inter-document-masking", "reset_attention_mask", True),
+        ("--dataloader-inter-document-masking", "reset_position_ids", True),
         ("--checkpoint-activations", "recompute_method", "uniform"),
         ("--checkpoint-activations", "recompute_num_layers", 1),
         ("--no-delay-grad-reduce", "align_grad_reduce", False),
-        ("--freeze-all-layers", "lr", 0.0),
-        ("--freeze-all-layers", "weight_decay", 0.0),
     ],
 )
 def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:
@@ -260,10 +259,15 @@ def test_masked_losses_are_told_apart_from_megatrons(masks: str) -> None:
 
 
 def test_many_notes_about_accepted_flags_are_one_line() -> None:
-    flags = ["--cuda-graph-scope", "attn", "mlp", "--test-mode", "--logging-level", "40", "--wandb-entity", "us"]
-    assert len(parse_arguments([*MINIMAL, *flags]).notes) == 4
+    flags = ["--cuda-graph-scope", "attn", "mlp", "--test-mode", "--use-sharp", "--te-rng-tracker"]
+    assert len(parse_arguments([*MINIMAL, *flags]).notes) == 3  # two have the same reason
     (note,) = parse_arguments([*MINIMAL, *flags, "--use-mcore-models"]).notes
     assert note.startswith("5 flags change nothing here (docs/flags.md says why): --cuda-graph-scope --test-mode ")
+    done = parse_arguments(
+        [*MINIMAL, *flags, "--use-mcore-models", "--wandb-project", "p", "--wandb-entity", "e"]
+    ).notes
+    assert done[0] == note
+    assert done[1].startswith("--wandb-project, --wandb-entity: not done, metrics go to metrics.jsonl")
     also = parse_arguments([*MINIMAL, *flags, "--use-mcore-models", "--ckpt-format", "torch", "--save", "s"]).notes
     assert also == (note, "--ckpt-format torch: is --ckpt-format megalite here")
 
@@ -283,3 +287,29 @@ def test_a_vocabulary_file_alone_is_gpt2s() -> None:
     )
     named = [*MINIMAL, "--vocab-file", "v", "--tokenizer-type", "NullTokenizer"]
     assert parse_arguments(named).config.data.tokenizer_type == "NullTokenizer"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (
+            "--use-rotary-position-embeddings | --position-embedding-type learned_absolute",
+            "position_embedding_type",
+            "rope",
+        ),
+        ("--recompute-activations | --recompute-granularity full", "recompute_granularity", "selective"),
+        ("--use-torch-fsdp2 | --data-parallel-sharding-strategy optim", "data_parallel_sharding_strategy", "optim"),
+    ],
+)
+def test_the_order_of_flags_decides_nothing(order: int, flags: str, field: str, value: str) -> None:
+    argv = [word for flag in flags.split(" | ")[::order] for word in flag.split()]
+    assert value_of(parse_arguments([*MINIMAL, *argv]).config, field) == value
+
+
+def test_documents_are_not_masked_where_megatron_builds_no_mask() -> None:
+    flags = [*MINIMAL, "--no-create-attention-mask-in-dataloader"]
+    parsed = parse_arguments([*flags, "--reset-attention-mask"])
+    assert not parsed.config.data.reset_attention_mask
+    assert any(note.startswith("--reset-attention-mask: changes nothing, since") for note in parsed.notes)
+    assert parse_arguments([*flags, "--dataloader-inter-document-masking"]).config.data.reset_attention_mask

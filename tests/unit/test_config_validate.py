@@ -982,6 +982,15 @@ def test_schedules_of_batch_sizes_that_do_not_fit(schedule: str, problem: str) -
     assert any(problem in line for line in str(raised.value).splitlines())
 
 
+def test_a_run_that_continues_may_be_past_the_sizes_that_do_not_fit() -> None:
+    flags = f"{WITHOUT_LENGTH} --train-samples 100 {SCHEDULE} 0:2 1K:4".split()
+    with pytest.raises(ConfigurationError, match="the size 2 is not a multiple"):
+        resolve(parse_arguments(flags).config, 2)
+    resolve(parse_arguments([*flags, "--load", "l"]).config, 2)
+    with pytest.raises(ConfigurationError, match="the size 6 is not a multiple"):
+        resolve(parse_arguments([*flags, "2K:6", "--load", "l"]).config, 2)
+
+
 def test_a_schedule_of_batch_sizes_needs_a_length_in_samples() -> None:
     assert problems(f"{SCHEDULE} 0:4 1K:8", 2) == [
         f'{SCHEDULE} "0:4 1K:8" needs --train-samples: steps of different sizes do not say how much is trained on'

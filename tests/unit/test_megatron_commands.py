@@ -17,7 +17,10 @@ from megalite.config import megatron_flags, parse_arguments, resolve
 from megalite.errors import ConfigurationError
 
 COMMANDS = json.loads((Path(__file__).parents[1] / "megatron_commands" / "commands.json").read_text())
-LACKING = ("architecture", "transformer-engine", "mup", "offload", "recompute", "weight-decay", "experts")
+LACKING = (
+    *("latent-attention", "multi-token", "linear-attention", "architecture", "transformer-engine", "mup"),
+    *("offload", "recompute", "weight-decay", "experts"),
+)
 """Capabilities that some commands use and megalite lacks, by their names in megatron_flags.toml."""
 REFUSED_THERE_TOO = (
     "--rampup-batch-size 16 16 5859375 needs --train-samples",  # "expected no batch-size rampup ..."
