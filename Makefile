@@ -114,5 +114,5 @@ lint: .venv/installed-test
 	.venv/bin/lint-imports
 	.venv/bin/mkdocs build --strict
 	@if command -v shellcheck >/dev/null; then \
-		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh slurm/*.sh slurm/*.sbatch; \
+		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh examples/kubernetes/*.sh slurm/*.sh slurm/*.sbatch; \
 		else echo "NOT RUN: shellcheck, which is not installed"; fi
