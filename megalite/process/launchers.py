@@ -45,9 +45,15 @@ class Told:
     def or_else(self, other: Told) -> Told:
         """Return these facts, and those of another launcher of the same processes where these say nothing.
 
-        Raises ConfigurationError if they disagree on this process's rank, or on the number of ranks.
+        Raises ConfigurationError if they disagree. A process that sees one GPU at most may have any local rank.
         """
-        pairs = [(self.rank, other.rank), (self.world_size, other.world_size)]
+        pairs = [
+            (self.rank, other.rank),
+            (self.world_size, other.world_size),
+            (self.local_world_size, other.local_world_size),
+        ]
+        if "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
+            pairs.append((self.local_rank, other.local_rank))
         for mine, theirs in pairs:
             if mine and theirs and mine.value != theirs.value:
                 raise ConfigurationError(
@@ -114,6 +120,7 @@ _MPI_LAUNCHERS = (
     _Names("mpirun_rsh", *_parts("MV2_COMM_WORLD")),
     _Names("mpirun_rsh", *_parts("MVP_COMM_WORLD")),
     _Names("jsrun", *_parts("JSM_NAMESPACE")),
+    _Names("horovodrun", *_parts("HOROVOD"), "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     _Names("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", job="FLUX_JOB_ID"),
     _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
@@ -126,7 +133,9 @@ _POD_LAUNCHERS = (
     _Names("a LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE"),
     _Names("an indexed Job of Kubernetes", "JOB_COMPLETION_INDEX"),
 )
-RANK_VARIABLES = ("RANK", *(launcher.rank for launcher in (*_MPI_LAUNCHERS, *_POD_LAUNCHERS)), "SLURM_PROCID")
+UNCLEAR_RANKS = ("GLOBAL_RANK", "NODE_RANK", "GROUP_RANK")
+"""Variables that tell that there are other processes, if there is no better one, but not which rank this one is."""
+RANK_VARIABLES = ("RANK", *(names.rank for names in (*_MPI_LAUNCHERS, *_POD_LAUNCHERS)), "SLURM_PROCID", *UNCLEAR_RANKS)
 
 
 def launchers(environment: Mapping[str, str]) -> Iterator[Told]:
@@ -148,13 +157,15 @@ def _meet_here(told: Told) -> Told:
 
 def _slurm(environment: Mapping[str, str]) -> Told:
     """Return what srun tells its tasks, and that the shells of sbatch and salloc are alone."""
-    if not environment.get("SLURM_STEP_NUM_TASKS"):
-        return Told()
+    counted = environment.get("SLURM_STEP_NUM_TASKS")
+    if not counted and not environment.get("SLURM_STEP_ID") and environment.get("SLURM_PROCID", "0") == "0":
+        return Told()  # a batch script, which has the job's SLURM_NTASKS
     step = environment.get("SLURM_STEP_ID", "0")
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
         return Told("SLURM", world_size=Number(1, "SLURM_STEP_ID"))
     rank, world_size, local_rank, node = (
-        read_number(environment, f"SLURM_{name}") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")
+        read_number(environment, f"SLURM_{name}")
+        for name in ("PROCID", "STEP_NUM_TASKS" if counted else "NTASKS", "LOCALID", "NODEID")
     )
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # 2(x3),1
     tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
@@ -180,7 +191,9 @@ def first_host(nodes: str) -> str | None:
 def _kubernetes(environment: Mapping[str, str]) -> Told:
     """Return what a pod knows of the pods of its Job, JobSet, TrainJob or LeaderWorkerSet: each has one process."""
     nodes, here = environment.get("PET_NNODES", ""), environment.get("PET_NPROC_PER_NODE", "")
-    if ":" in nodes or (here.isdigit() and int(here) > 1):
+    counted = "LOCAL_RANK" in environment or environment.get("WORLD_SIZE", nodes) == nodes  # pods, or ranks in them
+    auto = here and not here.isdigit() and not counted
+    if ":" in nodes or (here.isdigit() and int(here) > 1) or auto:
         name = "PET_NNODES" if ":" in nodes else "PET_NPROC_PER_NODE"
         raise ConfigurationError(f"{name}={environment[name]} is for torchrun: start it in the pod, instead of python")
     told = Told()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import TypeVar
 
 from megalite.errors import ConfigurationError
-from megalite.process.launchers import RANK_VARIABLES, Number, Told, launchers, read_number
+from megalite.process.launchers import RANK_VARIABLES, UNCLEAR_RANKS, Number, Told, launchers, read_number
 
 Value = TypeVar("Value")
 _MEANINGS = {
@@ -44,7 +47,8 @@ def place_from_environment() -> Place:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
     torchrun's variables come first. If torchrun itself did not set them, a person or a script did: then they must agree
-    with those of the launcher, and only what they leave out is taken from it. RANK=0 WORLD_SIZE=1 is always alone.
+    with those of the launcher, and only what they leave out is taken from it. RANK=0 WORLD_SIZE=1 is always alone, with
+    a warning if a launcher has started several processes.
 
     Raises:
         ConfigurationError: a variable is wrong or missing; or two variables contradict each other.
@@ -55,8 +59,13 @@ def place_from_environment() -> Place:
     if "TORCHELASTIC_RUN_ID" not in environment and not alone:
         for launcher in launchers(environment):
             told = told.within(launcher)
+    if alone:
+        with suppress(ConfigurationError):  # a contradiction does not matter
+            for launcher in launchers(environment):
+                _warn_of_others(launcher)
     if told.world_size is None:
-        number = told.rank or told.local_rank
+        unclear = (read_number(environment, name) for name in UNCLEAR_RANKS)
+        number = told.rank or told.local_rank or next(filter(None, unclear), None)
         if number is None:
             return Place(0, 0, 1)
         raise ConfigurationError(
@@ -91,6 +100,18 @@ def _torchrun(environment: Mapping[str, str]) -> Told:
     return Told("", rank, world_size, local_rank, local_size, host, int(port) if port else None)
 
 
+def _warn_of_others(launcher: Told) -> None:
+    """Warn, in the first of several processes that a launcher started, that each runs alone."""
+    size, rank = launcher.world_size, launcher.rank
+    if size and size.value > 1 and not (rank and rank.value):
+        _warn(f"RANK=0 WORLD_SIZE=1: each process runs alone, despite {size}, which {launcher.launcher} set")
+
+
+@cache
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def _who_set(told: Told) -> str:
     return f"{told.launcher} set " if told.launcher else ""
 
@@ -105,6 +126,12 @@ def _place(told: Told, world_size: int) -> Place:
     if world_size == 1:
         return Place(0, local_rank or 0, 1)
     host, port = told.host, told.port
+    if local_size is not None and local_size > world_size:
+        raise ConfigurationError(f"{told.local_world_size}: there are only {told.world_size} ranks in all")
+    if local_size is not None and local_rank is not None and local_rank >= local_size:
+        raise ConfigurationError(
+            f"{told.local_rank}: {told.local_world_size} ranks are numbered 0 to {local_size - 1}, on each node"
+        )
     if rank is None or local_rank is None or host is None or port is None:
         given = {"RANK": rank, "LOCAL_RANK": local_rank, "MASTER_ADDR": host, "MASTER_PORT": port}
         missing = [name for name, value in given.items() if value is None]

@@ -55,7 +55,8 @@ class Job:
         self.port = free_port() if self._store is None else self._store.port
         if told is None:
             shared = _shared_environment(world_size, self.port, agent_store=not store_of_rank_0)
-            told = [shared | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(world_size)]
+            here = int((environment or {}).get("LOCAL_WORLD_SIZE", world_size))
+            told = [shared | {"RANK": str(number), "LOCAL_RANK": str(number % here)} for number in range(world_size)]
         arguments = [str(argument) for argument in argv]
         self.ranks = [
             Rank(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.errors import ConfigurationError
-from megalite.process import launchers
+from megalite.process import launchers, place
 from megalite.process.launchers import POD_PORT, RANK_VARIABLES, derived_port, first_host
 from megalite.process.place import Place, place_from_environment, place_or_alone
 from tests.harness.tool import run_tool
@@ -29,6 +29,7 @@ AGENTS = (
 )
 OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
 HYDRA = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
+HOROVOD = "HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
 PALS = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_APID=ab PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2"
 TRAIN_JOB = "PET_NNODES=4 PET_NPROC_PER_NODE=1 PET_NODE_RANK=3 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
 JOB = "JOB_COMPLETION_INDEX=3 WORLD_SIZE=4 MASTER_ADDR=job-0.job"
@@ -42,7 +43,9 @@ PLACES = {
     # srun: tasks are ranks, and what a person has set comes first
     STEP: Place(5, 1, 8, 2, "n08", STEP_PORT),
     f"{STEP} MASTER_ADDR=10.0.0.1": Place(5, 1, 8, 2, "10.0.0.1", STEP_PORT),
-    f"{STEP} LOCAL_RANK=0": Place(5, 0, 8, 2, "n08", STEP_PORT),  # each task sees only its GPU, as number 0
+    f"{STEP} LOCAL_RANK=0 CUDA_VISIBLE_DEVICES=3": Place(5, 0, 8, 2, "n08", STEP_PORT),  # each task sees only its GPU
+    f"{STEP} LOCAL_RANK=0 CUDA_VISIBLE_DEVICES=": Place(5, 0, 8, 2, "n08", STEP_PORT),
+    STEP.replace("SLURM_STEP_NUM_TASKS=8", ""): Place(5, 1, 8, 2, "n08", STEP_PORT),
     f"{STEP} {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),  # slurm/ with LAUNCHER=srun
     f"{STEP} PMI_RANK=5 PMI_SIZE=8 PMIX_RANK=5": Place(5, 1, 8, 2, "n08", STEP_PORT),  # srun --mpi=...
     STEP.replace("2(x4)", "8").replace("NODEID=2", "NODEID=0"): Place(5, 1, 8, 8, "127.0.0.1", STEP_PORT),
@@ -55,6 +58,7 @@ PLACES = {
     f"RANK=0 WORLD_SIZE=1 LOCAL_RANK=3 {STEP}": Place(0, 3, 1),
     # a batch script: SLURM tells it the job's tasks, and that it is the first one
     "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_NPROCS=8 SLURM_PROCID=0 SLURM_LOCALID=0": Place(0, 0, 1),
+    "SLURM_JOB_ID=7 SLURM_STEP_ID=4294967291 SLURM_NTASKS=8 SLURM_PROCID=0": Place(0, 0, 1),
     # the shell that salloc opens on the first node, by a step of its own
     STEP.replace("STEP_ID=2", "STEP_ID=4294967290") + " PMIX_RANK=0": Place(0, 0, 1),
     STEP.replace("STEP_ID=2", "STEP_ID=4294967290") + f" {OPEN_MPI}": Place(1, 1, 2, 2, "127.0.0.1", HERE),
@@ -68,6 +72,10 @@ PLACES = {
     f"RANK=1 {HYDRA}": Place(1, 1, 2, 2, "127.0.0.1", HERE),
     "OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 PMIX_RANK=0": Place(0, 0, 1),
     HYDRA: Place(1, 1, 2, 2, "127.0.0.1", HERE),
+    HOROVOD: Place(1, 1, 2, 2, "127.0.0.1", HERE),
+    f"{HOROVOD.replace('SIZE=2', 'SIZE=4', 1)} HOROVOD_GLOO_RENDEZVOUS_PORT=77 MASTER_ADDR=node1": Place(
+        1, 1, 4, 2, "node1", derived_port("77")
+    ),
     f"{PALS} MASTER_ADDR=node1": Place(3, 1, 4, 2, "node1", PALS_PORT),
     f"PMIX_RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 {ADDRESS}": Place(1, 1, 2, None, "node1", 29500),
     OPEN_MPI.replace("OMPI_COMM_WORLD", "MV2_COMM_WORLD"): Place(1, 1, 2, 2, "127.0.0.1", HERE),
@@ -85,6 +93,10 @@ PLACES = {
     "LWS_GROUP_SIZE=2 LWS_WORKER_INDEX=1 LWS_LEADER_ADDRESS=a.b.c": Place(1, 0, 2, 1, "a.b.c", POD_PORT),
     "PET_NNODES=1 PET_NPROC_PER_NODE=auto": Place(0, 0, 1),
     "PET_NNODES=1 PET_NODE_RANK=0 JOB_COMPLETION_INDEX=0": Place(0, 0, 1),
+    f"{TRAIN_JOB.replace('PER_NODE=1', 'PER_NODE=auto')} {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
+    # variables without a meaning here
+    f"NODE_RANK=1 GROUP_RANK=1 GLOBAL_RANK=9 {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
+    f"NODE_RANK=0 {OPEN_MPI}": Place(1, 1, 2, 2, "127.0.0.1", HERE),
 }
 WRONG = {
     "RANK=a WORLD_SIZE=2": "RANK='a': the launcher must give a whole number",
@@ -111,7 +123,23 @@ WRONG = {
     STEP.replace("SLURM_STEP_NODELIST=n[08-10,12]", ""): "srun set SLURM_STEP_NUM_TASKS=8 without MASTER_ADDR,",
     TRAIN_JOB.replace("NNODES=4", "NNODES=1:4"): "PET_NNODES=1:4 is for torchrun",
     TRAIN_JOB.replace("PER_NODE=1", "PER_NODE=8"): "PET_NPROC_PER_NODE=8 is for torchrun",
+    TRAIN_JOB.replace("PER_NODE=1", "PER_NODE=auto") + " RANK=3 WORLD_SIZE=32": (
+        "PET_NPROC_PER_NODE=auto is for torchrun: start it in the pod"
+    ),
+    "HOROVOD_RANK=0": "horovodrun set HOROVOD_RANK=0 without WORLD_SIZE",
+    HOROVOD.replace("SIZE=2", "SIZE=4", 1): "HOROVOD_SIZE=4 without MASTER_ADDR, MASTER_PORT,",
+    "NODE_RANK=0": "NODE_RANK=0 without WORLD_SIZE.*RANK=0 WORLD_SIZE=1",
+    "GROUP_RANK=1": "GROUP_RANK=1 without WORLD_SIZE",
+    "GLOBAL_RANK=2": "GLOBAL_RANK=2 without WORLD_SIZE",
+    "SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_STEP_ID=0": "srun set SLURM_NTASKS=8 without LOCAL_RANK, MASTER_ADDR",
+    "SLURM_PROCID=3 SLURM_NTASKS=8": "srun set SLURM_NTASKS=8 without LOCAL_RANK, MASTER_ADDR",
+    "SLURM_PROCID=0 SLURM_STEP_ID=0": "srun set SLURM_PROCID=0 without WORLD_SIZE",
     # two that contradict each other
+    f"LOCAL_RANK=0 {OPEN_MPI}": "LOCAL_RANK=0 disagrees with OMPI_COMM_WORLD_LOCAL_RANK=1, which Open MPI's mpirun set",
+    f"LOCAL_RANK=0 {STEP} CUDA_VISIBLE_DEVICES=0,1": "LOCAL_RANK=0 disagrees with SLURM_LOCALID=1",
+    f"LOCAL_WORLD_SIZE=8 {OPEN_MPI}": "LOCAL_WORLD_SIZE=8 disagrees with OMPI_COMM_WORLD_LOCAL_SIZE=2",
+    f"RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=8 {ADDRESS}": "LOCAL_WORLD_SIZE=8: there are only WORLD_SIZE=2",
+    GIVEN.replace("LOCAL_RANK=1", "LOCAL_RANK=5"): "LOCAL_RANK=5: LOCAL_WORLD_SIZE=2 ranks are numbered 0 to 1",
     f"{STEP} {GIVEN.replace('RANK=5', 'RANK=1', 1)}": "RANK=1 disagrees with SLURM_PROCID=5, which srun set",
     f"{STEP} {GIVEN.replace('WORLD_SIZE=8', 'WORLD_SIZE=6', 1)}": "WORLD_SIZE=6 disagrees with SLURM_STEP_NUM_TASKS=8",
     f"{AGENTS} {GIVEN.replace('WORLD_SIZE=8', 'WORLD_SIZE=4', 1).replace('RANK=5', 'RANK=2', 1)}": (
@@ -148,6 +176,30 @@ def test_a_place_that_is_not_told_is_refused(environment: str, monkeypatch: pyte
     set_environment(monkeypatch, environment)
     with pytest.raises(ConfigurationError, match=WRONG[environment]):
         place_from_environment()
+
+
+@pytest.mark.parametrize(
+    ("told", "others"),
+    [
+        (STEP.replace("PROCID=5", "PROCID=0"), "SLURM_STEP_NUM_TASKS=8, which srun set"),
+        ("HOROVOD_RANK=0 HOROVOD_SIZE=2", "HOROVOD_SIZE=2, which horovodrun set"),
+        (f"{STEP} {AGENT}".replace("PROCID=5", "PROCID=0"), "SLURM_STEP_NUM_TASKS=8, which srun set"),
+        (STEP, None),  # one per job says it
+        ("SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0", None),
+        (f"{AGENT} PET_NNODES=1:4", None),
+        ("PMI_RANK=x", None),
+        (AGENT, None),
+    ],
+)
+def test_many_processes_that_are_to_run_alone_say_so_once(
+    told: str, others: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_environment(monkeypatch, f"RANK=0 WORLD_SIZE=1 {told}")
+    place._warn.cache_clear()
+    for _ in range(2):
+        assert place_from_environment() == Place(0, 0, 1)
+    warning = f"warning: RANK=0 WORLD_SIZE=1: each process runs alone, despite {others}"
+    assert capsys.readouterr().err.splitlines() == ([warning] if others else [])
 
 
 @pytest.mark.parametrize(
