@@ -5665,8 +5665,8 @@ MUTANTS = (
     Mutant(
         "a variable that a script does not set is taken as empty in a flag",
         "megalite/translation/shell.py",
-        "        if value is None:\n            return [self._unknown(",
-        '        if value is None:\n            return ["" for _ in "1"] or [self._unknown(',
+        "        if value is None:\n            return [self._unset(",
+        '        if value is None:\n            return ["" for _ in "1"] or [self._unset(',
         "tests/unit/test_translation_script.py::test_a_script_as_people_write_it",
     ),
     Mutant(
@@ -5700,8 +5700,8 @@ MUTANTS = (
     Mutant(
         "an array in quotes becomes one word",
         "megalite/translation/shell.py",
-        'return [" ".join(value)] if joined and part.quoted else value',
-        'return [" ".join(value)] if part.quoted else value',
+        'return [" ".join(value)] if joined and quoted else value',
+        'return [" ".join(value)] if quoted else value',
         "tests/unit/test_translation_script.py::test_words_are_those_of_bash",
     ),
     Mutant(

@@ -179,7 +179,7 @@ def _schedule(values: Mapping[str, Any], report: Report) -> None:
     name = values.get("scheduler.type")
     if name is None:
         return
-    if name not in _STYLES:
+    if not isinstance(name, str) or name not in _STYLES:
         report.refused.append(
             f"scheduler.type {shown(name)}: use --lr-decay-style (linear, cosine, constant, WSD, ...)"
         )

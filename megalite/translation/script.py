@@ -60,7 +60,7 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
     Raises:
         ConfigurationError: the text is not a shell script, or has no training command.
     """
-    if re.search("[\0\ue000\ue001]", text + "".join((variables or {}).values())):
+    if re.search("[\0\ue000-\ue002\ue100-\ue17f\ud800-\udfff]", text + "".join((variables or {}).values())):
         raise ConfigurationError("has characters that no shell script has")
     script = Script(variables or {})
     try:
