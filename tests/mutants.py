@@ -5760,6 +5760,22 @@ MUTANTS = (
         "$(JOBSET)",
         _PODS + "all_pods_of_an_attempt_and_no_others_share_a_file",
     ),
+    Mutant(
+        "a lasting cause of exit code 85 starts pods again without a limit",
+        "examples/kubernetes/jobset.yaml",
+        "              - action: Ignore # the pod was",
+        "              - action: Ignore\n"
+        "                onExitCodes: {containerName: rank, operator: In, values: [85]}\n"
+        "              - action: Ignore # the pod was",
+        "tests/kubernetes/test_manifests.py::test_exit_codes_decide_what_starts_again",
+    ),
+    Mutant(
+        "a pod in whose first second a stop comes waits to be killed",
+        "examples/kubernetes/trainjob.yaml",
+        "                  shareProcessNamespace: true",
+        "                  shareProcessNamespace: false",
+        "tests/kubernetes/test_manifests.py::test_pods_have_the_run_directory_memory_to_share_and_time_to_save",
+    ),
 )
 
 

@@ -39,6 +39,7 @@ def pods(manifests: dict[str, dict[str, Any]]) -> Pods:
     if "Job" in manifests:
         name, job = manifests["Job"]["metadata"]["name"], manifests["Job"]["spec"]
         service = manifests["Service"]
+        assert 20 < job["backoffLimit"] / job["completions"] < 1000
         assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
@@ -52,9 +53,10 @@ def pods(manifests: dict[str, dict[str, Any]]) -> Pods:
     job = copy.deepcopy(replicated["template"]["spec"])
     assert spec["network"]["publishNotReadyAddresses"]
     assert all(re.fullmatch(RULE_NAME, rule["name"]) for rule in spec["failurePolicy"]["rules"])
-    last = spec["failurePolicy"]["rules"][-1]
+    (last,) = spec["failurePolicy"]["rules"]  # all else restarts the JobSet, and counts
     assert (last["action"], last["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert job["backoffLimit"] == 0
+    assert 20 < spec["failurePolicy"]["maxRestarts"] < 1000
     count = owner["spec"]["trainer"]["numNodes"] if "TrainJob" in manifests else job["completions"]
     names = [f"{name}-{replicated['name']}-0-{index}.{name}" for index in range(count)]
     if "JobSet" in manifests:
@@ -76,6 +78,7 @@ def pods(manifests: dict[str, dict[str, Any]]) -> Pods:
     env = [{"name": key, "value": value} for key, value in variables.items()]
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container |= {"command": trainer["command"], "args": trainer["args"], "env": env}
+    container["resources"] = trainer["resourcesPerNode"]
     container["env"].append({"name": "PET_NODE_RANK", "valueFrom": index})
     return _pods(job | {"completions": count, "parallelism": count}, names, {})
 

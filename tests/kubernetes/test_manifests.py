@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_RESUMABLE
+from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, ended, metrics, words
 from tests.harness.job import Job, free_port
 from tests.kubernetes.pods import Pods, documents, pods
@@ -18,7 +18,8 @@ from tests.kubernetes.schemas import problems
 
 FOLDER = ROOT / "examples" / "kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
-ALONE = [path for path in FILES if path.name != "jobset_gpus.yaml"]
+JOBS = [path for path in FILES if path.name != "claim.yaml"]
+ALONE = [path for path in JOBS if path.name != "jobset_gpus.yaml"]
 """Manifests whose pods are one rank each; test_gpus.py has the other."""
 MAPS = {"requests", "limits", "selector", "labels", "annotations"}
 """Keys whose values are maps with any keys."""
@@ -27,6 +28,11 @@ FLAGS = (*MOCK, *GPT2, *words("--train-iters 2 --tp 2"))
 
 @pytest.fixture(params=FILES, ids=[path.name for path in FILES])
 def manifests(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    return documents(request.param)
+
+
+@pytest.fixture(params=JOBS, ids=[path.name for path in JOBS])
+def jobs(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     return documents(request.param)
 
 
@@ -66,11 +72,11 @@ def test_a_typo_in_any_key_and_a_value_of_another_type_are_found(manifests: dict
             typo, wrong_type = copy.deepcopy(manifest), copy.deepcopy(manifest)
             of_typo, of_type = holder(typo, path), holder(wrong_type, path)
             of_typo[f"{path[-1]}s"] = of_typo.pop(path[-1])
-            of_type[path[-1]] = 1.5
+            of_type[path[-1]] = [1.5]
             if not problems(typo):
                 missed.append(f"{kind}: a typo in {path}")
             if not problems(wrong_type):
-                missed.append(f"{kind}: 1.5 in {path}")
+                missed.append(f"{kind}: [1.5] in {path}")
     assert missed == []
 
 
@@ -128,22 +134,34 @@ def test_exit_codes_decide_what_starts_again(alone: dict[str, dict[str, Any]]) -
     assert made.job["podFailurePolicy"]["rules"] == [
         {"action": "FailJob", "onExitCodes": _codes(made, EXIT_CONFIGURATION, EXIT_FATAL)},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "Ignore", "onExitCodes": _codes(made, EXIT_RESUMABLE)},
-    ]
+    ]  # whatever else ends a pod counts, also EXIT_RESUMABLE: its cause may last
     assert made.job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def _gibibytes(size: str) -> int:
+    assert size.endswith("Gi")
+    return int(size.removesuffix("Gi"))
 
 
 def _codes(made: Pods, *codes: int) -> dict[str, Any]:
     return {"containerName": made.container["name"], "operator": "In", "values": list(codes)}
 
 
-def test_pods_have_the_run_directory_memory_to_share_and_time_to_save(manifests: dict[str, dict[str, Any]]) -> None:
-    made = pods(manifests)
+def test_deleting_a_job_deletes_no_checkpoints(jobs: dict[str, dict[str, Any]]) -> None:
+    assert "PersistentVolumeClaim" not in jobs
+
+
+def test_pods_have_the_run_directory_memory_to_share_and_time_to_save(jobs: dict[str, dict[str, Any]]) -> None:
+    made = pods(jobs)
     spec = made.job["template"]["spec"]
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in made.container["volumeMounts"]}
-    claim = manifests["PersistentVolumeClaim"]["metadata"]["name"]
-    assert mounts["/runs"]["persistentVolumeClaim"]["claimName"] == claim
-    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    claim = documents(FOLDER / "claim.yaml")["PersistentVolumeClaim"]
+    assert mounts["/runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    requests, shared = made.container["resources"]["requests"], mounts["/dev/shm"]["emptyDir"]
+    assert int(requests["cpu"]) >= made.container["resources"]["limits"]["nvidia.com/gpu"]
+    assert shared["medium"] == "Memory"
+    assert 0 < _gibibytes(shared["sizeLimit"]) < _gibibytes(requests["memory"])
+    assert spec["shareProcessNamespace"]  # so that the program's ID isn't 1
     assert made.container["args"][-4:] == ["--save", "/runs/run", "--resume", "auto"]
     assert spec["terminationGracePeriodSeconds"] >= 120
