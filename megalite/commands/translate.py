@@ -11,11 +11,12 @@ What only a shell can tell is asked for by its name (--set). Exit codes: 0, or 6
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -34,7 +35,33 @@ from megalite.lifecycle.failure import run_tool
 if TYPE_CHECKING:
     from megalite.translation.report import Report
 
-_MEETING_PLACE = ("node-rank", "master-addr", "master-port", "rdzv-id", "rdzv-backend", "rdzv-endpoint", "max-restarts")
+_KEPT = {
+    *(
+        "node-rank",
+        "master-addr",
+        "master-port",
+        "rdzv-id",
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-conf",
+        "max-restarts",
+    ),
+    *(
+        "local-addr",
+        "log-dir",
+        "redirects",
+        "tee",
+        "monitor-interval",
+        "start-method",
+        "role",
+        "local-ranks-filter",
+        "numa-binding",
+    ),
+    *("logs-specs", "event-log-handler", "signals-to-handle", "duplicate-stdout-filters"),
+}
+"""Options of torchrun that stay as they are."""
+_OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
+_STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
 _PROGRAM = "from megalite.commands.pretrain import command; command()"
 
 
@@ -62,6 +89,13 @@ def main() -> None:
     from megalite.translation.source import translate
 
     report = translate(arguments.file, _variables(arguments.set), arguments.ranks)
+    if (
+        report.per_node is None
+        and arguments.ranks
+        and arguments.ranks % (report.nodes or 1) == 0
+        and not report.missing
+    ):
+        report.per_node = arguments.ranks // (report.nodes or 1)
     world_size = report.world_size or arguments.ranks
     complete = report.whole and not report.refused and not report.missing
     together = _problems(report, world_size) if complete else []
@@ -77,7 +111,7 @@ def main() -> None:
     else:
         left = "without what is refused or needed" if wrong else "complete" if report.whole else "for any network"
         print(f"# the command, {left}:")
-        print(" \\\n    ".join(map(shlex.join, _command(report))))
+        print(_printed(report))
     if wrong:
         counts = f"{len(report.refused) + len(together)} refused and {len(report.missing)} needed"
         raise ConfigurationError(f"{arguments.file}: {counts}, as above" + "; nothing is run" * arguments.run)
@@ -117,35 +151,85 @@ def _check(report: Report, world_size: int | None) -> None:
             print(f"check: {line}")
 
 
-def _command(report: Report) -> list[list[str]]:
-    """Return the command that starts megalite as the file starts its program, in parts: one for each flag."""
+def _printed(report: Report) -> str:
+    """Return the command as a shell takes it; what is to be expanded within another shell is given to that one."""
+    before = report.launcher[: report.shell]
+    if not before or not _expanded(report):
+        return _joined(_command(report))
+    inner = _joined(_command(replace(report, launcher=report.launcher[report.shell :]), started=True))
+    return f"{_joined([before])} bash -c {shlex.quote(inner)}"
+
+
+def _joined(parts: Sequence[Sequence[str]]) -> str:
+    return " \\\n    ".join(" ".join(map(_quoted, part)) for part in parts)
+
+
+def _quoted(word: str) -> str:
+    """Return a word in quotes that leave to a shell what it is to expand, between marks in the word."""
+    pieces = re.split("\ue000(.*?)\ue001", word)
+    if len(pieces) == 1:
+        return shlex.quote(word)
+    escaped = [piece if at % 2 else re.sub(r'([\\"$`])', r"\\\1", piece) for at, piece in enumerate(pieces)]
+    return f'"{"".join(escaped)}"'
+
+
+def _expanded(report: Report) -> list[str]:
+    """Return the words that a shell is to expand."""
+    return [word for word in (*report.launcher, *report.environment.values()) if "\ue000" in word]
+
+
+def _command(report: Report, *, started: bool = False) -> list[list[str]]:
+    """Return the command that starts megalite as the file starts its program, in parts: one for each flag.
+
+    Args:
+        started: whether another command starts one process for each rank.
+    """
     environment = [f"{name}={value}" for name, value in report.environment.items()]
     flags = [[f"--{flag}", *values] for flag, values in flag_groups(report.flags)]
     names = [PurePath(word).name for word in report.launcher]
-    start = next((at for at, name in enumerate(names) if name.startswith(("torchrun", "python", "deepspeed"))), 0)
-    tasks = report.launcher[:start] if {"srun", "mpirun", "mpiexec"} & set(names[:start]) else ()
+    start = next((at for at, name in enumerate(names) if name.startswith(_STARTS)), 0)
+    tasks = report.launcher[:start] if {"srun", "mpirun", "mpiexec", "numactl"} & set(names[:start]) else ()
     before = [*(["env", *environment] if environment else []), *tasks]
     by_torch = any(name.startswith(("torch", "deepspeed", "accelerate")) for name in names)
-    if (tasks and not by_torch) or (report.world_size or 1) == 1:
+    given, kept = _options_of_torchrun(report.launcher[start:] if by_torch else ())
+    by_tasks = (started or {"srun", "mpirun", "mpiexec"} & set(names[:start])) and not by_torch
+    count = [str(report.per_node)] if report.per_node else given.get("nproc-per-node", [])
+    if by_tasks or report.world_size == 1 or not count:
         return [[*before, "megalite-pretrain"], *flags]
-    nodes = ["--nnodes", str(report.nodes)] if report.nodes else []
-    places = [*nodes, "--nproc-per-node", str(report.per_node), *_meeting_place(report.launcher)]
+    nodes = [str(report.nodes)] if report.nodes else []
+    if ":" in "".join(given.get("nnodes", [])):  # MIN:MAX
+        nodes = given["nnodes"]
+    places = [*(["--nnodes", *nodes] if nodes else []), "--nproc-per-node", *count, *kept]
     return [[*before, "torchrun", *places, "--no-python", "megalite-pretrain"], *flags]
 
 
-def _meeting_place(launcher: Sequence[str]) -> list[str]:
-    """Return the options of torchrun that say where its processes meet, as the file has them."""
-    kept: list[str] = []
+def _options_of_torchrun(launcher: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the numbers that options of a launcher give, and the options that stay as they are."""
+    given, kept = dict[str, list[str]](), list[str]()
     for at, word in enumerate(launcher):
         option, equals, value = word.partition("=")
-        if option.lstrip("-").replace("_", "-") in _MEETING_PLACE:
-            kept += [option.replace("_", "-"), value if equals else "".join(launcher[at + 1 : at + 2])]
-    return kept
+        name = option.lstrip("-").replace("_", "-")
+        name = _OF_ACCELERATE.get(name, name)
+        values = [value] if equals else [*launcher[at + 1 : at + 2]]
+        if not option.startswith("-"):
+            continue
+        if name in ("nnodes", "nproc-per-node"):
+            given[name] = values
+        elif name in _KEPT:
+            kept += [f"--{name}", *values]
+        elif name == "standalone":
+            kept.append("--standalone")
+    return given, kept
 
 
 def _run(report: Report, ranks: int | None) -> None:
     """Run the translated command on this machine, without a shell."""
     count = report.world_size or ranks or 1
+    if words := _expanded(report):
+        texts = re.sub("[\ue000\ue001]", "", " ".join(words))
+        raise ConfigurationError(
+            f"--run: only a shell can tell {texts}: give --set NAME=VALUE, or run the command in one"
+        )
     if (report.nodes or 1) > 1:
         raise ConfigurationError(f"--run: the file is for {report.nodes} nodes: start the command on each of them")
     program = [sys.executable, "-c", _PROGRAM, *report.flags]

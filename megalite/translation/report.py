@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import flag_of
+from megalite.config.megatron_flags import tables
 from megalite.config.parse import settle
+from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
 
 _QUOTED = re.compile(r"(['\"])(.*)\1", re.DOTALL)
@@ -38,7 +40,8 @@ class Report:
         nodes: number of nodes, if the file says it.
         per_node: number of ranks on a node, if the file says it.
         whole: whether the file has all flags of a run.
-        launcher: words of the command before the program.
+        launcher: words of the command before the program. What a shell is to expand is between two marks.
+        shell: number of these words that start the shell which expands the others.
         environment: variables to set.
     """
 
@@ -53,6 +56,7 @@ class Report:
     per_node: int | None = None
     whole: bool = False
     launcher: tuple[str, ...] = ()
+    shell: int = 0
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -65,15 +69,18 @@ class Report:
         for flag, values in flag_groups(argv):
             plain = [_QUOTED.sub(r"\2", value) if _QUOTED.fullmatch(value) else value for value in values]
             given = " ".join([f"--{flag}", *values] if flag else values)
+            needs = re.compile(f"--{'[-_]'.join(map(re.escape, flag.split('-')))} needs ")
+            needed = [line for line in self.missing if needs.search(line)]
             try:
                 fields, note = settle(flag, plain)
             except ConfigurationError as error:
+                name = tables()["aliases"].get(flag, flag).replace("-", "_")
+                if needed and (name in fields_by_name() or name.removeprefix("no_") in fields_by_name()):
+                    continue  # the value is not known yet
                 self.refused += str(error).splitlines()
                 fields, note = {}, "refused"
             else:
                 self.idle += [note] if note and not fields else []
-            needs = re.compile(f"--{'[-_]'.join(map(re.escape, flag.split('-')))} needs ")
-            needed = [line for line in self.missing if needs.search(line)]
             if note and not fields and needed:  # without it nobody needs to know the value
                 self.missing = [line for line in self.missing if line not in needed]
             elif note != "refused":

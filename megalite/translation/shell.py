@@ -33,16 +33,27 @@ _CHANGING = ("read", "mapfile", "readarray", "getopts", "let")
 _SHELL = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
 _BODIES = ("word", "compound_statement", "subshell", "test_command", "if_statement")
 _QUOTE = re.compile(r"['\"\\]")
+_EXPANDS = re.compile(r"\$[A-Za-z_]\w*|\$\{[^}]*\}|\$\((?!\().*\)|`.*`", re.ASCII)
+_NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
+_OF_NO_RUN = re.compile(
+    r"(.*/)?(activate|\.?bashrc|\.?(bash_)?profile|(conda|setvars|modules?)\.sh)|/etc/.*", re.DOTALL
+)
+"""Files that scripts source for their programs, and not for settings of a run."""
 
 
 @dataclass
 class Unknown:
-    """Value that only a shell can tell: its text in the script, and the variable that could be given for it."""
+    """Value that only a shell can tell: its text in the script, and the variable that could be given for it.
+
+    Attributes:
+        expands: whether any shell would expand the text, since it is whole and needs nothing that the script sets.
+    """
 
     text: str
     line: int
     name: str | None = None
     unset: bool = False
+    expands: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Script:
         self._unknowns: list[Unknown] = []
         self._before: tuple[str, ...] = ()
         self._uncertain: int | None = None
-        self._shifted = 0
+        self._shifted, self._sourced = 0, False
         self._steps, self._work, self._calls = 0, 0, 0
 
     def read(self, text: str, line: int | None = None) -> None:
@@ -107,8 +118,17 @@ class Script:
         """Return a word with the script's own text in place of what is not known."""
         return _MARK.sub(lambda found: self._unknowns[int(found[1])].text, text)
 
+    def for_a_shell(self, text: str) -> str:
+        """Return a word with what a shell is to expand between two marks."""
+        return _MARK.sub(lambda found: f"\ue000{self._unknowns[int(found[1])].text}\ue001", text)
+
     def _unknown(self, text: str, line: int, name: str | None = None, *, unset: bool = False) -> str:
-        self._unknowns.append(Unknown(" ".join(visible(self.shown(text)).split())[:80], line, name, unset))
+        whole = visible(self.shown(text))
+        short = " ".join(whole.split())[:80]
+        names = _NAME.findall(re.sub("'[^']*'", "", whole))
+        known = any(not each.isidentifier() or each in self._variables for each in names)
+        expands = short == whole and _EXPANDS.fullmatch(whole) is not None and not known and not _MARK.search(text)
+        self._unknowns.append(Unknown(short, line, name, unset, expands))
         return f"\ue000{len(self._unknowns) - 1}\ue001"
 
     # ------------------------------------------------------------------------------------------------ commands
@@ -286,6 +306,9 @@ class Script:
             self._shifted += int(fields[1]) if fields[1:] and fields[1].isdecimal() and len(fields[1]) < 4 else 1
         elif name in (".", "source"):
             self.notes.append(f"line {line}: {self.shown(' '.join(fields[:2]))} is not read; --set gives what it sets")
+            if not _OF_NO_RUN.fullmatch("".join(fields[1:2])):
+                self._sourced = True
+                self._change(" ".join(name for name in self._variables if name.isidentifier()), line)
         elif name in self._functions and self._calls < _MOST_CALLS:
             return self._call(self._functions[name], fields[1:])
         else:
@@ -485,6 +508,8 @@ class Script:
         elif index not in (None, "@", "*", "0"):
             return [self._unknown(node.text, line)]
         if operator is not None:
+            if value is None and self._sourced:
+                return [self._unset(name, line)]
             empty = value is None or (operator.startswith(":") and value in ("", [], [""]))
             if operator[-1] == "+" and empty:
                 value = ""
@@ -503,7 +528,8 @@ class Script:
         return [" ".join(value)] if joined and quoted else value
 
     def _unset(self, name: str, line: int) -> str:
-        return self._unknown(f"${name}", line, name if name[0].isalnum() or name[0] == "_" else None, unset=True)
+        known = name if name[0].isalnum() or name[0] == "_" else None
+        return self._unknown(f"${name}", line, known, unset=not self._sourced)
 
     def _look_up(self, name: str) -> str | list[str] | None:
         """Return the value of a variable, or of an argument of the script; None if it is not set."""

@@ -20,10 +20,10 @@ from megalite.translation.shell import LARGEST
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 _KEPT_ENVIRONMENT = re.compile(
-    r"CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS|PYTORCH(_CUDA)?_ALLOC_CONF|NCCL_(DEBUG|ALGO|PROTO|SOCKET_IFNAME)"
-    r"|NCCL_(IB|P2P|NVLS|CUMEM)_\w+"
+    r"CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(LOCAL_)?RANK|WORLD_SIZE"
+    r"|(NCCL|GLOO|TORCH|PYTORCH)_(?!\w*(PLUGIN|PATH|DIR|FILE|AUTOLOAD|NCCL_NET))\w+"
 )
-"""Variables that megalite's own libraries read, and that load no code."""
+"""Variables that megalite's own libraries read, and that name no file and load no code."""
 
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
@@ -70,10 +70,10 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
     if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
         return _from_yaml(_read_yaml(text), variables)
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
-    return _from_launch(read_script(text, own | dict(variables)))
+    return _from_launch(read_script(text, own | dict(variables)), ranks)
 
 
-def _from_launch(launch: Launch) -> Report:
+def _from_launch(launch: Launch, ranks: int | None) -> Report:
     report = Report(
         notes=list(launch.notes),
         missing=list(launch.problems),
@@ -81,23 +81,32 @@ def _from_launch(launch: Launch) -> Report:
         per_node=launch.processes_per_node,
         whole=True,
         launcher=launch.launcher,
+        shell=launch.shell,
     )
+    if launch.uncounted and ranks and "--ranks" in launch.uncounted and ranks % (launch.nodes or 1) == 0:
+        report.per_node = ranks // (launch.nodes or 1)
+    elif launch.uncounted:
+        report.missing.insert(0, launch.uncounted)
     program = PurePath(launch.program).name
     if _OTHER_MODELS.fullmatch(program):
         report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")
     elif program not in ("pretrain_gpt.py", "megalite-pretrain"):
         report.notes.append(f"the flags of {program} are taken to be those of pretrain_gpt.py")
-    _add_environment(launch.environment, report)
+    _add_environment(launch.environment, report, launch.unclear)
     report.add_megatron(launch.argv)
     return report
 
 
-def _add_environment(environment: Mapping[str, str], report: Report) -> None:
+def _add_environment(environment: Mapping[str, str], report: Report, unclear: Mapping[str, str] | None = None) -> None:
+    left = [name for name in environment if not _KEPT_ENVIRONMENT.fullmatch(name)]
+    if left:
+        report.notes.append(f"not kept: {', '.join(left)}; set what your machine needs of them yourself")
     for name, value in environment.items():
         if _KEPT_ENVIRONMENT.fullmatch(name):
-            report.environment[name] = value
-        else:
-            report.idle.append(f"{name}: a variable that no part of megalite reads")
+            if unclear and name in unclear:
+                report.missing.append(unclear[name])
+            else:
+                report.environment[name] = value
 
 
 def _read_yaml(text: str) -> dict[str, Any]:

@@ -50,15 +50,15 @@ def test_the_command_and_the_report(
     assert report.splitlines()[:4] == [
         "accepted: 15 flags as given",
         "changed: --disable-bias-linear -> --no-add-bias-linear",
-        "no effect: LD_PRELOAD: a variable that no part of megalite reads",
         "no effect: --use-mcore-models: already so, the model has one implementation",
+        "note: not kept: LD_PRELOAD; set what your machine needs of them yourself",
     ]
     assert "check: ranks: 8, as the file says; the layout needs 4 or a multiple" in report
     assert "check: global batch: 16 = micro-batch 2 x 4 x 2 data-parallel ranks" in report
     assert "check: tokens per step: 128" in report
     assert command.startswith(
-        "env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes 2 --nproc-per-node 4 --master-addr '$MASTER_ADDR' "
-        "--node-rank '$RANK' --no-python megalite-pretrain \\\n    --num-layers 4 \\\n"
+        'env CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes 2 --nproc-per-node 4 --master-addr "$MASTER_ADDR" '
+        '--node-rank "$RANK" --no-python megalite-pretrain \\\n    --num-layers 4 \\\n'
     )
     assert command.endswith("    --disable-bias-linear \\\n    --swiglu\n")
 
@@ -152,6 +152,125 @@ def test_the_launcher_is_kept(
 ) -> None:
     report = Report(launcher=launcher, nodes=nodes, per_node=per_node)
     assert [" ".join(part) for part in translate._command(report)] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line", "command"),
+    [
+        ("torchrun --nproc_per_node gpu", "--nproc-per-node gpu is not a", "torchrun --nproc-per-node gpu --no-python"),
+        (
+            "torchrun --nproc_per_node=$GPUS",
+            "--nproc-per-node $GPUS in line 1 is",
+            'torchrun --nproc-per-node "$GPUS" --no',
+        ),
+        (
+            "torchrun --nproc_per_node=$(nvidia-smi -L|wc -l)",
+            "--nproc-per-node $(nvidia-smi -L|wc -l) in line 1",
+            'torchrun --nproc-per-node "$(nvidia-smi -L|wc -l)" --no-python',
+        ),
+        ("deepspeed --include localhost:0,1,2,3", "--nproc-per-node: deepspeed is not told", "megalite-pretrain"),
+        ("accelerate launch", "--nproc-per-node: accelerate is not told", "megalite-pretrain"),
+        ("mpirun --hostfile hosts python", "--nproc-per-node: mpirun is not told", "mpirun --hostfile hosts megalite"),
+    ],
+)
+def test_an_unknown_number_of_ranks_is_asked_for(
+    launcher: str,
+    line: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = f"{launcher} pretrain_gpt.py {SIZES} {COURSE} {DATA}"
+    out, error = run(tmp_path, monkeypatch, capsys, text)
+    assert f"needed: {line}" in out
+    assert f"or needed:\n{command}" in out
+    assert error.endswith("0 refused and 1 needed, as above")
+    out, error = run(tmp_path, monkeypatch, capsys, text, "--ranks", "8")
+    assert error == ""
+    ranks = "" if "mpirun" in launcher else "torchrun --nproc-per-node 8 --no-python megalite-pretrain"
+    assert f"complete:\n{ranks}" in out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        (
+            "torchrun --standalone --rdzv-conf a=1,b=2 --nnodes 2:4 --nproc_per_node 2",
+            "torchrun --nnodes 2:4 --nproc-per-node 2 --standalone --rdzv-conf a=1,b=2 --no-python",
+        ),
+        ("numactl -N 3 torchrun --nproc_per_node=2", "numactl -N 3 torchrun --nproc-per-node 2 --no-python"),
+        (
+            "srun accelerate launch --num_machines 2 --num_processes 4 --machine_rank 1",
+            "srun torchrun --nnodes 2 --nproc-per-node 2 --node-rank 1 --no-python",
+        ),
+        (
+            "torchrun --nproc-per-node 2 --node-rank $NODE_RANK --rdzv-endpoint $(head -1 hosts):29500",
+            'torchrun --nproc-per-node 2 --node-rank "$NODE_RANK" --rdzv-endpoint "$(head -1 hosts):29500" --no-python',
+        ),
+        (
+            "export MASTER_ADDR=$(hostname -I | awk '{print $1}')\ntorchrun --nproc-per-node 2",
+            "env \"MASTER_ADDR=$(hostname -I | awk '{print $1}')\" torchrun --nproc-per-node 2 --no-python",
+        ),
+        (
+            "export CUDA_VISIBLE_DEVICES=1,2 GLOO_SOCKET_IFNAME=e0\ntorchrun --nproc-per-node 2",
+            "env CUDA_VISIBLE_DEVICES=1,2 GLOO_SOCKET_IFNAME=e0 torchrun --nproc-per-node 2 --no-python",
+        ),
+    ],
+)
+def test_what_the_launcher_says_is_kept_for_the_shell(
+    launcher: str,
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = f"{launcher} pretrain_gpt.py {SIZES} {COURSE} {DATA}"
+    out, error = run(tmp_path, monkeypatch, capsys, text)
+    assert error == ""
+    assert f"complete:\n{command} megalite-pretrain" in out
+    if "$" in launcher:
+        _, error = run(tmp_path, monkeypatch, capsys, text, "--run")
+        assert error.startswith("--run: only a shell can tell ")
+
+
+def test_a_shell_on_each_node_expands_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"torchrun --nproc-per-node 2 --node-rank $SLURM_NODEID pretrain_gpt.py {SIZES} {COURSE} {DATA}"
+    out, error = run(tmp_path, monkeypatch, capsys, f"srun -N 2 bash -c '{line}'")
+    assert error == ""
+    assert 'srun -N 2 bash -c \'torchrun --nnodes 2 --nproc-per-node 2 --node-rank "$SLURM_NODEID" --no-' in out
+
+
+@pytest.mark.parametrize(
+    ("launcher", "need"),
+    [
+        ("torchrun --nproc-per-node 2 --node-rank $1", "line 1: --node-rank needs $1, which the script does not set"),
+        ("torchrun $DISTRIBUTED", "line 1: the launcher needs $DISTRIBUTED, which the script does not set"),
+        ("A=$(date)\nB=$(host $A)\ntorchrun --rdzv-id $B", "line 2: --rdzv-id needs $(host $A): give --set B="),
+    ],
+)
+def test_what_no_other_shell_can_expand_is_asked_for(
+    launcher: str,
+    need: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, error = run(tmp_path, monkeypatch, capsys, f"{launcher} pretrain_gpt.py {SIZES} {COURSE} {DATA}")
+    assert f"needed: {need}" in out
+    assert error.endswith("0 refused and 1 needed, as above")
+
+
+@pytest.mark.parametrize("flag", ["--num-layers", "--micro-batch-size", "--optimizer", "--lr", "--bf16"])
+def test_an_unknown_value_is_needed_by_any_flag(
+    flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f"torchrun pretrain_gpt.py {SIZES} {COURSE} {DATA} {flag} $V"
+    out, error = run(tmp_path, monkeypatch, capsys, text)
+    assert f"needed: line 1: {flag} needs $V, which the script does not set: give --set V=VALUE" in out
+    assert error.endswith("0 refused and 1 needed, as above")
 
 
 def test_a_variable_needs_a_name() -> None:

@@ -93,6 +93,8 @@ def test_what_the_script_does_not_set_can_be_given(variables: dict[str, str]) ->
             "line 2: --save needs $X, which depends on line 2: give --set X=VALUE",
         ),
         ("X={a,b}", "line 1: --save needs {a,b}: give --set X=VALUE"),
+        ("X=1\nsource conf.sh", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        (". conf.sh\nX=${X:-2}", "line 2: --save needs $X: give --set X=VALUE"),
     ],
 )
 def test_what_only_a_shell_can_tell_is_told_with_its_line(text: str, problem: str) -> None:
@@ -149,6 +151,8 @@ def test_what_reaches_no_flag_is_no_problem() -> None:
         ('A=1\nif [[ abc == "*b*" ]]; then A=2; fi', "1"),
         ("A=1; unset A; A=${A:-2}", "2"),
         ("case $NOT_SET in x) A=1 ;; *) A=2 ;; esac", "2"),
+        ("A=1; source venv/bin/activate", "1"),
+        ("A=1; source conf.sh; A=2", "2"),
         ("cat <<EOF\nA=0\nEOF\nA=1", "1"),
     ],
 )
@@ -179,6 +183,14 @@ def test_scripts_within_scripts_are_followed() -> None:
         ("deepspeed --num_nodes 2 --num_gpus 8", (2, 8)),
         ("accelerate launch --num_machines 2 --num_processes 16", (2, 8)),
         ("mpirun -np 4 python", (None, 4)),
+        ("mpirun -np 8 -N 4 python", (None, 4)),
+        ("torchrun", (None, 1)),
+        ("numactl -N 3 torchrun --nproc_per_node=2", (None, 2)),
+        ("#SBATCH --nodes=2 --ntasks-per-node=1\nsrun accelerate launch --num_machines 2 --num_processes 16", (2, 8)),
+        ("#SBATCH --nodes=2 --ntasks-per-node=8\nsrun python", (2, 8)),
+        ("#SBATCH --nodes=2 --ntasks-per-node=8\npython", (None, None)),
+        ("accelerate launch --num_machines 2 --num_processes 15", (2, None)),
+        ("torchrun --nnodes $N --nproc-per-node 2", (None, None)),
         ("python", (None, None)),
     ],
 )
