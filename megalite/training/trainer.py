@@ -214,8 +214,8 @@ class Trainer:
         whole, rest = divmod(batch_size, self.config.training.micro_batch_size * self.mesh.size("dp"))
         if rest:
             raise ConfigurationError(
-                f"--step-batch-size-schedule: the size {batch_size}, of the step at {self.consumed_samples} samples, is "
-                f"not a multiple of --micro-batch-size {self.config.training.micro_batch_size} x "
+                f"--step-batch-size-schedule: the size {batch_size}, of the step at {self.consumed_samples} samples, "
+                f"is not a multiple of --micro-batch-size {self.config.training.micro_batch_size} x "
                 f"{self.mesh.size('dp')} data-parallel ranks: begin with fewer ranks"
             )
         return whole
