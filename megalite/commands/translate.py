@@ -35,30 +35,11 @@ from megalite.lifecycle.failure import run_tool
 if TYPE_CHECKING:
     from megalite.translation.report import Report
 
-_KEPT = {
-    *(
-        "node-rank",
-        "master-addr",
-        "master-port",
-        "rdzv-id",
-        "rdzv-backend",
-        "rdzv-endpoint",
-        "rdzv-conf",
-        "max-restarts",
-    ),
-    *(
-        "local-addr",
-        "log-dir",
-        "redirects",
-        "tee",
-        "monitor-interval",
-        "start-method",
-        "role",
-        "local-ranks-filter",
-        "numa-binding",
-    ),
-    *("logs-specs", "event-log-handler", "signals-to-handle", "duplicate-stdout-filters"),
-}
+_KEPT = re.compile(
+    "node-rank|master-addr|master-port|rdzv-id|rdzv-backend|rdzv-endpoint|rdzv-conf|max-restarts|local-addr|log-dir|"
+    "redirects|tee|monitor-interval|start-method|role|local-ranks-filter|numa-binding|logs-specs|event-log-handler|"
+    "signals-to-handle|duplicate-stdout-filters|duplicate-stderr-filters"
+)
 """Options of torchrun that stay as they are."""
 _OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
 _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
@@ -215,7 +196,7 @@ def _options_of_torchrun(launcher: Sequence[str]) -> tuple[dict[str, list[str]],
             continue
         if name in ("nnodes", "nproc-per-node"):
             given[name] = values
-        elif name in _KEPT:
+        elif _KEPT.fullmatch(name):
             kept += [f"--{name}", *values]
         elif name == "standalone":
             kept.append("--standalone")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,25 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 from megalite.translation.report import Report
 
+_ASKED = {
+    "train_batch_size": "--global-batch-size",
+    "gradient_accumulation_steps": "--global-batch-size",
+    "bf16.enabled": "--bf16 or --no-bf16",
+    "bfloat16.enabled": "--bf16 or --no-bf16",
+    "fp16.enabled": "--fp16 or --no-fp16",
+    "zero_optimization.stage": "--data-parallel-sharding-strategy",
+    "optimizer.type": "--optimizer",
+    "optimizer.params.betas": "--adam-beta1 and --adam-beta2",
+    "optimizer.params.momentum": "--sgd-momentum or --muon-momentum",
+    "optimizer.params.max_grad_norm": "--clip-grad",
+    "scheduler.type": "--lr-decay-style",
+    "scheduler.params.warmup_num_steps": "--lr-warmup-iters",
+    "scheduler.params.total_num_steps": "--lr-decay-iters",
+    "scheduler.params.warmup_max_lr": "--lr",
+    "scheduler.params.warmup_min_lr": "--lr-warmup-init",
+}
+"""Flags to give for keys that are translated by code."""
+_VERSION = "DeepSpeed 0.19's default"
 ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _OFF = "parameters and optimizer stay on the GPU: more ranks, or --exp-avg-dtype and --exp-avg-sq-dtype int8, take less"
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
@@ -32,22 +51,34 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     names = tables()
     values, report = _leaves(settings, {key for table in ("idle", "refused") for key in by_key(table)}), Report()
     for key, value in values.items():
-        if value == "auto":
-            flag = names["flags"].get(key) or {"train_batch_size": "--global-batch-size"}.get(key)
+        if value == "auto" and key not in by_key("idle"):
+            flag = names["flags"].get(key) or _ASKED.get(key)
             report.missing.append(
                 f'{key} is "auto", which another program fills in' + (f": give {flag}" if flag else "")
             )
-    values = {key: value for key, value in values.items() if value != "auto"}
-    for key, flag in names["flags"].items():
-        if key in values and not (key.startswith("fp16.") and not values.get("fp16.enabled", False)):
-            report.add(key, flag, _text(key, values[key]))
-    _batch(values, report, ranks)
-    _precision(values, report)
-    _sharding(values, report)
-    _optimizer(values, report)
-    _schedule(values, report)
-    _monitoring(values, report)
-    _others(values, report)
+    auto = {key for key, value in values.items() if value == "auto"}
+    values = {key: value for key, value in values.items() if value != "auto" or key in by_key("idle")}
+    scheduled = values.get("scheduler.params.warmup_max_lr") is not None and "WarmupCosine" not in str(
+        values.get("scheduler.type", "WarmupCosine")
+    )
+    if scheduled and "optimizer.params.lr" in values:
+        report.idle.append(
+            f"optimizer.params.lr {shown(values.pop('optimizer.params.lr'))}: warmup_max_lr is what trains"
+        )
+    steps: list[Callable[[], None]] = [
+        partial(_number, values, report, key, flag)
+        for key, flag in names["flags"].items()
+        if key in values and not (key.startswith("fp16.") and not values.get("fp16.enabled", False))
+    ]
+    steps += [partial(_batch, values, report, ranks)]
+    steps += [partial(step, values, report) for step in (_precision, _sharding)]
+    steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, _schedule)]
+    steps += [partial(step, values, report) for step in (_monitoring, _others)]
+    for step in steps:  # a bad value does not hide what the others say
+        try:
+            step()
+        except ConfigurationError as error:
+            report.refused += str(error).splitlines()
     return report
 
 
@@ -80,6 +111,18 @@ def _text(key: str, value: Any, kind: Callable[[Any], bool] = lambda value: True
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 
+def _number(values: Mapping[str, Any], report: Report, key: str, flag: str) -> None:
+    report.add(key, flag, _text(key, values[key]))
+
+
+def _on(values: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Return whether something is on. Raises ConfigurationError if the value is not true or false."""
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigurationError(f"{key} is {shown(value)}: expected true or false")
+    return default if value is None else value
+
+
 def _whole(values: Mapping[str, Any], key: str) -> int | None:
     """Return a whole number above 0, or None if it is not given."""
     if key not in values:
@@ -92,9 +135,13 @@ def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None
     micro, steps = _whole(values, "train_micro_batch_size_per_gpu"), _whole(values, "gradient_accumulation_steps")
     if total and micro and not steps and ranks and total % (micro * ranks) == 0:
         steps = total // (micro * ranks)
+    if total and not micro and not steps and "train_micro_batch_size_per_gpu" not in " ".join(report.missing):
+        steps = 1  # as DeepSpeed does
     if total and steps and not micro and ranks and total % (steps * ranks) == 0:
         micro = total // (steps * ranks)
         report.add("train_batch_size / gradient_accumulation_steps / ranks", "--micro-batch-size", str(micro))
+    if total and steps and not micro and "train_micro_batch_size_per_gpu" not in " ".join(report.missing):
+        report.missing.append(f"--micro-batch-size: {total} / {steps} / data-parallel ranks; give --ranks")
     product = (micro or 1) * (steps or 1)
     if total and micro and (total % product or (ranks and steps and total != product * ranks)):
         raise ConfigurationError(
@@ -114,12 +161,12 @@ def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None
 
 
 def _precision(values: Mapping[str, Any], report: Report) -> None:
-    bf16 = values.get("bf16.enabled") or values.get("bfloat16.enabled")
-    if bf16 and values.get("fp16.enabled"):
+    bf16, fp16 = _on(values, "bf16.enabled") or _on(values, "bfloat16.enabled"), _on(values, "fp16.enabled")
+    if bf16 and fp16:
         raise ConfigurationError("bf16.enabled and fp16.enabled contradict each other: turn one of them off")
     if bf16:
         report.add("bf16.enabled", "--bf16")
-    if values.get("fp16.enabled"):
+    if fp16:
         report.add("fp16.enabled", "--fp16")
         if values.get("fp16.loss_scale"):
             report.add("fp16.loss_scale", "--loss-scale", _text("fp16.loss_scale", values["fp16.loss_scale"]))
@@ -141,7 +188,7 @@ def _sharding(values: Mapping[str, Any], report: Report) -> None:
         raise ConfigurationError(f"zero_optimization.stage is {shown(stage)}: expected 0, 1, 2 or 3")
     if stage:
         report.add(f"zero_optimization.stage {stage}", "--data-parallel-sharding-strategy", ZERO_STAGES[stage])
-    if values.get("zero_optimization.overlap_comm"):
+    if _on(values, "zero_optimization.overlap_comm"):
         report.add("zero_optimization.overlap_comm", "--overlap-grad-reduce")
     if (size := values.get("zero_optimization.mics_shard_size", -1)) not in (-1, 0):
         report.refused.append(
@@ -152,7 +199,7 @@ def _sharding(values: Mapping[str, Any], report: Report) -> None:
             report.refused.append(f"zero_optimization.offload_{part} to {shown(device)}: {_OFF}")
 
 
-def _optimizer(values: Mapping[str, Any], report: Report) -> None:
+def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:
     if "optimizer.type" in values:
         name = str(values["optimizer.type"])
         if name.lower() not in _OPTIMIZERS:
@@ -160,13 +207,18 @@ def _optimizer(values: Mapping[str, Any], report: Report) -> None:
             return
         rule = _OPTIMIZERS[name.lower()]
         report.add(f"optimizer.type {name}", "--optimizer", rule)
-        if values.get("optimizer.params.bias_correction") is False:
+        if not _on(values, "optimizer.params.bias_correction", default=True):
             report.refused.append("optimizer.params.bias_correction false: moments are always corrected here")
-        if values.get("optimizer.params.adam_w_mode") is False:
+        if not _on(values, "optimizer.params.adam_w_mode", default=True):
             report.refused.append("optimizer.params.adam_w_mode false: weight decay does not enter the gradient here")
         if "optimizer.params.momentum" in values and rule != "adam":
             momentum = _text("optimizer.params.momentum", values["optimizer.params.momentum"])
             report.add("optimizer.params.momentum", f"--{rule}-momentum", momentum)
+        for key, (flag, value) in _defaults(rule, values).items():
+            if f"optimizer.params.{key}" not in {*values, *auto}:
+                report.add(f"optimizer.params.{key}, {_VERSION}", flag, value)
+        if rule == "muon" and "optimizer.params.betas" not in {*values, *auto}:
+            report.add(f"optimizer.params.betas, {_VERSION}", "--adam-beta1", "0.9", "--adam-beta2", "0.95")
     betas = values.get("optimizer.params.betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
@@ -175,9 +227,34 @@ def _optimizer(values: Mapping[str, Any], report: Report) -> None:
         report.add("optimizer.params.betas", "--adam-beta1", first, "--adam-beta2", second)
 
 
-def _schedule(values: Mapping[str, Any], report: Report) -> None:
+def _defaults(rule: str, values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the flags and values of what DeepSpeed takes for keys that a file does not have."""
+    decay = "0.01" if rule == "adam" and _on(values, "optimizer.params.torch_adam") else "0"
+    found = {"weight_decay": ("--weight-decay", decay)}
+    if rule != "muon" and values.get("scheduler.params.warmup_max_lr") is None:
+        found["lr"] = ("--lr", "0.001")
+    if rule == "muon":
+        found |= {"eps": ("--adam-eps", "1e-10")}
+    if rule != "adam":
+        found["momentum"] = (f"--{rule}-momentum", "0" if rule == "sgd" else "0.95")
+    return found
+
+
+def _clipping(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:
+    key = "optimizer.params.max_grad_norm"
+    if key in values and "gradient_clipping" in values:
+        report.idle.append(f"{key}: gradient_clipping is given")
+    elif key in values:
+        report.add(key, "--clip-grad", _text(key, values[key]))
+    elif auto.isdisjoint(("gradient_clipping", key)) and "gradient_clipping" not in values:
+        report.add(f"gradient_clipping, {_VERSION} (earlier releases: 0)", "--clip-grad", "1")
+
+
+def _schedule(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:
     name = values.get("scheduler.type")
     if name is None:
+        if "optimizer.type" in values and "scheduler.type" not in auto:
+            report.add("no scheduler", "--lr-decay-style", "constant")
         return
     if not isinstance(name, str) or name not in _STYLES:
         report.refused.append(
@@ -186,21 +263,32 @@ def _schedule(values: Mapping[str, Any], report: Report) -> None:
         return
     report.add(f"scheduler.type {name}", "--lr-decay-style", _STYLES[name])
     params = {key.rpartition(".")[2]: value for key, value in values.items() if key.startswith("scheduler.params.")}
-    rate = values.get("optimizer.params.lr")
-    if rate is None and "warmup_max_lr" in params:
+    own = str(values.get("optimizer.type", "muon")).lower() != "muon" and "optimizer.params.lr" not in auto
+    rate = values.get("optimizer.params.lr", 0.001 if own else None)
+    if params.get("warmup_max_lr") is not None and name != "WarmupCosineLR":
         rate = params["warmup_max_lr"]
         report.add("scheduler.params.warmup_max_lr", "--lr", _text("warmup_max_lr", rate))
-    warmup = _whole(params, "warmup_num_steps") or 1000
-    report.add("scheduler.params.warmup_num_steps", "--lr-warmup-iters", str(warmup))
+    steps = 1000 if params.get("warmup_num_steps") is None else params["warmup_num_steps"]
+    warmup = max(2, int(_text("scheduler.params.warmup_num_steps", steps, lambda n: n >= 0 and n == int(n))))
+    if "scheduler.params.warmup_num_steps" not in auto:
+        report.add("scheduler.params.warmup_num_steps (2 at least)", "--lr-warmup-iters", str(warmup))
     if params.get("warmup_type", "log") != "linear":
-        report.changed.append("scheduler.params.warmup_type log -> the warm-up is linear here")
+        half = math.log(warmup / 2 + 1) / math.log(warmup)
+        report.changed.append(
+            f"scheduler.params.warmup_type log -> linear: other rates until step {warmup}, such as 50 % of --lr in the "
+            f"middle instead of {100 * half:.0f} %"
+        )
     if name != "WarmupLR":
-        if (total := _whole(params, "total_num_steps")) is None:
+        if "scheduler.params.total_num_steps" in auto:
+            pass
+        elif (total := _whole(params, "total_num_steps")) is None:
             report.missing.append("scheduler.params.total_num_steps: give --lr-decay-iters")
         else:
             report.add("scheduler.params.total_num_steps", "--lr-decay-iters", str(total))
-    ratio = params.get("cos_min_ratio", 0.0001) if name == "WarmupCosineLR" else 0.0
-    if rate is not None and name != "WarmupLR":
+    ratio = params.get("cos_min_ratio", 0.0001)
+    if name == "WarmupDecayLR":
+        report.add("the schedule's lowest rate", "--min-lr", _text("warmup_min_lr", params.get("warmup_min_lr", 0)))
+    elif rate is not None and name == "WarmupCosineLR":
         low = float(_text("cos_min_ratio", ratio)) * float(_text("lr", rate))
         report.add("the schedule's lowest rate", "--min-lr", _text("cos_min_ratio", low))
     start = params.get("warmup_min_lr", 0)
@@ -211,9 +299,9 @@ def _schedule(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _monitoring(values: Mapping[str, Any], report: Report) -> None:
-    if values.get("wall_clock_breakdown"):
+    if _on(values, "wall_clock_breakdown"):
         report.add("wall_clock_breakdown", "--timing-interval", str(_whole(values, "steps_per_print") or 10))
-    if values.get("tensorboard.enabled"):
+    if _on(values, "tensorboard.enabled"):
         parts = [str(values[key]) for key in ("tensorboard.output_path", "tensorboard.job_name") if values.get(key)]
         report.add("tensorboard", "--tensorboard-dir", "/".join(part.rstrip("/") for part in parts) or "tensorboard")
 

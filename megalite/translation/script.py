@@ -83,6 +83,10 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         raise ConfigurationError("its commands are nested too deeply to follow") from None
     found = [(command, at) for command in script.commands if (at := _program_at(command)) is not None]
     if not found:
+        titan = next((each for each in script.commands if "torchtitan.train" in each.words), None)
+        if titan:
+            why = "torchtitan's settings are in its TOML file or Python module: give them as flags (docs/flags.md)"
+            raise ConfigurationError(f"line {titan.line}: {why}")
         raise ConfigurationError(
             f"no command of its {len(script.commands)} starts a training program: expected a line such as "
             "torchrun pretrain_gpt.py --num-layers 24 ..."

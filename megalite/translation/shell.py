@@ -331,7 +331,7 @@ class Script:
 
     def _record(self, fields: list[str], own: Mapping[str, str], documents: Sequence[Node], line: int) -> None:
         """Record a command; follow the script that it gives to a shell, if any."""
-        environment = {n: v for n in self._exported if isinstance(v := self._variables.get(n), str)} | dict(own)
+        environment = {n: v for n in sorted(self._exported) if isinstance(v := self._variables.get(n), str)} | dict(own)
         names = [PurePath(field).name for field in fields]
         shell = next((at for at, name in enumerate(names) if name in ("bash", "sh")), len(fields))
         option = next((at for at in range(shell, len(fields)) if re.fullmatch(r"-[a-z]*c", fields[at])), len(fields))

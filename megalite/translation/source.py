@@ -152,11 +152,13 @@ def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Rep
 
 
 def _words(flag: str, value: Any, variables: Mapping[str, str], report: Report) -> list[str]:
-    """Return a flag of a test with its values: true means none, and lists are also written as "[a b]"."""
+    """Return a flag of a test with its values: true means none, false no flag; lists are also written as "[a b]"."""
     if not flag.startswith("--"):
         raise ConfigurationError(f"MODEL_ARGS: expected a flag such as --num-layers, got {shown(flag)}")
     if value is True or value is None:
         return [flag]
+    if value is False:
+        return []
     if isinstance(value, Mapping):
         raise ConfigurationError(f"MODEL_ARGS: {flag} has a mapping as its value")
     text = " ".join(map(str, value)) if isinstance(value, list) else str(value)

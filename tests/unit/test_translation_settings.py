@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ PLAIN: dict[str, Any] = {
         "params": {"warmup_num_steps": 100, "total_num_steps": 1000, "warmup_type": "linear", "cos_min_ratio": 0.1},
     },
 }
+
+
+LOGARITHMIC = {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
 
 
 def settings(**changes: Any) -> Report:
@@ -134,11 +138,14 @@ def test_what_changes_nothing_is_left_out(changes: dict[str, Any]) -> None:
         ({"fp16": {"enabled": True}}, None, "contradict each other"),
         ({"zero_optimization": {"stage": 4}}, None, "expected 0, 1, 2 or 3"),
         ({"gradient_clipping": float("nan")}, None, "gradient_clipping is nan"),
+        ({"bf16": {"enabled": "false"}}, None, "bf16.enabled is 'false': expected true or false"),
+        ({"zero_optimization": {"overlap_comm": "no"}}, None, "overlap_comm is 'no': expected true or false"),
     ],
 )
 def test_contradictions_are_errors(changes: dict[str, Any], ranks: int | None, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        deepspeed.translate(PLAIN | changes, ranks)
+    report = deepspeed.translate(PLAIN | changes, ranks)
+    assert any(re.search(message, line) for line in report.refused)
+    assert "--adam-beta1" in report.flags  # a bad value does not hide the rest
 
 
 @pytest.mark.parametrize(
@@ -152,6 +159,78 @@ def test_the_third_number_of_the_batch_follows(
     values = {name: value for name, value in zip(names, given, strict=True) if value is not None}
     config = parse_arguments([*NETWORK, "--lr", "1", *deepspeed.translate(values, ranks).flags]).config
     assert (config.training.micro_batch_size, config.training.global_batch_size) == (micro, batch)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags"),
+    [
+        ({"type": "Adam"}, "--weight-decay 0 --lr 0.001"),
+        ({"type": "AdamW", "params": {"lr": 1}}, "--weight-decay 0"),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, "--weight-decay 0.01 --lr 0.001"),
+        ({"type": "SGD", "params": {"lr": 1}}, "--weight-decay 0 --sgd-momentum 0"),
+        ({"type": "Muon"}, "--weight-decay 0 --adam-eps 1e-10 --muon-momentum 0.95 --adam-beta1 0.9 --adam-beta2 0.95"),
+    ],
+)
+def test_what_deepspeed_takes_for_absent_keys_is_said(optimizer: dict[str, Any], flags: str) -> None:
+    report = deepspeed.translate({"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}, None)
+    assert flags in " ".join(report.flags)
+    assert " ".join(report.flags).endswith("--clip-grad 1 --lr-decay-style constant")
+
+
+def test_the_code_that_makes_an_optimizer_sets_its_values() -> None:
+    values = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": "auto"}
+    assert deepspeed.translate(values, None).flags == ["--micro-batch-size", "1"]
+
+
+def test_the_norm_of_an_optimizer_clips_gradients() -> None:
+    values = {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}}
+    report = deepspeed.translate(values, None)
+    assert report.refused == []
+    assert report.flags[report.flags.index("--clip-grad") + 1] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "flags"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 0}}, "--lr 0.5 --lr-warmup-iters 2"),
+        (
+            {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.5, "total_num_steps": 9, "warmup_min_lr": 0.1}},
+            "--lr 0.5 --lr-warmup-iters 1000 --lr-decay-iters 9 --min-lr 0.1 --lr-warmup-init 0.1",
+        ),
+    ],
+)
+def test_the_rate_of_the_scheduler_trains(scheduler: dict[str, Any], flags: str) -> None:
+    report = settings(scheduler=scheduler)
+    assert report.refused == []
+    assert report.flags.count("--lr") == 1
+    assert flags in " ".join(report.flags)
+    assert "optimizer.params.lr 0.0001: warmup_max_lr is what trains" in report.idle
+
+
+def test_the_rates_of_a_logarithmic_warm_up_are_told() -> None:
+    (line,) = [line for line in settings(scheduler=LOGARITHMIC).changed if "warmup_type" in line]
+    assert line.endswith("other rates until step 100, such as 50 % of --lr in the middle instead of 85 %")
+
+
+def test_a_batch_without_a_micro_batch() -> None:
+    need = "--micro-batch-size: 64 / 1 / data-parallel ranks; give --ranks"
+    assert deepspeed.translate({"train_batch_size": 64}, None).missing == [need]
+    assert deepspeed.translate({"train_batch_size": 64}, 8).flags[:4] == [
+        "--micro-batch-size",
+        "8",
+        "--global-batch-size",
+        "64",
+    ]
+
+
+def test_each_automatic_value_names_its_flag() -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": "auto"}
+    missing = settings(
+        scheduler=scheduler, zero_optimization=zero, train_batch_size="auto", bf16={"enabled": "auto"}
+    ).missing
+    named = ("--global-batch-size", "--bf16 or --no-bf16", "--lr-warmup-iters", "--lr-decay-iters")
+    assert [line.partition("give ")[2] for line in missing[:4]] == list(named)
 
 
 def test_what_another_program_fills_in_is_asked_for() -> None:
@@ -215,6 +294,7 @@ ENV_VARS:
 MODEL_ARGS:
   --num-layers: 2
   --use-mcore-models: true
+  --swiglu: false
   --data-path: ${DATA_PATH}/a ${DATA_PATH}/b
   --recompute-modules: "[core_attn moe]"
   --moe-layer-freq: ([0]*1+[1]*1)
@@ -233,6 +313,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
     assert "--data-path /data/a /data/b" in text
     assert "--recompute-modules core_attn moe" in text
     assert report.flags[report.flags.index("--moe-layer-freq") + 1] == "([0]*1+[1]*1)"
+    assert "--swiglu" not in text
     assert len(report.idle) == 1
     assert report.notes == ["not kept: NVTE_FUSED_ATTN, LD_PRELOAD; set what your machine needs of them yourself"]
     assert translate(str(path), {}).missing == ["--data-path needs $DATA_PATH: give --set DATA_PATH=VALUE"] * 2
@@ -253,6 +334,11 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         ("deep.yaml", b"[" * 5000, "not YAML that can be translated"),
         ("nul.yaml", b"MODEL_ARGS:\n  --lr: \0\n", "not YAML that can be translated"),
         ("flag.yaml", b"MODEL_ARGS:\n  lr: 1\n", "expected a flag such as --num-layers, got 'lr'"),
+        (
+            "titan.sh",
+            b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
+            "line 1: torchtitan's settings",
+        ),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )
