@@ -89,7 +89,7 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
             raise ConfigurationError(f"line {titan.line}: {why}")
         raise ConfigurationError(
             f"no command of its {len(script.commands)} starts a training program: expected a line such as "
-            "torchrun pretrain_gpt.py --num-layers 24 ..."
+            "torchrun pretrain_gpt.py --num-layers 24 ..." + "".join(f"; {note}" for note in script.notes[:1])
         )
     found.sort(key=lambda each: -_likeness(*each))
     (command, at), *others = found
@@ -181,6 +181,8 @@ def _places(script: Script, words: Sequence[str]) -> tuple[int | None, int | Non
         own, per_node, processes = found(parts[inner], _INNER_NAMES)
         if own is not None and not (nodes and "SLURM" in script.shown(own)):
             nodes = own
+        if inner == "deepspeed":
+            nodes = nodes or _options(parts[inner]).get("hostfile")
         if inner in ("torchrun", "ft_launcher"):
             per_node = per_node or "1"
             nodes = re.sub(r"^\d+:(?=\d+$)", "", nodes or "") or None  # the most of MIN:MAX
@@ -194,7 +196,11 @@ def _places(script: Script, words: Sequence[str]) -> tuple[int | None, int | Non
             why = f"{flag} {script.shown(word)}" + (f" in line {unknown.line}" if unknown else "")
             ways = [f"--set {unknown.name}=VALUE"] if unknown and unknown.name else []
             ways += ["--ranks RANKS"] * (flag != "--nnodes")
-            return count, None, f"{why} is not a number that the script tells: give {' or '.join(ways)}"
+            return (
+                count,
+                None,
+                f"{why} is not a number that the script tells: give {' or '.join(ways) or 'it in the script'}",
+            )
     count = int(nodes) if nodes else None
     if per_node:
         return count, int(per_node), ""

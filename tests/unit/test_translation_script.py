@@ -191,6 +191,7 @@ def test_scripts_within_scripts_are_followed() -> None:
         ("#SBATCH --nodes=2 --ntasks-per-node=8\npython", (None, None)),
         ("accelerate launch --num_machines 2 --num_processes 15", (2, None)),
         ("torchrun --nnodes $N --nproc-per-node 2", (None, None)),
+        ("deepspeed --hostfile hosts --num_gpus 8", (None, None)),
         ("python", (None, None)),
     ],
 )
@@ -205,6 +206,7 @@ def test_nodes_and_processes_of_each_launcher(launcher: str, places: tuple[int |
         ("", "starts a training program"),
         ("echo torchrun pretrain_gpt.py --num-layers 2", "starts a training program"),
         ("python tools/preprocess_data.py --input x", "starts a training program"),
+        ("A='torchrun train.py'\nsource conf.sh\n$A", "line 2: source conf.sh is not read; --set gives"),
         ("echo 'open", 'line 1: not a shell script from " \'open" on'),
         ('\necho "open', "line 2: not a shell script from"),
         ("A=$(open", "line 1: not a shell script"),
