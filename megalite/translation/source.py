@@ -21,7 +21,7 @@ from megalite.translation.shell import LARGEST
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 _KEPT_ENVIRONMENT = re.compile(
     r"CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(LOCAL_)?RANK|WORLD_SIZE"
-    r"|(NCCL|GLOO|TORCH|PYTORCH)_(?!\w*(PLUGIN|PATH|DIR|FILE|AUTOLOAD|NCCL_NET))\w+"
+    r"|(NCCL|GLOO|TORCH|PYTORCH)_(?!\w*(PLUGIN|PATH|DIR|FILE|AUTOLOAD|NVCC))\w+"
 )
 """Variables that megalite's own libraries read, and that name no file and load no code."""
 
