@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import mul
 
 import torch
 import torch.nn.functional as F
@@ -191,8 +190,11 @@ def even_choices(logits: Sequence[Sequence[float]]) -> list[list[float]]:
     rows, columns = len(cost), len(cost[0]) if cost else 0
     d1, error = [1.0] * columns, 1.0
     while rows > 1 and error > 1e-4:
-        d0 = [1 / rows / (math.fsum(map(mul, row, d1)) + 1e-8) for row in cost]
-        new = [1 / columns / (math.fsum(map(mul, column, d0)) + 1e-8) for column in zip(*cost, strict=True)]
+        d0 = [1 / rows / (math.fsum(c * d for c, d in zip(row, d1, strict=True)) + 1e-8) for row in cost]
+        new = [
+            1 / columns / (math.fsum(c * d for c, d in zip(column, d0, strict=True)) + 1e-8)
+            for column in zip(*cost, strict=True)
+        ]
         error = math.fsum(abs(a - b) for a, b in zip(new, d1, strict=True)) / columns
         d1 = new
     return [[math.log(c * d) for c, d in zip(row, d1, strict=True)] for row in cost]
