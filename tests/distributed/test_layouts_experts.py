@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,16 @@ LAYOUTS: dict[str, Row] = {
 DATA: list[Row] = [{"padding": True}, {"drop_policy": "position"}, {"padded_experts": True, "padding": True}, {}]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", EXPERTS)
+def half_of(families: Iterable[str], others: Iterable[str]) -> list[object]:
+    """Return each pair for a test; every second one of a family is `slow`, another half for the next family."""
+    return [
+        pytest.param(a, b, marks=(pytest.mark.slow,) if (row + column) % 2 else (), id=f"{a}-{b}")
+        for row, a in enumerate(families)
+        for column, b in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(("family", "layout"), half_of(EXPERTS, LAYOUTS))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """The loads of a step decide the biases and the global balancing loss of the next ones."""
     turn = list(EXPERTS).index(family) + list(LAYOUTS).index(layout)
@@ -88,8 +97,7 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize("which", SAME_BITS)
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(("family", "which"), half_of(EXPERTS, SAME_BITS))
 def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> None:
     """Padding to the capacity changes the number of rows of a product, and so its bits: each way has its own.
 

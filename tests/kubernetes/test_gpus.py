@@ -194,7 +194,8 @@ def test_the_run_is_that_of_one_node_and_wrong_flags_end_all_pods_with_64(nodes:
     assert metrics(nodes.run) == metrics(torchrun)
 
 
-@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.wide), 1])
+@pytest.mark.wide
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_sigterm_to_one_pod_saves_and_ends_all_with_85(nodes: Nodes, torchrun: Path, stopped: int) -> None:
     nodes.hold.touch()
     nodes.start("--save-interval", "1000", program=PACED)
@@ -209,6 +210,7 @@ def test_sigterm_to_one_pod_saves_and_ends_all_with_85(nodes: Nodes, torchrun: P
     assert metrics(nodes.run) == metrics(torchrun)
 
 
+@pytest.mark.wide
 def test_a_rank_that_is_killed_ends_all_pods_with_85(nodes: Nodes) -> None:
     nodes.hold.touch()
     nodes.start(program=PACED)

@@ -153,9 +153,7 @@ def test_split_is_megatrons() -> None:
     assert parse_split("90%/10%") == parse_split("[90 10]") == [(0, 0.9), (0.9, 1.0), None]
 
 
-@pytest.mark.parametrize(
-    "split", ["", ",", "0,0", "0,1", "1,2,3,4", "a,b", "-1,2", "0.9.1,1", "1e2,1", "1_0", "nan"]
-)
+@pytest.mark.parametrize("split", ["", ",", "0,0", "0,1", "1,2,3,4", "a,b", "-1,2", "0.9.1,1", "1e2,1", "1_0", "nan"])
 def test_split_that_means_nothing_is_refused(split: str) -> None:
     with pytest.raises(ConfigurationError, match="--split"):
         parse_split(split)
