@@ -3809,7 +3809,7 @@ MUTANTS = (
     Mutant(
         "documents are masked though Megatron-LM would build no mask",
         "megalite/config/parse.py",
-        "data = replace(data, reset_attention_mask=False)",
+        "config = replace(config, data=replace(config.data, reset_attention_mask=False))",
         "pass",
         "tests/unit/test_config_megatron_flags.py::test_documents_are_not_masked_where_megatron_builds_no_mask",
     ),
@@ -3819,6 +3819,13 @@ MUTANTS = (
         "(fields | shorthands).items()",
         "(shorthands | fields).items()",
         "tests/unit/test_config_megatron_flags.py::test_the_order_of_flags_decides_nothing",
+    ),
+    Mutant(
+        "unused memory is returned only if more is asked for than it takes",
+        "megalite/training/trainer.py",
+        "if self.config.training.empty_unused_memory_level >= level:",
+        "if self.config.training.empty_unused_memory_level > level:",
+        "tests/distributed/test_trainer.py::test_unused_memory_is_returned_as_often_as_asked",
     ),
     Mutant(
         "an evaluation has the batches of training, whatever its own size",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.simulator import ScheduleError
 from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
@@ -138,6 +139,22 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     for micro_batches in range(1, BATCH + 1):
         assert len(trainer.schedules.training(micro_batches)) == 2 * micro_batches + 1
     assert len(trainer.schedules.evaluation(BATCH)) == BATCH
+
+
+@pytest.mark.parametrize(("level", "of_a_step", "of_an_evaluation"), [(0, 0, 0), (1, 1, 1), (2, 2, 1)])
+def test_unused_memory_is_returned_as_often_as_asked(
+    level: int, of_a_step: int, of_an_evaluation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[torch.device] = []
+    monkeypatch.setattr(device, "return_unused_memory", calls.append)
+    config = resolve(parse_arguments(f"{FLAGS} --empty-unused-memory-level {level}".split()).config, 1)
+    trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
+    assert trainer.data.valid is not None
+    with trainer.loader:
+        trainer.step()
+        assert len(calls) == of_a_step
+        trainer.evaluate(trainer.data.valid)
+    assert len(calls) == of_a_step + of_an_evaluation
 
 
 def unlike(fault: str, layout: str = "--pp 2") -> str:
