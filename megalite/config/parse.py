@@ -101,6 +101,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if given >= megatron_flags.MASKS_ARE_NOT_BUILT:
         why = "changes nothing, since --no-create-attention-mask-in-dataloader builds no mask (leave that one out)"
         notes.append(Note("--reset-attention-mask", why))
+        config = replace(config, data=replace(config.data, reset_attention_mask=False))
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
@@ -124,8 +125,6 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
     if by_tanh and (megatron_flags.NO_BIAS_GELU_FUSION in given or without_bias):
         model = replace(model, exact_gelu=True)
     data, training = config.data, config.training
-    if data.reset_attention_mask and set(given) >= megatron_flags.MASKS_ARE_NOT_BUILT:
-        data = replace(data, reset_attention_mask=False)
     if data.tokenizer_type is None and data.vocab_file is not None:  # Megatron-LM's default of pretrain_gpt.py
         data = replace(data, tokenizer_type="GPT2BPETokenizer")
     if training.recompute_num_layers is None and set(given).intersection(megatron_flags.ONE_LAYER_BY_DEFAULT):

@@ -91,8 +91,8 @@ class Trainer:
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
         self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
-        replicas = config.training.micro_batch_size * mesh.size("dp")
-        micro_batches = [size // replicas for size in self.batch_size.sizes if size % replicas == 0]
+        least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
+        micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes if size % least == 0]
         self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final
         evaluation = [self.num_micro_batches(self.evaluation_batch_size)]
         self.schedules.prove(training=micro_batches, evaluation=evaluation, mesh=mesh)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Set
-from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 from megalite.translation.report import Report
@@ -318,5 +318,4 @@ def _others(values: Mapping[str, Any], report: Report) -> None:
         elif key in refused:
             report.refused.append(f"{key}: {refused[key]}")
         elif key not in known:
-            near = get_close_matches(key, known, n=1)
-            report.refused.append(f"{key}: unknown key" + (f", did you mean {near[0]}?" if near else ""))
+            report.refused.append(f"{key}: unknown key{nearest(key, known)}")

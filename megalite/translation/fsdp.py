@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
+from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 from megalite.translation.deepspeed import by_key, tables
@@ -114,7 +114,5 @@ def _megatron(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _near(key: str) -> str:
-    near = get_close_matches(
-        key, [*tables()["accelerate"]["keys"].split(), *by_key("accelerate_idle"), "fsdp_sharding_strategy"], n=1
-    )
-    return f", did you mean {near[0]}?" if near else ""
+    known = [*tables()["accelerate"]["keys"].split(), *by_key("accelerate_idle"), "fsdp_sharding_strategy"]
+    return nearest(key, known)

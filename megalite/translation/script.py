@@ -124,11 +124,16 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
 
 def _program_at(command: Command) -> int | None:
     """Return the index of the training program among the words of a command; None if it starts none."""
-    names = [re.sub(r"^(python|torchrun)[\d.]*$", r"\1", PurePath(word).name) for word in command.words]
+    names = [_name_of(word) for word in command.words]
     at = next((at for at, name in enumerate(names) if name.endswith(".py") or name == "megalite-pretrain"), None)
     if at is None or names[0] in _NO_LAUNCHERS or not _likeness(command, at):
         return None
     return at if at == 0 or "\ue000" in names[0] or not _LAUNCHERS.isdisjoint(names[:at]) else None
+
+
+def _name_of(word: str) -> str:
+    """Return the name of a program without its folder, and without the version of Python or torchrun."""
+    return re.sub(r"^(python|torchrun)[\d.]*$", r"\1", PurePath(word).name)
 
 
 def _likeness(command: Command, at: int) -> int:
@@ -143,7 +148,7 @@ def _launchers(words: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     name = ""
     for word in words:
-        plain = re.sub(r"^(python|torchrun)[\d.]*$", r"\1", PurePath(word).name)
+        plain = _name_of(word)
         name = _MODULES.get(plain, plain if plain in _LAUNCHERS else name)
         found.setdefault(name, []).append(word)
     return found

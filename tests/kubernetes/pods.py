@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,18 @@ from typing import Any
 import yaml
 
 from megalite.process.launchers import POD_PORT
+from tests.end_to_end.runs import PRETRAIN, ended
+from tests.harness.job import Job
 
 RULE_NAME = "[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"
 """Names that the webhook of JobSet accepts for a rule; its schema accepts any."""
+
+
+def trained_by_torchrun(flags: Sequence[str], folder: Path) -> Path:
+    """Train on four ranks of one node under torchrun's variables. Returns the run directory."""
+    with Job([PRETRAIN, *flags, "--save", folder / "run"], 4, folder / "job") as job:
+        ended(job)
+    return folder / "run"
 
 
 def documents(path: Path) -> dict[str, dict[str, Any]]:

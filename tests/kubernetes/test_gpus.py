@@ -16,9 +16,9 @@ import pytest
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_RESUMABLE
 from megalite.process.launchers import POD_PORT
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, ended, iterations, latest_iteration, metrics, words
-from tests.harness.job import Job, free_port
-from tests.kubernetes.pods import documents, expanded, pods
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, iterations, latest_iteration, metrics, words
+from tests.harness.job import free_port
+from tests.kubernetes.pods import documents, expanded, pods, trained_by_torchrun
 
 MANIFESTS = documents(ROOT / "examples" / "kubernetes" / "jobset_gpus.yaml")
 STEPS = 6
@@ -29,10 +29,7 @@ PACED = ROOT / "tests" / "slurm" / "paced.py"
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run directory of a training of four ranks on one node."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    with Job([PRETRAIN, *FLAGS, "--save", folder / "run"], 4, folder / "job") as job:
-        ended(job)
-    return folder / "run"
+    return trained_by_torchrun(FLAGS, tmp_path_factory.mktemp("torchrun"))
 
 
 class Nodes:

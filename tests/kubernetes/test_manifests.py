@@ -13,7 +13,7 @@ import pytest
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, ended, metrics, words
 from tests.harness.job import Job, free_port
-from tests.kubernetes.pods import Pods, documents, pods
+from tests.kubernetes.pods import Pods, documents, pods, trained_by_torchrun
 from tests.kubernetes.schemas import problems
 
 FOLDER = ROOT / "examples" / "kubernetes"
@@ -104,10 +104,7 @@ def test_what_is_wrong_is_told(path: tuple[Any, ...], value: Any, problem: str |
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the run directory of a training of four ranks under torchrun's variables."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    with Job([PRETRAIN, *FLAGS, "--save", folder / "run"], 4, folder / "job") as job:
-        ended(job)
-    return folder / "run"
+    return trained_by_torchrun(FLAGS, tmp_path_factory.mktemp("torchrun"))
 
 
 def test_pods_run_as_processes_give_torchruns_losses(

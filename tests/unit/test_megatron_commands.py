@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections import Counter
 from pathlib import Path
@@ -35,10 +34,9 @@ def refusal(flags: str) -> str:
     except ConfigurationError as error:
         return str(error)
     parallel, problem = config.parallel, ""
-    group = math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
     for copies in (1, 2, 4, 8, 16):
         try:
-            resolve(config, group * copies)
+            resolve(config, parallel.ranks_needed * copies)
         except ConfigurationError as error:
             problem = problem or str(error)
         else:
