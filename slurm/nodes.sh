@@ -28,8 +28,8 @@ find_nodes() {
     local all node answer spares well=()
     local -A answers=()
     nodes=()
-    mapfile -t all < <(job_nodes)
     for _ in 1 2 3; do
+        mapfile -t all < <(job_nodes) # which loses a node that fails; SLURM then refuses to ask the list of before
         while read -r node answer; do
             answers[$node]=$answer
             [ "$answer" != well ] || well+=("$node")

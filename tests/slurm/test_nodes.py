@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +102,27 @@ def test_a_node_that_fails_its_check_is_left_out(failure: str, why: str, trainin
     assert job.restarts == 0
     assert f"{first} is sick: {why}" in job.log
     assert f" on {second} {spare}," in job.log
+
+
+def test_a_node_that_the_job_loses_while_it_is_asked_is_left_out(training: Training) -> None:
+    """Take the second node down after the nodes were listed, before SLURM starts the check on them."""
+    first, second, spare, _ = training.cluster.nodes
+    srun = training.directory / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        f"""#!/usr/bin/env bash
+        if [[ " $* " == *" --label "* ]] && mkdir {training.directory}/lost 2>/dev/null; then
+            scontrol update NodeName={second} State=DOWN Reason=test
+        fi
+        exec {shutil.which("srun")} "$@"
+        """
+    )
+    srun.chmod(0o755)
+    path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = training.submit_instead("code.write_text('0')", "--nodes=3", "--no-kill", NODES=2, PATH=path)
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {first} {spare}," in job.log
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
