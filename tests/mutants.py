@@ -2860,7 +2860,7 @@ MUTANTS = (
         "megalite/checkpoint/saving.py",
         "regions = self.staging.take(regions)",
         "self.staging.take(regions)",
-        f"{_KILL}kills_at_random_moments[asynchronous]",
+        "tests/distributed/test_checkpoint.py::test_a_save_in_the_background_is_of_the_moment_when_it_began",
     ),
     Mutant(
         "the tracker is replaced before the new folder's name is on disk",

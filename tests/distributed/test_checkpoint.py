@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, directory, shard_file
+from megalite.checkpoint.plan import saved_regions
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError, CorruptCheckpointError
@@ -135,6 +137,45 @@ def test_saves_in_the_background_come_one_after_the_other_and_fail_on_all(
         assert failed.startswith(failure)
         assert (much_later, at_last) == (third, fourth)
     assert {path.name for path in tmp_path.glob("iter_*")} == {f"iter_{n:07d}" for n in (1, 3, 4)}
+
+
+def bits(training: Training) -> dict[str, bytes]:
+    """Return the bits of everything that this rank saves, by name."""
+    return {
+        region.part.entry: bytes(shard_file.bytes_of(region.values)) for region in saved_regions(training.optimizer)
+    }
+
+
+def test_a_save_in_the_background_is_of_the_moment_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer waits until a step has changed everything."""
+    training, state = trained(Cell()), TrainingState(1, 4, 1)
+    at_the_start = bits(training)
+    may_write, real = Event(), shard_file.write
+
+    def late(*arguments: Any) -> list[shard_file.Checksums]:
+        assert may_write.wait(timeout=20)
+        return real(*arguments)
+
+    monkeypatch.setattr(shard_file, "write", late)
+    saver = Saver(tmp_path, training.optimizer, training.plan, asynchronous=True)
+    saver.begin(state, {"model": {}})
+    training.step(1)
+    changed = bits(training)
+    assert all(changed[name] != values for name, values in at_the_start.items())
+    assert saver.busy
+    may_write.set()
+    while (path := saver.advance()) is None:
+        pass
+    saver.close()
+
+    assert isinstance(path, Path)
+    loaded = Training(training.mesh, Cell(), initialized_chunks(training.mesh, Cell()))
+    assert loaded.load(path) == state
+    found = bits(loaded)
+    assert found.keys() == at_the_start.keys()
+    assert [name for name, values in at_the_start.items() if found[name] != values] == []
 
 
 def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
