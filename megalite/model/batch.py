@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,26 @@ from megalite.model.sample_mask import SampleMask
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
+from megalite.parallel.stage import TermSums
 from megalite_kernels.attention import Mask
 
 _NO_BOUNDS = FirstKeys()
 _WHOLE = SequenceLayout(0, ((),))  # a marker for full samples: a default value cannot depend on the number of tokens
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Loss of one's own that takes the place of the language-model loss.
+
+    Attributes:
+        sums: function from the log-probabilities of the labels and the entropies of the predictions (None unless
+            `entropies`), both [batch, sequence], to sums of terms of the loss. The log-probabilities are without label
+            smoothing and z-loss. All tensor-parallel ranks must return the same.
+        entropies: compute the entropies, too. It costs a copy of the logits.
+    """
+
+    sums: Callable[[Tensor, Tensor | None], TermSums]
+    entropies: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,7 @@ class MicroBatch:
             -1 where they choose. None: they always choose.
         choices: the place where each router of a layer leaves its choices, [sequence, batch, topk] int32, by its number
             among the layers with experts; with -1 for padding, and before the capacity drops any. None: nowhere.
+        token_loss: the loss, given `labels`; None for the sum of the token losses times `loss_mask`.
     """
 
     tokens: Tensor
@@ -53,6 +70,7 @@ class MicroBatch:
     padding: Tensor | None = None
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
+    token_loss: TokenLoss | None = None
 
     def __post_init__(self) -> None:
         if self.layout is _WHOLE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
+from megalite.parallel.stage_module import StageModule
 from megalite_kernels.attention import Mask, block_mask, dense_mask, goes_in_blocks
 
 HIDDEN_STATES = "hidden_states"
@@ -34,7 +35,7 @@ LOGITS = "logits"
 """Names of tensors in a `StageOutput`. The last stage returns logits if there are no labels."""
 
 
-class GPT(nn.Module):
+class GPT(StageModule):
     """A GPT-2- or Llama-style language model, selected by the configuration: the full model or one pipeline stage."""
 
     def __init__(
@@ -89,6 +90,14 @@ class GPT(nn.Module):
         """Return the modules that forward runs in order. Together they own all parameters."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        first = self.stage_layers.first_layer
+        found = [] if self.embedding is None else [("the embedding", cast(nn.Module, self.embedding))]
+        found += [(f"layer {index}", layer) for index, layer in enumerate(self.layers, first)]
+        if self.head is not None:
+            found += [("the final norm", self.head.norm), ("the output layer and its loss", self.head.output)]
+        return found
+
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the full network. Each stage returns the sums of some of them."""
@@ -114,13 +123,17 @@ class GPT(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         """Run the stage on hidden states [sequence (/ size under sequence parallelism), batch, hidden].
 
-        The first stage ignores `inputs`. The last stage returns the sum of the token losses times their mask. Without
-        labels, it returns logits [sequence, batch, padded vocabulary / tensor-parallel size].
+        The first stage ignores `inputs`. The last stage returns the sum of the token losses times their mask, or the
+        sums of the micro-batch's own loss. Without labels, it returns logits [sequence, batch, padded vocabulary /
+        tensor-parallel size].
         """
         hidden, terms = self.hidden_states(inputs.get(HIDDEN_STATES), micro_batch)
         if self.head is None:
             return StageOutput({HIDDEN_STATES: hidden}, terms)
-        labels, mask = micro_batch.labels, micro_batch.loss_mask
+        labels, mask, own_loss = micro_batch.labels, micro_batch.loss_mask, micro_batch.token_loss
+        if labels is not None and own_loss is not None:
+            losses, *entropies = self.head(hidden, labels.t(), plain=True, entropies=own_loss.entropies)
+            return StageOutput({}, {**terms, **own_loss.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})

@@ -12,7 +12,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.embedding import token_table
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.parameter import Parameter
@@ -57,16 +57,31 @@ class OutputLayer(ColumnParallelLinear):
         self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, LossOptions(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
-    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
+    ) -> Tensor:
         """Compute logits [sequence, batch, columns], or with labels [sequence, batch] losses of their shape.
 
         The input is [sequence (/ size under sequence parallelism), batch, hidden]. In evaluation, losses are the plain
-        cross entropy, without label smoothing and z-loss.
+        cross entropy, without label smoothing and z-loss. If `plain`, they are so in training, too, and the result is
+        [1, sequence, batch], or [2, sequence, batch] with the predictions' entropies.
         """
         if labels is None:
             logits = super().forward(input)
             return logits if self.evaluated.soft_cap is None else soft_cap(logits, self.evaluated.soft_cap)
-        options = self.trained if self.training else self.evaluated
+        options = self.trained if self.training and not plain else self.evaluated
+        if plain:  # one tensor, because ZeRO 3 gathers the weights for backward at the first gradient of the last one
+            if not entropies:
+                return self._losses(input, labels, options).unsqueeze(0)
+            logits = super().forward(input)
+            capped = logits.clone()  # because the backward of the losses overwrites the logits
+            if options.soft_cap is not None:
+                capped = soft_cap(capped, options.soft_cap)
+            losses = vocab_parallel_cross_entropy(logits, labels, self.group, self.vocab_size, options)
+            return torch.stack([losses, vocab_parallel_entropy(capped, self.group, self.vocab_size)])
+        return self._losses(input, labels, options)
+
+    def _losses(self, input: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
         if not self.fused:
             return vocab_parallel_cross_entropy(super().forward(input), labels, self.group, self.vocab_size, options)
         weight, group, split = self.weights[0], self.group, self.sequence_parallel
@@ -95,7 +110,9 @@ class Head(nn.Module):
         weight = token_table(config, context, "output", vocab_size) if tied is None else tied
         self.output = OutputLayer(context, weight, vocab_size, config.final_logit_softcapping, loss)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False
+    ) -> Tensor:
         """Apply the norm and the output layer to the hidden states that leave the last layer of the network."""
-        found: Tensor = self.output(self.norm(hidden), labels)
+        found: Tensor = self.output(self.norm(hidden), labels, plain=plain, entropies=entropies)
         return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.parallel import collectives
@@ -44,6 +45,17 @@ def vocab_parallel_cross_entropy(
     return found
 
 
+def vocab_parallel_entropy(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """Compute the entropy of each token's prediction, -sum of p log p, in fp32 or wider.
+
+    The arguments are those of `vocab_parallel_cross_entropy`. The logits are not overwritten.
+    """
+    found: Tensor = _VocabParallelEntropy.apply(
+        logits, group, Columns.of_rank(group.rank, logits.shape[-1], vocab_size)
+    )
+    return found
+
+
 def over_ranks(statistics: Tensor, group: Group) -> Tensor:
     """Merge the statistics of all ranks' columns. The result has the same bits on all ranks."""
     if group.size == 1:
@@ -71,3 +83,21 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         gradient = matrix.detach()
         gradient_(gradient, labels.reshape(-1), log_sums, gradients[0].reshape(-1), ctx.columns, ctx.options)
         return gradient.view(ctx.shape), None, None, None, None
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, group: Group, columns: Columns) -> Tensor:
+        valid = logits[..., : columns.valid].to(torch.promote_types(logits.dtype, torch.float32))
+        sums = collectives.all_gather(valid.logsumexp(-1).unsqueeze(0), group).logsumexp(0)
+        log_p = valid - sums.unsqueeze(-1)
+        entropy = collectives.all_gather(-(log_p.exp() * log_p).sum(-1).unsqueeze(0), group).sum(0)
+        ctx.save_for_backward(log_p, entropy)
+        ctx.width, ctx.dtype = logits.shape[-1], logits.dtype
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, entropy = ctx.saved_tensors
+        slopes = -log_p.exp() * (log_p + entropy.unsqueeze(-1)) * gradients[0].unsqueeze(-1)
+        return F.pad(slopes, (0, ctx.width - slopes.shape[-1])).to(ctx.dtype), None, None

@@ -1,0 +1,68 @@
+"""Training with a loss function, generation with the trained weights, and their export, on layouts that split them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
+from tests.distributed.layout_expected import assemble, on_ranks
+from tests.distributed.layout_run import SEED
+from tests.distributed.post_training_run import LOSS, loss_of, policy_steps
+from tests.harness.close import assert_gradient_close
+from tests.harness.rank_pool import RankPools
+
+BASE = Cell("llama", key_values="gqa", tied=False, vocabulary="odd", loss_mask="random", loss_terms=True)
+GEMMA = Cell("gemma", key_values="few", vocabulary="empty")
+
+
+@functools.cache
+def expected(alone: Cell) -> tuple[dict[str, Tensor], dict[str, float], Tensor, Tensor]:
+    """Return the oracle's gradients, sums, log-probabilities and entropies [samples, sequence]."""
+    weights = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
+    weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
+    whole = batch(alone, 0)
+    logits = oracle(alone).logits(weights, whole.tokens, whole.positions, whole.document_ids)
+    scores = logits[..., : VOCABULARIES[alone.vocabulary][0]].log_softmax(-1)
+    log_probabilities = scores.gather(-1, whole.labels.unsqueeze(-1)).squeeze(-1)
+    entropies = -(scores.exp() * scores).sum(-1)
+    sums = loss_of(log_probabilities, entropies, whole.tokens, whole.loss_mask)
+    (0.1 * sums[LOSS]).backward()
+    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    figures = {name: value.item() for name, value in sums.items()}
+    return gradients, figures, log_probabilities.detach(), entropies.detach()
+
+
+LAYOUTS = {
+    "alone": {},
+    "tp2": {"tp": 2},
+    "tp2-sequence": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "dp2-zero3": {"dp": 2, "zero": 3, "overlap": "reduce"},
+    "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "interleaved-2"},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name == "tp2-pp2")) for name in LAYOUTS]
+)
+def test_a_loss_function_has_the_oracles_gradients(layout: str, rank_pools: RankPools) -> None:
+    cells = [replace(cell, **LAYOUTS[layout]) for cell in (BASE, GEMMA)]
+    by_rank = on_ranks(rank_pools, cells[0].world_size, policy_steps, cells)
+    for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
+        gradients, figures, log_probabilities, entropies = expected(cell.alone())
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+        found = assemble(rank.gradients for rank in ranks)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert_gradient_close(found[name], gradient, norm, f"gradient of {name}")
+        for rank in ranks:
+            assert rank.figures == pytest.approx(figures, rel=1e-10)
+            for sample, (scores, spread) in rank.outputs.items():
+                torch.testing.assert_close(scores, log_probabilities[sample], rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(spread, entropies[sample], rtol=1e-10, atol=1e-10)
+        assert {sample for rank in ranks for sample in rank.outputs} == set(range(cell.samples))
