@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network
-from megalite.inference.sampling import Sampling, sample
+from megalite.inference.sampling import Sampling, probabilities, sample
 from megalite.model.cache import KeyValueCache
 from megalite.parallel import collectives
 
@@ -36,6 +36,8 @@ def generate(
     batch_size: int | None = None,
     stop: Callable[[int, Sequence[int]], bool] | None = None,
     vocab_size: int | None = None,
+    numbers: Sequence[int] | None = None,
+    scored: Callable[[int, float, float], None] | None = None,
 ) -> Iterator[tuple[int, int | Finish]]:
     """Yield (prompt index, new token) for each new token, and (prompt index, reason) once per prompt, at its end.
 
@@ -48,6 +50,9 @@ def generate(
         batch_size: maximum number of prompts per batch. There are as many batches in progress as stages. None: divide
             all prompts among these batches.
         vocab_size: only tokens below this one are chosen; None: all tokens of the model.
+        numbers: the number of each prompt that takes the place of its index in the seed of its sampling.
+        scored: called before each new token is yielded, with the prompt's index, the token's log-probability under the
+            network, in fp32 or wider, and under the distribution that it was sampled from.
 
     Raises ConfigurationError as `check_prompts` does.
     """
@@ -55,16 +60,17 @@ def generate(
     if max_new_tokens == 0:
         yield from ((index, "length") for index in range(len(prompts)))
         return
-    stages = network.mesh.size("pp")
+    stages = network.batches
     size = min(batch_size or len(prompts), -(-len(prompts) // stages))
     sequences = (
-        _begin(network.config, index, prompt, max_new_tokens, sampling.seed) for index, prompt in enumerate(prompts)
+        _begin(network.config, index, number, prompt, max_new_tokens, sampling.seed)
+        for index, (number, prompt) in enumerate(zip(numbers or range(len(prompts)), prompts, strict=True))
     )
     batches = iter(lambda: list(islice(sequences, size)), [])
-    waiting = (_Batch(network, batch, sampling, vocab_size) for batch in batches)
+    waiting = (_Batch(network, batch, sampling, vocab_size, scored is not None) for batch in batches)
     # Stages work on different batches. This stage starts one batch per stage from itself to the last, before it
     # receives the tokens chosen for the first of these batches.
-    ahead = stages - network.mesh.coordinate("pp")
+    ahead = max(stages - network.mesh.coordinate("pp"), 1)
     ready, under_way = deque(islice(waiting, stages)), deque[_Batch]()
     while ready or under_way:
         if ready and len(under_way) < ahead:
@@ -72,10 +78,13 @@ def generate(
             under_way[-1].read()
             continue
         batch = under_way.popleft()
-        chosen = network.share(batch.chosen).tolist()  # on every rank the tokens that the last stage has chosen
-        for sequence, token in zip(batch.sequences, chosen, strict=True):
+        # On every rank the tokens that the last stage has chosen, and their scores.
+        chosen, *scores = network.share(batch.chosen).tolist()
+        for row, (sequence, token) in enumerate(zip(batch.sequences, map(int, chosen), strict=True)):
             if token != eod:
                 sequence.tokens.append(token)
+                if scored is not None:
+                    scored(sequence.index, *(score[row] for score in scores))
                 yield sequence.index, token
             if token == eod or (stop is not None and stop(sequence.index, sequence.tokens)):
                 sequence.finish = "stop"
@@ -118,11 +127,13 @@ class _Sequence:
     finish: Finish | None = None
 
 
-def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Sequence:
+def _begin(
+    config: ModelConfig, index: int, number: int, prompt: Sequence[int], max_new_tokens: int, seed: int
+) -> _Sequence:
     limit, learnt = len(prompt) + max_new_tokens, config.learned_positions
     if learnt is not None:
         limit = min(limit, learnt + 1)  # the last token is never an input, so it needs no position
-    key = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    key = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return _Sequence(index, list(prompt), limit, torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1))
 
 
@@ -130,21 +141,31 @@ class _Batch:
     """Batch of sequences that go through the stages together."""
 
     def __init__(
-        self, network: Network, sequences: list[_Sequence], sampling: Sampling, vocab_size: int | None
+        self,
+        network: Network,
+        sequences: list[_Sequence],
+        sampling: Sampling,
+        vocab_size: int | None,
+        scores: bool,
     ) -> None:
         self.network, self.sequences, self.sampling, self.vocab_size = network, sequences, sampling, vocab_size
+        self.scores = scores
         self.cache = KeyValueCache(max(sequence.limit - 1 for sequence in sequences))
-        self.chosen = torch.empty(0, dtype=torch.int64)
+        self.chosen = torch.empty(0, 0)
+        """Chosen tokens [1, batch]; with scores [3, batch] in fp64, which has room for any token."""
 
     def read(self) -> None:
         """Run this rank's stage on all tokens that are not in the cache. The last stage chooses the next tokens."""
         tokens = [sequence.tokens[sequence.read :] for sequence in self.sequences]
         logits = next_token_logits(self.network, tokens, [sequence.read for sequence in self.sequences], self.cache)
-        chosen = [0] * len(tokens)
+        chosen: list[list[float]] = [[0] * len(tokens)] * (3 if self.scores else 1)
         if logits is not None:
-            rows = zip(logits[:, : self.vocab_size], self.sequences, strict=True)
-            chosen = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
-        self.chosen = torch.tensor(chosen, device=self.network.mesh.device)
+            rows = list(zip(logits[:, : self.vocab_size], self.sequences, strict=True))
+            chosen[0] = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
+            if self.scores:
+                chosen[1:] = _scores(logits, [row for row, _ in rows], chosen[0], self.sampling)
+        dtype = torch.float64 if self.scores else torch.int64
+        self.chosen = torch.tensor(chosen, dtype=dtype, device=self.network.mesh.device)
         for sequence in self.sequences:
             sequence.read = len(sequence.tokens)
 
@@ -155,6 +176,21 @@ class _Batch:
             self.sequences = [self.sequences[row] for row in rows]
             self.cache.keep(rows)
         return bool(rows)
+
+
+def _scores(logits: Tensor, allowed: Sequence[Tensor], tokens: list[int], sampling: Sampling) -> list[list[float]]:
+    """Return the log-probabilities of tokens under the network, and under the distributions they were sampled from.
+
+    `allowed`: the logits of the tokens that could be chosen.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    own: list[float] = wide.gather(1, torch.tensor(tokens, device=wide.device).unsqueeze(1)).squeeze(1).tolist()
+    if sampling.temperature == 0.0:
+        return [own, [0.0] * len(tokens)]
+    if (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0) and len(allowed[0]) == logits.shape[1]:
+        return [own, own]
+    chances = [probabilities(row, sampling)[token].log().item() for row, token in zip(allowed, tokens, strict=True)]
+    return [own, chances]
 
 
 @torch.no_grad()
@@ -174,6 +210,8 @@ def next_token_logits(
     for start in range(0, longest, _CHUNK):
         columns = slice(start, start + _CHUNK)
         states = network.run(padded[:, columns], positions[:, columns], cache)
+        if stage.head is None:
+            continue
         (here,) = ((last >= start) & (last < start + _CHUNK)).nonzero(as_tuple=True)
         hidden[here] = states[last[here] - start, here]
     if stage.head is None:

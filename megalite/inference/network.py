@@ -76,6 +76,11 @@ class Network:
             self._sent = self.links.send(hidden.contiguous(), rank + 1)
         return hidden
 
+    @property
+    def batches(self) -> int:
+        """Number of batches of a generation that are in progress at once: one per stage keeps all busy."""
+        return self.mesh.size("pp")
+
     def layout(self, sequence: int) -> SequenceLayout:
         """Return the context-parallel ranks' parts of sequences of this length, a multiple of `self.chunks`."""
         return SequenceLayout.cut(sequence, zigzag(self.mesh.size("cp")), self.mesh.coordinate("cp"))

@@ -21,15 +21,18 @@ class KeyValueCache:
         self.slots = slots
         self._layers: dict[int, Tensor] = {}
         self._positions = torch.empty(0, 0, dtype=torch.int64)
-        self._end = 0
+        self._first, self._end = 0, 0
 
     def move_to(self, positions: Tensor) -> None:
         """Set the positions [batch, sequence] of the next forward pass's tokens, consecutive in each sequence.
 
+        The last token of all sequences may be repeated, with its position.
+
         Raises:
             ValueError: a position is beyond the slots.
         """
-        self._positions, self._end = positions, int(positions.max()) + 1
+        first, last = torch.stack(positions.aminmax()).tolist()
+        self._positions, self._first, self._end = positions, first, last + 1
         if self._end > self.slots:
             raise ValueError(f"a token at position {self._end - 1} has no place among {self.slots} slots")
 
@@ -56,7 +59,7 @@ class KeyValueCache:
         A token sees the slots up to its own. With `before`, it sees at most so many slots before its own.
         """
         sequence = self._positions.shape[1]
-        if self._end == sequence and (before is None or before >= sequence - 1):
+        if self._first == 0 and self._end == sequence and (before is None or before >= sequence - 1):
             return None
         back = self._positions.unsqueeze(2) - torch.arange(self._end, device=self._positions.device)
         visible = back >= 0 if before is None else (back >= 0) & (back <= before)

@@ -130,10 +130,10 @@ class GPT(StageModule):
         hidden, terms = self.hidden_states(inputs.get(HIDDEN_STATES), micro_batch)
         if self.head is None:
             return StageOutput({HIDDEN_STATES: hidden}, terms)
-        labels, mask, own_loss = micro_batch.labels, micro_batch.loss_mask, micro_batch.token_loss
-        if labels is not None and own_loss is not None:
-            losses, *entropies = self.head(hidden, labels.t(), plain=True, entropies=own_loss.entropies)
-            return StageOutput({}, {**terms, **own_loss.sums(-losses.t(), entropies[0].t() if entropies else None)})
+        labels, mask = micro_batch.labels, micro_batch.loss_mask
+        if labels is not None and (own := micro_batch.token_loss) is not None:
+            losses, *entropies = self.head(hidden, labels.t(), plain=True, entropies=own.entropies)
+            return StageOutput({}, {**terms, **own.sums(-losses.t(), entropies[0].t() if entropies else None)})
         if labels is None or mask is None:
             return StageOutput({LOGITS: self.head(hidden)}, terms)
         return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})

@@ -107,6 +107,8 @@ class Bucket:
             self.parameter_shard = self.parameter_shard.clone()
             free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
+        self.keeps_gathered = False
+        """True while `free_parameters` must not free them."""
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter
@@ -189,7 +191,7 @@ class Bucket:
 
     def free_parameters(self) -> None:
         """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
-        if self.zero_stage == 3:
+        if self.zero_stage == 3 and not self.keeps_gathered:
             self.finish_parameter_gather()
             free_storage(self.parameters)
 

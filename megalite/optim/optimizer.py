@@ -242,6 +242,24 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
 
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Keep all parameters of this rank's stages gathered within the block, for forward passes that the
+        data-parallel ranks do not run in step. All ranks enter it together.
+        """
+        self.finish_parameter_gather()
+        sharded = [bucket for bucket in self.buckets if bucket.zero_stage == 3]
+        for bucket in sharded:
+            bucket.begin_parameter_gather()
+            bucket.keeps_gathered = True
+        self.finish_parameter_gather()
+        try:
+            yield
+        finally:
+            for bucket in sharded:
+                bucket.keeps_gathered = False
+                bucket.free_parameters()
+
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """Return the update rules that together update each element of the shards once."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megalite.inference.sampling import Sampling
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.optim.flat import is_storage_free
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import PipelineEngine
@@ -23,7 +25,8 @@ from megalite.post_training.log_probabilities import (
     log_probabilities,
     totals,
 )
-from tests.distributed.layout_cell import Cell
+from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
+from tests.distributed.layout_cell import Cell, rates
 from tests.distributed.layout_run import (
     Held,
     initialized_chunks,
@@ -120,3 +123,61 @@ def _policy_step(policy: Policy) -> PolicyResult:
         rows = zip(micro_batch.key.samples, found.log_probabilities, found.entropies, strict=True)
         outputs.update((sample, (one, other)) for sample, one, other in rows)
     return PolicyResult(gradients, totals(sums, policy.mesh), outputs)
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7], [11], [3, 2, 3], [8, 4, 6, 2]]
+EOD = 7
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """Result of a generation on a rank, after a training step."""
+
+    rollouts: dict[int, Rollout]
+    """Rollouts by the number of their prompt."""
+    figures: dict[str, float]
+    """Differences between generation and training."""
+    whole_weights: int
+    """Number of parameters under ZeRO 3 that are still gathered."""
+
+
+def rollouts(cells: Sequence[Cell], sampling: Sampling) -> list[RolloutResult]:
+    """Generate with each cell's network after a step of training, and score what was generated."""
+    return [_rollouts(Policy.of(cell), sampling) for cell in cells]
+
+
+def _rollouts(policy: Policy, sampling: Sampling) -> RolloutResult:
+    cell, mesh, network = policy.cell, policy.mesh, nn.ModuleList(policy.chunks)
+    network.train()
+    micro_batches = policy.micro_batches
+    actions = policy.schedules.training(len(micro_batches))
+    factors = {LOSS: 0.1}
+    forward_backward(policy.engine, actions, micro_batches, clipped_loss, policy.optimizer, factors, entropies=True)
+    policy.optimizer.step(rates(cell, 0))
+    numbers = range(mesh.coordinate("dp"), len(PROMPTS), cell.dp)
+    found = generate(
+        policy.chunks,
+        policy.engine,
+        policy.optimizer,
+        [PROMPTS[number] for number in numbers],
+        max_new_tokens=5 + mesh.coordinate("dp"),  # data-parallel ranks need not be in step
+        eod=EOD,
+        sampling=sampling,
+    )
+    assert network.training
+    freed = [bucket for bucket in policy.optimizer.buckets if bucket.zero_stage == 3]
+    gathered = sum(not is_storage_free(bucket.parameters) for bucket in freed)
+    count = len(micro_batches)
+    batches = to_micro_batches(
+        found,
+        micro_batch_size=cell.micro_batch_size,
+        sequence_length=cell.sequence,
+        dtype=cell.torch_dtype,
+        device=mesh.device,
+        micro_batches=count,
+    )
+    scored = [batch.micro_batch for batch in batches]
+    outputs = log_probabilities(policy.chunks, policy.engine, policy.schedules.evaluation(count), scored)
+    masks = [batch.micro_batch.loss_mask for batch in batches if batch.micro_batch.loss_mask is not None]
+    figures = log_probability_difference([batch.log_probabilities for batch in batches], outputs, masks, mesh)
+    return RolloutResult(dict(zip(numbers, found, strict=True)), figures, gathered)

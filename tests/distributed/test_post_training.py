@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.inference.sampling import Sampling
 from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
 from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import SEED
-from tests.distributed.post_training_run import LOSS, loss_of, policy_steps
+from tests.distributed.post_training_run import EOD, LOSS, PROMPTS, loss_of, policy_steps, rollouts
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
 
@@ -66,3 +67,51 @@ def test_a_loss_function_has_the_oracles_gradients(layout: str, rank_pools: Rank
                 torch.testing.assert_close(scores, log_probabilities[sample], rtol=1e-10, atol=1e-10)
                 torch.testing.assert_close(spread, entropies[sample], rtol=1e-10, atol=1e-10)
         assert {sample for rank in ranks for sample in rank.outputs} == set(range(cell.samples))
+
+
+GENERATING = {
+    "alone": {},
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "dp2-zero3": {"dp": 2, "zero": 3, "overlap": "reduce and gather"},
+    "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "interleaved": {"pp": 2, "schedule": "interleaved-2"},
+    "zb-v": {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-v"},
+}
+
+
+def generating(layout: str, dtype: str) -> list[Cell]:
+    """Return cells of a layout: learned and rotary positions, and experts."""
+    cells = [
+        Cell("gpt2", tied=True, vocabulary="odd", samples=8, dtype=dtype),
+        Cell("llama", key_values="few", tied=False, samples=8, dtype=dtype),
+        Cell("mixtral", key_values="gqa", samples=8, dtype=dtype),
+    ]
+    changes = GENERATING[layout]
+    return [replace(cell, etp=changes.get("tp", 1), **changes) for cell in cells]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2-pp2", "interleaved"))) for name in GENERATING],
+)
+def test_generation_and_training_agree_on_log_probabilities(layout: str, rank_pools: RankPools) -> None:
+    cells = generating(layout, "float32")
+    by_rank = on_ranks(rank_pools, cells[0].world_size, rollouts, cells, Sampling(temperature=1.5, top_k=12))
+    for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True):
+        found = {}
+        for rank in ranks:
+            assert rank.figures["log_probability_difference_max"] <= 1e-6, cell
+            assert (
+                0.0 < rank.figures["log_probability_difference_mean"] <= rank.figures["log_probability_difference_max"]
+            )
+            assert 0.0 <= rank.figures["log_probability_kl"] <= 1e-12
+            assert rank.whole_weights == 0
+            for number, rollout in rank.rollouts.items():
+                first = found.setdefault(number, rollout)
+                assert (first.tokens, first.finish) == (rollout.tokens, rollout.finish)
+                assert torch.equal(first.log_probabilities, rollout.log_probabilities)
+                assert (first.sampling_log_probabilities > first.log_probabilities - 2.0).all()
+                assert EOD not in first.tokens[:-1]
+                assert (first.tokens[-1] == EOD) == (first.finish == "stop")
+        assert found.keys() == set(range(len(PROMPTS)))
