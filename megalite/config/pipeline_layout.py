@@ -71,10 +71,9 @@ def shape(parallel: ParallelConfig) -> Shape:
     return SHAPES[parallel.pipeline_schedule] if parallel.pipeline_schedule is not None else Shape()
 
 
-def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """Return the name of the schedule, or of the default schedule if no flag gives it."""
-    several = virtual_stages(model, parallel) > 1
-    return parallel.pipeline_schedule or ("interleaved-1f1b" if several else "1f1b")
+def schedule_name(chunks: int, parallel: ParallelConfig) -> str:
+    """Return the name of the schedule of `chunks` stages per rank, or of the default one if no flag gives it."""
+    return parallel.pipeline_schedule or ("interleaved-1f1b" if chunks > 1 else "1f1b")
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
@@ -110,7 +109,7 @@ def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...
     ranks: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     for rank, stage in zip(_ranks_of_stages(parallel, chunks), stages, strict=True):
         ranks[rank].append(stage)
-    held, schedule = sum(stage.layers for stage in stages), schedule_name(model, parallel)
+    held, schedule = sum(stage.layers for stage in stages), schedule_name(chunks, parallel)
     each = f", {chunks} per rank" if chunks > 1 else ""
     lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}, schedule {schedule}"]
     alike = groupby(range(len(ranks)), lambda rank: [(s.layers, s.embedding, s.loss) for s in ranks[rank]])
@@ -250,18 +249,15 @@ def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[
         yield from _schedule(model, parallel)
 
 
-def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Return why the pipeline's ranks have no reductions that could begin together; None if they have some."""
+def why_nothing_is_aligned(chunks: int, parallel: ParallelConfig) -> str | None:
+    """Return why the pipeline's ranks, of `chunks` stages each, have no reductions that could begin together; None if
+    they have some."""
     if not parallel.overlap_grad_reduce:
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
         return "since gradients are reduced after every micro-batch (ZeRO 2 and 3)"
     if shape(parallel).v_shaped:
         return f"with {parallel.pipeline_schedule}, whose chunks end in another order"
-    try:
-        chunks = virtual_stages(model, parallel)
-    except ConfigurationError:  # `validate` reports it
-        return None
     return "with one stage per rank" if chunks == 1 else None
 
 
@@ -296,7 +292,7 @@ def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:
         flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
-        if schedule_name(model, parallel) != "interleaved-1f1b":
+        if schedule_name(chunks, parallel) != "interleaved-1f1b":
             yield f"{flag} needs several stages per rank, and the schedule interleaved-1f1b"
         elif group < ranks:
             yield f"{flag} is less than --pipeline-model-parallel-size {ranks}: each group must keep all ranks busy"

@@ -19,15 +19,11 @@ from megalite.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Configuration of a run that pre-trains a GPT."""
+class TaskConfig:
+    """Configuration of a run of any task: all but its network and its data."""
 
-    model: ModelConfig
-    """The network."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout over ranks."""
-    data: DataConfig
-    """Samples and tokenizer."""
     optimizer: OptimizerConfig
     """The update rule and the learning rate."""
     training: TrainingConfig
@@ -44,6 +40,19 @@ class RunConfig:
     """Watchdog for a run that hangs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(TaskConfig):
+    """Configuration of a run that pre-trains a GPT."""
+
+    model: ModelConfig
+    """The network."""
+    data: DataConfig
+    """Samples and tokenizer."""
+
+
+_ORDER = ("model", "parallel", "data")  # the first sections; the others follow in the order of `TaskConfig`
+
+
 @dataclass(frozen=True)
 class FieldPlace:
     """Place of a field: its section, its type, and whether it is required."""
@@ -56,7 +65,8 @@ class FieldPlace:
 @cache
 def section_types() -> dict[str, Any]:
     """Return the section names of `RunConfig`, in order, with their dataclasses."""
-    return get_type_hints(RunConfig)
+    kinds = get_type_hints(RunConfig)
+    return {name: kinds[name] for name in dict.fromkeys((*_ORDER, *kinds))}
 
 
 @cache

@@ -130,11 +130,15 @@ class TrainingConfig:
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
 
 
-def training_problems(training: TrainingConfig, seq_length: int) -> Iterator[str]:
-    """Yield a line for each relation that does not hold."""
+def training_length_problems(training: TrainingConfig) -> Iterator[str]:
+    """Yield a line if the length of the run is not given once."""
     if (training.train_iters is None) == (training.train_samples is None):
         not_both = "" if training.train_iters is None else ", not both"
         yield f"give the length as --train-iters or as --train-samples{not_both}"
+
+
+def training_problems(training: TrainingConfig, seq_length: int) -> Iterator[str]:
+    """Yield a line for each other relation that does not hold."""
     chosen = [flag for flag in ("bf16", "fp16", "fp64") if getattr(training, flag)]
     if len(chosen) > 1:
         yield f"--{' and --'.join(chosen)} are {len(chosen)} precisions: choose one"

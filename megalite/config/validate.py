@@ -23,9 +23,9 @@ from megalite.config.model import (
 from megalite.config.monitoring import logging_problems, profiling_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
-from megalite.config.pipeline_layout import pipeline_problems, why_nothing_is_aligned
-from megalite.config.run import RunConfig, section_types
-from megalite.config.training import training_problems
+from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
+from megalite.config.run import RunConfig, TaskConfig, section_types
+from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if training.recompute_granularity is None and idle:
         config = replace(config, training=replace(training, recompute_method=None, recompute_num_layers=None))
         lines += [f"{flag}: changes nothing without --recompute-granularity full" for flag in idle]
-    if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(config.model, config.parallel)):
+    if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(_chunks(config), config.parallel)):
         config = replace(config, parallel=replace(config.parallel, align_grad_reduce=True))
         lines.append(f"--no-align-grad-reduce: changes nothing {why}")
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
@@ -90,6 +90,14 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         config = replace(config, checkpoint=replace(config.checkpoint, load_optim=True))
         lines.append("--no-load-optim: changes nothing, since --finetune takes the weights alone")
     return config, tuple(lines)
+
+
+def _chunks(config: RunConfig) -> int:
+    """Return the number of stages per rank; more than one if they cannot be divided, which `validate` reports."""
+    try:
+        return virtual_stages(config.model, config.parallel)
+    except ConfigurationError:
+        return 2
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -105,7 +113,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     model, data, training, save = config.model, config.data, config.training, config.checkpoint.save
     tensorboard_dir = config.logging.tensorboard_dir
     problems = (
-        _division(config, world_size),
+        _division(config, world_size, data.seq_length),
         profiling_problems(config.profiling, save, tensorboard_dir, training.train_iters, world_size),
         context_parallel_problems(config.parallel, model, data.seq_length),
         _experts(config),
@@ -113,14 +121,33 @@ def validate(config: RunConfig, world_size: int) -> None:
         relation_problems(model),
         idle_positions(model),
         _layout(config),
+        _communication(config),
         pipeline_problems(model, config.parallel),
+        training_length_problems(training),
         training_problems(training, data.seq_length),
-        rate_problems(config),
+        rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
         evaluation_problems(data, training.eval_iters),
         _recompute(config),
+        _watchdog(config),
+        checkpoint_problems(config.checkpoint),
+        logging_problems(config.logging),
+    )
+    _raise(problem for of_one_kind in problems for problem in of_one_kind)
+
+
+def validate_task(config: TaskConfig, world_size: int) -> None:
+    """Check the configuration of a run of a task that is not a GPT. Raises ConfigurationError as `validate` does."""
+    check_numbers(config)
+    problems = (
+        _division(config, world_size, seq_length=1),
+        _communication(config),
+        training_problems(config.training, seq_length=1),
+        rate_problems(config, hidden_size=1),
+        optimizer_problems(config.optimizer, config.training),
+        _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),
     )
@@ -133,9 +160,10 @@ def _raise(problems: Iterable[str]) -> None:
         raise ConfigurationError(message)
 
 
-def check_numbers(config: RunConfig) -> None:
+def check_numbers(config: TaskConfig) -> None:
     """Raise ConfigurationError, with one line per number, if single numbers are not in their ranges."""
-    _raise(problem for section in section_types() for problem in range_problems(getattr(config, section)))
+    sections = (getattr(config, section) for section in section_types() if hasattr(config, section))
+    _raise(problem for section in sections for problem in range_problems(section))
 
 
 def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -160,7 +188,7 @@ def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--train-iters {training.train_iters} of --global-batch-size {batch}: more than 2^53 samples"
 
 
-def _division(config: RunConfig, world_size: int) -> Iterator[str]:
+def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
     if uneven := list(_uneven_groups(parallel, world_size)):
         yield from uneven
@@ -171,7 +199,7 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
     if training.rampup_batch_size is not None:
         start, increment, _ = training.rampup_batch_size
         sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
-    schedule = training.batch_size_schedule(config.data.seq_length)
+    schedule = training.batch_size_schedule(seq_length)
     # A run that continues may be past the first sizes of a schedule, which may be too small for its ranks.
     continues = config.checkpoint.load is not None or config.checkpoint.resume is not None
     fits = [size % (training.micro_batch_size * copies) == 0 for _, size in schedule]
@@ -294,6 +322,11 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} is not divisible by --tensor-model-parallel-size {tensor}"
+
+
+def _communication(config: TaskConfig) -> Iterator[str]:
+    """Yield a line for each relation of data-parallel communication that does not hold."""
+    parallel = config.parallel
     if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
         yield "--use-distributed-optimizer contradicts --data-parallel-sharding-strategy no_shard: drop one"
     if not parallel.overlap_grad_reduce:
@@ -320,6 +353,9 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         for module in training.recompute_modules:
             if module.startswith("moe"):
                 yield f"--recompute-modules {module} needs --num-experts"
+
+
+def _watchdog(config: TaskConfig) -> Iterator[str]:
     watchdog = config.watchdog
     if not watchdog.watchdog and watchdog.watchdog_min_seconds != type(watchdog).watchdog_min_seconds:
         yield f"--watchdog-min-seconds {watchdog.watchdog_min_seconds:g} needs the watchdog: drop --no-watchdog"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from megalite.config.fields import flag_of, needs
 from megalite.config.optimizer import OptimizerConfig, noam_maximum
-from megalite.config.run import RunConfig
+from megalite.config.run import TaskConfig
 
 
-def rate_problems(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each relation that does not hold."""
+def rate_problems(config: TaskConfig, hidden_size: int) -> Iterator[str]:
+    """Yield a line for each relation that does not hold. `hidden_size` is the width of the network, for noam."""
     optimizer, by_iters = config.optimizer, config.training.train_samples is None
     other, unit = ("samples", "iters") if by_iters else ("iters", "samples")
     for phase in ("decay", "warmup", "wsd_decay"):
@@ -21,14 +21,17 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
         yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
     yield from _phases(config, unit)
     yield from _idle(config, unit)
-    yield from (_noam if optimizer.lr_decay_style == "noam" else _bounds)(config, unit)
+    if optimizer.lr_decay_style == "noam":
+        yield from _noam(config, unit, hidden_size)
+    else:
+        yield from _bounds(config)
     yield from _decoupled(optimizer)
     if (optimizer.lr_scaling_rule is None) != (optimizer.lr_scaling_base_batch_size is None):
         yield "--lr-scaling-rule and --lr-scaling-base-batch-size need each other"
     yield from _weight_decay(optimizer)
 
 
-def _lengths(config: RunConfig, unit: str) -> tuple[float, int | None]:
+def _lengths(config: TaskConfig, unit: str) -> tuple[float, int | None]:
     """Return the lengths of the warm-up and of the entire schedule (None if unknown), in iterations or samples."""
     optimizer = config.optimizer
     whole = getattr(optimizer, f"lr_decay_{unit}") or getattr(config.training, f"train_{unit}")
@@ -37,7 +40,7 @@ def _lengths(config: RunConfig, unit: str) -> tuple[float, int | None]:
     return getattr(optimizer, f"lr_warmup_{unit}"), whole
 
 
-def _phases(config: RunConfig, unit: str) -> Iterator[str]:
+def _phases(config: TaskConfig, unit: str) -> Iterator[str]:
     """Check that warm-up and the last phase of WSD fit into the decay."""
     optimizer = config.optimizer
     warmup, decay = _lengths(config, unit)
@@ -52,7 +55,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
         yield f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style} needs --lr-decay-style WSD"
 
 
-def _idle(config: RunConfig, unit: str) -> Iterator[str]:
+def _idle(config: TaskConfig, unit: str) -> Iterator[str]:
     """Refuse flags that the schedule does not read."""
     optimizer = config.optimizer
     if optimizer.lr_warmup_init and not _lengths(config, unit)[0]:
@@ -63,7 +66,7 @@ def _idle(config: RunConfig, unit: str) -> Iterator[str]:
                 yield f"{flag_of(name)}: leave it out, --lr-decay-style constant has no decay"
 
 
-def _noam(config: RunConfig, unit: str) -> Iterator[str]:
+def _noam(config: TaskConfig, unit: str, hidden_size: int) -> Iterator[str]:
     optimizer, warmup = config.optimizer, _lengths(config, unit)[0]
     if not warmup:
         yield f"--lr-decay-style noam needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"
@@ -78,16 +81,16 @@ def _noam(config: RunConfig, unit: str) -> Iterator[str]:
         factor, lowest = getattr(optimizer, f"{prefix}lr"), getattr(optimizer, f"{prefix}min_lr")
         if None in (factor, lowest) or not steps:
             continue
-        highest = noam_maximum(factor, config.model.hidden_size, steps)
+        highest = noam_maximum(factor, hidden_size, steps)
         if lowest > highest:
             flag = prefix.replace("_", "-")
             yield (
                 f"--{flag}min-lr {lowest} is above noam's highest learning rate: --{flag}lr {factor} / "
-                f"sqrt(--hidden-size {config.model.hidden_size} x {steps:g} warm-up steps) = {highest:.3g}"
+                f"sqrt(--hidden-size {hidden_size} x {steps:g} warm-up steps) = {highest:.3g}"
             )
 
 
-def _bounds(config: RunConfig, unit: str) -> Iterator[str]:
+def _bounds(config: TaskConfig) -> Iterator[str]:
     """Refuse learning rates above the highest learning rate."""
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:

@@ -13,7 +13,7 @@ import yaml
 
 from megalite.config import megatron_flags
 from megalite.config.command_line import BLANK, blank
-from megalite.config.run import RunConfig, fields_by_name, fits, section_types
+from megalite.config.run import RunConfig, TaskConfig, fields_by_name, fits, section_types
 from megalite.errors import ConfigurationError
 from megalite.small_files import MIB, read_small_file, reason, shown
 
@@ -24,11 +24,13 @@ _MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 8
 _MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null"))
 
 
-def dump(config: RunConfig) -> str:
+def dump(config: TaskConfig) -> str:
     """Return the complete configuration as YAML; `load_yaml` returns an equal configuration from it."""
+    found = asdict(config)
     sections = {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        for section, values in asdict(config).items()
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in found[section].items()}
+        for section in section_types()
+        if section in found
     }
     return yaml.safe_dump(sections, sort_keys=False)  # in ASCII: U+0085 without an escape would be read as a space
 

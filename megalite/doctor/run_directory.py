@@ -20,7 +20,7 @@ from megalite.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
 from megalite.storage import AnyPath, write_atomically
-from megalite.training.builder import make_plan, make_stages
+from megalite.training.builder import make_chunks, make_plan, make_stages
 from megalite.training.data import open_tokenizer, vocab_size
 from megalite.training.memory import in_words
 
@@ -109,6 +109,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """
     config = replace(config, parallel=ParallelConfig())
     model = replace(config.model, vocab_size=vocab_size(open_tokenizer(config), config.model))
-    plan = make_plan(config, model, ParallelMesh(device=torch.device("meta")), make_stages(config))
+    stages, mesh = make_stages(config), ParallelMesh(device=torch.device("meta"))
+    plan = make_plan(config, lambda at: make_chunks(config, model, at, stages), mesh, stages)
     with_state = config.checkpoint.save_optim
     return sum(part.size for part in plan.saved(0) if with_state or not part.name.startswith(OPTIMIZER))

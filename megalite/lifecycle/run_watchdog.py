@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megalite.config import RunConfig
+from megalite.config.run import TaskConfig
 from megalite.lifecycle.failure import report
 from megalite.process.launchers import hosted_by_launcher
 from megalite.process.place import Place
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_watchdog(
-    config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None, store: Store | None
+    config: TaskConfig, sections: Sections, place: Place, directory: AnyPath | None, store: Store | None
 ) -> Watchdog | None:
     """Return a context manager that ends a hanging run and names dead ranks; None with --no-watchdog.
 

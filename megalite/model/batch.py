@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,11 @@ class MicroBatch:
     replayed: Tensor | None = None
     choices: dict[int, Tensor] | None = None
     token_loss: TokenLoss | None = None
+
+    @property
+    def sample_ids(self) -> Sequence[int]:
+        """Global number of each sample."""
+        return self.key.samples
 
     def __post_init__(self) -> None:
         if self.layout is _WHOLE:

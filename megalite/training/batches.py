@@ -16,6 +16,9 @@ from megalite.parallel.attention_plan import FirstKeys, balanced, work_of_chunks
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout, zigzag
 
+BUSIEST = "busiest_context_parallel_rank"
+"""Name of a figure in the metrics: the scores of the busiest rank of each micro-batch, over a rank's on average."""
+
 
 @dataclass(frozen=True)
 class Cutting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -13,6 +12,7 @@ import torch
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, ParallelConfig, RunConfig
 from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages, why_nothing_is_aligned
+from megalite.config.run import TaskConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
@@ -27,12 +27,12 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
-from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules
@@ -60,7 +60,7 @@ def make_loader(
     )
 
 
-def model_dtype(config: RunConfig) -> torch.dtype:
+def model_dtype(config: TaskConfig) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, config.training.dtype)
     return dtype
 
@@ -114,10 +114,10 @@ def make_cutting(config: RunConfig, mesh: ParallelMesh) -> Cutting:
 
 
 def make_proved_schedules(
-    config: RunConfig,
+    config: TaskConfig,
     mesh: ParallelMesh,
     stages: Stages,
-    chunks: Sequence[GPT],
+    chunks: Sequence[StageModule],
     optimizer: Optimizer,
     terms: Sequence[LossTerm],
 ) -> ProvedSchedules:
@@ -134,7 +134,7 @@ def make_proved_schedules(
     return ProvedSchedules(
         stages,
         mesh.coordinate("pp"),
-        schedule=schedule_name(config.model, parallel),
+        schedule=schedule_name(stages.chunks, parallel),
         group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
@@ -189,35 +189,52 @@ def _after_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Coll
     return behind
 
 
-def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
-    """Return the plan of which parts of a checkpoint each rank owns and saves."""
+def make_plan(
+    config: TaskConfig,
+    chunks_at: Callable[[ParallelMesh], Sequence[StageModule]],
+    mesh: ParallelMesh,
+    stages: Stages,
+) -> Plan:
+    """Return the plan of which parts of a checkpoint each rank owns and saves.
+
+    `chunks_at`: returns the stages of a rank, given the mesh of that rank.
+    """
 
     def contents_at(mesh: ParallelMesh) -> Contents:
-        chunks = make_chunks(config, model, mesh, stages)
+        chunks = chunks_at(mesh)
         blocks = [chunk.blocks() for chunk in chunks]
-        return Contents.of(chunks, mesh, data_parallel(config, mesh), blocks=blocks)
+        return Contents.of(chunks, mesh, data_parallel(config, mesh, stages), blocks=blocks)
 
-    options = data_parallel(config, mesh)
+    options = data_parallel(config, mesh, stages)
     return Plan(mesh, contents_at, config.optimizer, zero_stage=options.zero_stage, instances=options.instances)
 
 
-def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
-    """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard."""
+def make_optimizer(
+    config: TaskConfig,
+    chunks: Sequence[StageModule],
+    mesh: ParallelMesh,
+    stages: Stages,
+    set_values: Callable[[Parameter], None] | None,
+) -> Optimizer:
+    """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard.
+
+    `set_values`: sets the initial values of a parameter. None: the parameters already have them.
+    """
     return optim.make_optimizer(
         chunks,
         mesh,
         config.optimizer,
-        data_parallel(config, mesh),
+        data_parallel(config, mesh, stages),
         blocks=[chunk.blocks() for chunk in chunks],
-        set_values=functools.partial(set_initial_values, seed=config.training.seed),
+        set_values=set_values,
     )
 
 
-def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
+def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> DataParallel:
     """Return the data-parallel settings from the flags."""
     parallel, dtype = config.parallel, model_dtype(config)
     # If aligned, the action list decides when a chunk's reductions begin.
-    aligned = parallel.align_grad_reduce and why_nothing_is_aligned(config.model, parallel) is None
+    aligned = parallel.align_grad_reduce and why_nothing_is_aligned(stages.chunks, parallel) is None
     bucket_size = parallel.ddp_bucket_size
     if bucket_size is None and parallel.overlap_grad_reduce:
         # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
@@ -233,7 +250,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
     )
 
 
-def make_loss_scale(config: RunConfig) -> LossScale:
+def make_loss_scale(config: TaskConfig) -> LossScale:
     """Return the loss scale of the first step; 1 for every precision except fp16."""
     training = config.training
     if not training.fp16:
@@ -245,7 +262,7 @@ def make_loss_scale(config: RunConfig) -> LossScale:
     )
 
 
-def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
+def count_parameters(chunks: Iterable[StageModule], mesh: ParallelMesh) -> int:
     """Count the unpadded parameters of the full model, each logical tensor once.
 
     Called by all ranks of a pipeline together.
@@ -254,7 +271,7 @@ def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
 
 
 def count_kinds(
-    chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
+    chunks: Iterable[StageModule], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
 ) -> Counter[str]:
     """Return the number of parameters per kind, approximately in the order of the model."""
     first = min(mesh.ranks("dp", "cp", "tp"))  # the first rank that has this stage

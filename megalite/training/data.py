@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config import DataConfig, ModelConfig, RunConfig
+from megalite.config import DataConfig, ModelConfig, RunConfig, TrainingConfig
+from megalite.config.run import TaskConfig
 from megalite.data.blend import Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
@@ -59,14 +60,21 @@ def global_batch_size(config: RunConfig) -> GlobalBatchSize:
     return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size, schedule)
 
 
-def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int = 0) -> int:
+def has_length(training: TrainingConfig) -> bool:
+    """Tell whether the configuration gives the length of the run; a program may give it step by step instead."""
+    return training.train_iters is not None or training.train_samples is not None
+
+
+def last_iteration(
+    config: TaskConfig, batch_size: GlobalBatchSize, iteration: int = 0, consumed_samples: int = 0
+) -> int:
     """Return the number of the last step of a run that has done `iteration` steps with `consumed_samples` samples.
 
     A remainder of --train-samples that is smaller than one global batch is not trained on.
     """
     if config.training.train_iters is not None:
         return config.training.train_iters
-    return iteration + global_batch_size(config).steps(consumed_samples, config.training.train_samples or 0)
+    return iteration + batch_size.steps(consumed_samples, config.training.train_samples or 0)
 
 
 def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[tuple[int, int]]:
@@ -93,7 +101,8 @@ def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
     Raises DataError or ConfigurationError, the same on every rank.
     """
     training, tokenizer = config.training, open_tokenizer(config)
-    batch_size, iterations = global_batch_size(config).final, last_iteration(config)
+    sizes = global_batch_size(config)
+    batch_size, iterations = sizes.final, last_iteration(config, sizes)
     samples = target_samples(
         train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
         train_iters=iterations,
@@ -132,7 +141,8 @@ def _outermost_samples(config: RunConfig) -> tuple[int, ...]:
     """
     batch_size, given = global_batch_size(config), config.training.train_samples
     # If sizes change, or the last samples do not fill a step, the last step may begin at any of the largest's samples.
-    last = last_iteration(config) * batch_size.final - 1 if given is None else max(given - max(batch_size.sizes), 0)
+    in_steps = last_iteration(config, batch_size) * batch_size.final
+    last = in_steps - 1 if given is None else max(given - max(batch_size.sizes), 0)
     return (last,) if config.checkpoint.load is not None else (0, last)
 
 

@@ -115,25 +115,27 @@ class Display:
         if self._console.is_interactive:
             self._show(metrics)
 
-    def evaluation(self, name: str, iteration: int, loss: float) -> None:
+    def evaluation(self, name: str, iteration: int, figures: Mapping[str, float]) -> None:
+        """Print the figures of an evaluation."""
         if self._enabled:
-            text = f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity(loss):.4g}"
-            self._console.print(text)
+            shown = [f"{figure} {value:.4f}" for figure, value in figures.items() if figure != "perplexity"]
+            shown += [f"{figure} {value:.4g}" for figure, value in figures.items() if figure == "perplexity"]
+            self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(escape, shown)]))
 
     def _line(self, metrics: StepMetrics) -> str:
         digits = len(str(self._total))
         parts = [
             f"step {metrics.iteration:{digits}}/{self._total}",
-            f"loss {metrics.lm_loss:.4f}",
+            f"loss {metrics.loss:.4f}",
             f"learning rate {metrics.learning_rate:.3e}",
             f"grad norm {metrics.grad_norm:.3f}",
-            f"{metrics.tokens_per_second:,.0f} tokens/s",
+            _speed(metrics),
             f"{1000 * metrics.iteration_time_s:,.0f} ms",
         ]
         if metrics.loss_scale != 1.0:
             parts.append(f"loss scale {metrics.loss_scale:,.0f}")
-        if metrics.mfu is not None:
-            parts.append(f"MFU {metrics.mfu:.1%}")
+        if (mfu := metrics.throughput.get("mfu")) is not None:
+            parts.append(f"MFU {mfu:.1%}")
         return " | ".join([*parts, "skipped: not finite" if metrics.skipped else f"ETA {self._remaining()}"])
 
     def _remaining(self) -> timedelta:
@@ -143,7 +145,7 @@ class Display:
     def _show(self, metrics: StepMetrics) -> None:
         column = min((self._iteration - 1) * _WIDTH // self._total, _WIDTH - 1)
         end = max(column + 1, self._iteration * _WIDTH // self._total)
-        self._losses[column:end] = [metrics.lm_loss] * (end - column)
+        self._losses[column:end] = [metrics.loss] * (end - column)
         figures = Table.grid(padding=(0, 2))
         figures.add_row(
             ProgressBar(total=self._total, completed=self._iteration, width=_WIDTH),
@@ -154,8 +156,8 @@ class Display:
         figures.add_row(
             Text("" if self._console.options.ascii_only else curve(self._losses), style="green"),
             "loss",
-            f"[bold green]{metrics.lm_loss:.4f}[/]",
-            f"[cyan]{metrics.tokens_per_second:,.0f}[/] tokens/s",
+            f"[bold green]{metrics.loss:.4f}[/]",
+            f"[cyan]{_speed(metrics)}[/]",
         )
         if self._live is None:
             # Each step refreshes the bar: a refresh thread would take time from the steps.
@@ -167,6 +169,11 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def _speed(metrics: StepMetrics) -> str:
+    name, value = next(iter(metrics.throughput.items()))
+    return f"{value or 0.0:,.0f} {name.removesuffix('_per_second')}/s"
 
 
 def perplexity(loss: float) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from megalite.checkpoint import TrainingState
 from megalite.checkpoint.manifest import STATE, dtype_name
-from megalite.config import RunConfig
+from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.training.data import NOT_OF_THE_SAMPLES
 
@@ -30,7 +30,7 @@ _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_ty
 
 
 def load_notes(
-    saved: Mapping[str, Any], config: RunConfig, state: TrainingState, *, position: bool, optimizer: bool
+    saved: Mapping[str, Any], config: TaskConfig, state: TrainingState, *, position: bool, optimizer: bool
 ) -> tuple[str, ...]:
     """Return a line on which parts of the checkpoint were restored, and a line for each flag that differs.
 
@@ -69,14 +69,16 @@ def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
     return (f"note: {opened.what} has weights in {saved}, rounded to {dtype_name(dtype)}; master weights keep more",)
 
 
-def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
+def differences(saved: Mapping[str, Any], config: TaskConfig) -> tuple[str, ...]:
     """Return a line for each field that affects the data, their order or the training, and differs from `saved`.
 
     A field that exists only in one of the two versions of the program is left out.
     """
     ours = json.loads(json.dumps(asdict(config)))
-    compared = {"model": _OF_THE_MODEL.split()}
+    compared = {"model": _OF_THE_MODEL.split()} if "model" in ours else {}
     for section, others in _OTHERWISE.items():
+        if section not in ours:
+            continue
         compared[section] = [name for name in ours[section] if name not in others.split()]
     return tuple(
         f"note: --{name.replace('_', '-')} is {_shown(ours[section][name])} here, and was {_shown(before)} in the run "

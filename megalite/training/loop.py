@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from megalite.config import RunConfig
+from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles
 from megalite.lifecycle.deadline import Pace, why_stop
@@ -19,6 +21,7 @@ from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
+from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Metrics, MetricsWriter, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
@@ -55,15 +58,25 @@ class TrainingLoop:
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
+        self._stack = ExitStack()
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
 
     def run(self) -> int:
         """Train until the run ends or is requested to stop. Returns the exit code of the program."""
+        with self:
+            while not self.is_over:
+                if not self.advance():
+                    return EXIT_RESUMABLE
+            self.finish()
+        return EXIT_FINISHED
+
+    def __enter__(self) -> TrainingLoop:
         trainer = self.trainer
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
+            trainer.expected_records = None  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
             with self.sections(START):
@@ -75,32 +88,56 @@ class TrainingLoop:
             stack.callback(self._profiler.over)
             if self.config.training.manual_gc:
                 gc.disable()
-            while trainer.iteration < trainer.iterations or trainer.evaluation_left:
-                if not trainer.evaluation_left:
-                    self._step()
-                if trainer.evaluation_due(trainer.iteration):
-                    self._validate()
-                with self.sections(AGREEMENT):
-                    agreed = self._agree()
-                if trainer.checkpoints is not None:
-                    with self.sections(SAVE):
-                        trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
-                if agreed.profile:
-                    self._profiler.ask(trainer.iteration)
-                if agreed.stop and trainer.iteration < trainer.iterations:
-                    return self._end_early()
-                last = trainer.iteration == trainer.iterations
-                if last or agreed.save or self._every(self.config.checkpoint.save_interval):
-                    self._save(last=last)
-            self._test()
-            self._settle()
-        self._progress("finished")
-        return EXIT_FINISHED
+            self._stack = stack.pop_all()
+        return self
 
-    def _step(self) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the last step and its evaluation are done."""
+        return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
+
+    def advance(self, micro_batches: Sequence[Any] | None = None) -> bool:
+        """Run a step, then an evaluation and a save if they are due. Called by all ranks together.
+
+        Args:
+            micro_batches: those of this rank; None for the next ones of the training data.
+
+        Returns:
+            False if the run was requested to stop: it is saved then, and no more steps may follow.
+        """
+        trainer = self.trainer
+        if not trainer.evaluation_left:
+            self._step(micro_batches)
+        if trainer.evaluation_due(trainer.iteration):
+            self._validate()
+        with self.sections(AGREEMENT):
+            agreed = self._agree()
+        if trainer.checkpoints is not None:
+            with self.sections(SAVE):
+                trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+        if agreed.profile:
+            self._profiler.ask(trainer.iteration)
+        if agreed.stop and trainer.iteration < trainer.iterations:
+            self._end_early()
+            return False
+        last = trainer.iteration == trainer.iterations
+        if last or agreed.save or self._every(self.config.checkpoint.save_interval):
+            self._save(last=last)
+        return True
+
+    def finish(self) -> None:
+        """Run the evaluation on test data, and wait for the removal of old checkpoints."""
+        self._test()
+        self._settle()
+        self._progress("finished")
+
+    def _step(self, micro_batches: Sequence[Any] | None) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
-            metrics = self.trainer.step()
+            metrics = self.trainer.step(micro_batches)
         self._pace = self._pace.after(metrics.iteration_time_s)
         timing = self._timing() if self._every(self.config.watchdog.timing_interval) else None
         figures = {} if timing is None else timing.figures()
@@ -128,29 +165,38 @@ class TrainingLoop:
     def _validate(self) -> None:
         """Evaluate. If the run is stopped during the evaluation, the resumed run evaluates before its first step."""
         trainer = self.trainer
-        assert trainer.data.valid is not None
 
         def stopped() -> bool:
             """Tell whether any rank must stop. The evaluation after the last step is never ended early."""
             return trainer.iteration < trainer.iterations and self._on_any_rank(self._told_to_stop())[0]
 
         with self.sections(EVALUATION):
-            loss = trainer.evaluate(trainer.data.valid, stopped)
-        trainer.evaluation_left = loss is None
-        if loss is not None:
+            means = trainer.evaluate(should_stop=stopped)
+        trainer.evaluation_left = means is None
+        if means is not None:
+            loss, others = self._shown("validation", means)
             wanted = self.config.logging.log_validation_ppl_to_tensorboard
             extra = {"valid_perplexity": perplexity(loss)} if wanted else {}
+            extra |= {f"valid_{name}": mean for name, mean in others.items()}
             self._record(ValidationMetrics(*trainer.where(), loss, extra=extra))
-            self.display.evaluation("validation", trainer.iteration, loss)
 
     def _test(self) -> None:
         trainer = self.trainer
-        if trainer.data.test is not None:
+        if trainer.task.has_test:
             with self.sections(EVALUATION):
-                loss = trainer.evaluate(trainer.data.test)
-            assert loss is not None
-            self._record(TestMetrics(*trainer.where(), loss))
-            self.display.evaluation("test", trainer.iteration, loss)
+                means = trainer.evaluate(test=True)
+            assert means is not None
+            loss, others = self._shown("test", means)
+            extra = {f"test_{name}": mean for name, mean in others.items()}
+            self._record(TestMetrics(*trainer.where(), loss, extra=extra))
+
+    def _shown(self, name: str, means: Totals) -> tuple[float, dict[str, float]]:
+        """Show the results of an evaluation; returns the loss and the other means."""
+        task, others = self.trainer.task, dict(means)
+        loss = others.pop(task.loss_name)
+        of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(loss)}
+        self.display.evaluation(name, self.trainer.iteration, {"loss": loss, **of_tokens, **others})
+        return loss, others
 
     def _save(self, *, last: bool) -> None:
         with self.sections(SAVE):
@@ -162,14 +208,13 @@ class TrainingLoop:
             with self.sections(SAVE):
                 self.trainer.checkpoints.settle(self.display)
 
-    def _end_early(self) -> int:
+    def _end_early(self) -> None:
         self._stop.answered()
         self._save(last=True)
         self._settle()
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
         self._progress("stopped")
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
-        return EXIT_RESUMABLE
 
     # ------------------------------------------------------------------------------------------------ decisions
 
@@ -235,7 +280,7 @@ class TrainingLoop:
             self.display.message(told)
 
 
-def metrics_path(config: RunConfig, directory: AnyPath | None) -> AnyPath | None:
+def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | None:
     """Return the file that the metrics of a run are written to, or None if there is none."""
     if config.logging.metrics_path:
         return open_directory(config.logging.metrics_path)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from megalite.errors import MegaliteError
-from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
-from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
+from megalite.parallel.stage_module import StageModule
 from megalite.training.metrics import is_figure
 
 _MISSING = torch.tensor(-0.0, dtype=torch.float64)
@@ -25,7 +24,7 @@ Totals = Mapping[str, float]
 """One value per loss term, by the term's name."""
 
 
-def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
+def declared_terms(chunks: Iterable[StageModule]) -> tuple[LossTerm, ...]:
     """Return the loss terms of the network.
 
     Raises MegaliteError if two stages of this rank declare different terms, or if a name is not unique. The proof of
@@ -36,12 +35,12 @@ def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
         if [str(term) for term in other] != [str(term) for term in terms]:
             raise MegaliteError(
                 f"stages of one rank declare different terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
-                f"{_listed(other)}. GPT.loss_terms must give those of the whole network, on every stage"
+                f"{_listed(other)}. `loss_terms` must give those of the whole network, on every stage"
             )
     names = [term.name for term in terms]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise MegaliteError(f"several terms of the loss are called {twice[0]}: give each a name of its own")
-    if taken := [name for name in names if name != LM_LOSS.name and is_figure(name)]:
+    if taken := [name for name in names if is_figure(name)]:
         raise MegaliteError(
             f"a term of the loss is called {taken[0]}, which is the name of another figure in the metrics: choose one "
             "another name"
@@ -53,7 +52,7 @@ def _listed(terms: Iterable[LossTerm]) -> str:
     return "; ".join(map(str, terms)) or "none"
 
 
-def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> TermSums:
+def counted(terms: Sequence[LossTerm], micro_batches: Iterable[Any], device: torch.device) -> TermSums:
     """Return this rank's count of each term: the denominator of its mean, in fp64 on the device."""
     counts: TermSums = NO_SUMS
     for micro_batch in micro_batches:
@@ -81,7 +80,7 @@ def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> 
     if missing := [name for name, total in sums.items() if total == 0.0 and math.copysign(1.0, total) < 0.0]:
         raise MegaliteError(
             f"no stage returned the term of the loss that is declared as {missing[0]}: have a layer or the head return "
-            "its sum, or take it out of GPT.loss_terms"
+            "its sum, or take it out of `loss_terms`"
         )
     return sums
 

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,26 +37,41 @@ class Metrics:
 
     iteration: int
     consumed_samples: int
-    consumed_tokens: int
+    consumed_tokens: int | None
+    """Number of consumed tokens; None if samples do not consist of tokens."""
     extra: Mapping[str, float] = field(default_factory=dict, kw_only=True)
     """Additional figures, written under their own names."""
+
+    def record(self) -> dict[str, Value]:
+        """Return the figures by the names under which they are written."""
+        figures: dict[str, Value] = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            figures |= value if isinstance(value, Mapping) else {entry.name: value}
+        extra = {name: figures.pop(name) for name in self.extra}
+        if self.consumed_tokens is None:
+            del figures["consumed_tokens"]
+        return figures | extra
 
 
 @dataclass(frozen=True)
 class StepMetrics(Metrics):
     """One training step."""
 
-    lm_loss: float
+    losses: Mapping[str, float]
+    """The loss, under its name."""
     grad_norm: float
     learning_rate: float
     loss_scale: float
     skipped: bool
     iteration_time_s: float
-    tokens_per_second: float
-    tokens_per_second_per_device: float
-    model_tflops_per_device: float
-    mfu: float | None
+    throughput: Mapping[str, float | None]
+    """Figures of the speed, of which the first one is items per second."""
     peak_memory_bytes: int
+
+    @property
+    def loss(self) -> float:
+        return next(iter(self.losses.values()))
 
 
 @dataclass(frozen=True)
@@ -74,7 +89,10 @@ class TestMetrics(Metrics):
 
 
 _KINDS = StepMetrics, ValidationMetrics, TestMetrics
+THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
+"""Figures of a language model's speed."""
 _ON_REQUEST = {
+    *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("max_expert_load", "min_expert_load", "dropped_assignments"),
 }
@@ -175,8 +193,7 @@ class MetricsWriter:
         A full disk often has space again later, for example after a failed save is removed. Returns a warning at the
         first failure in a row.
         """
-        record = asdict(metrics)
-        record |= record.pop("extra")
+        record = metrics.record()
         failed, self._fails = self._fails, False
         told = None
         for destination in (self._lines, self._events):
@@ -263,7 +280,7 @@ class _Events(_Growing):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if "lm_loss" in record and cast(int, record["iteration"]) % self._step_interval:
+        if "grad_norm" in record and cast(int, record["iteration"]) % self._step_interval:
             return
         figures = {name: value for name, value in record.items() if name not in self._left_out and value is not None}
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
@@ -328,7 +345,7 @@ def truncate_after(
                 number = cast(int, record["iteration"])
                 beyond = iteration if evaluation_left and "valid_loss" in record else iteration + 1
                 if number < beyond:
-                    (evaluations if "valid_loss" in record else steps if "lm_loss" in record else set()).add(number)
+                    (evaluations if "valid_loss" in record else steps if "grad_norm" in record else set()).add(number)
                     kept.write(line)
             kept.flush()
             os.fsync(kept.fileno())

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel.collectives import all_gather_json, all_reduce_
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TermSums
+from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
@@ -42,7 +41,7 @@ class SkippedStep:
 
     iteration: int
     actions: Sequence[Action]
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: Sequence[Any]
     loss_multipliers: Mapping[str, float]
     loss_scale: float
     sums: TermSums
@@ -88,8 +87,8 @@ class _SecondRun:
 
 def locate(
     step: SkippedStep,
-    chunks: Sequence[GPT],
-    engine: PipelineEngine[MicroBatch],
+    chunks: Sequence[StageModule],
+    engine: PipelineEngine[Any],
     stages: Stages,
     optimizer: Optimizer,
     mesh: ParallelMesh,
@@ -128,7 +127,7 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
     if search.first is None:
         return _SecondRun(None, (), *rest)
     micro_batch = step.micro_batches[search.first.micro_batch]
-    samples = micro_batch.key.samples
+    samples = micro_batch.sample_ids
     return _SecondRun(asdict(search.first), (samples[0], samples[-1]), *rest)
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, GradientBuffer, Parameter
+from megalite.parallel.stage_module import StageModule
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
@@ -84,7 +84,7 @@ class Search:
         step.execute(action)
 
     @contextmanager
-    def through(self, chunks: Sequence[GPT]) -> Iterator[None]:
+    def through(self, chunks: Sequence[StageModule]) -> Iterator[None]:
         """Check the modules and the gradient buffers of the rank's stages during the block."""
         parameters = list({id(p): p for chunk in chunks for p in unique_parameters(chunk)}.values())
         buffers = [parameter.gradient_buffer for parameter in parameters]
@@ -101,19 +101,15 @@ class Search:
             for handle in handles:
                 handle.remove()
 
-    def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
+    def _places(self, number: int, chunk: StageModule) -> Iterator[tuple[nn.Module, str, str]]:
         """Yield each module of a chunk that is checked, with the names of its inputs and of its outputs."""
         stage = self._stages.stage(self._rank, number)
-        passed_on = f"what stage {stage} sends" if chunk.head is None else "the loss times the loss mask"
+        last = stage == self._stages.count - 1
+        passed_on = "the sums of the loss" if last else f"what stage {stage} sends"
         yield chunk, f"what stage {stage} receives", passed_on
-        parts: list[tuple[nn.Module | None, str]] = [(chunk.embedding, "the embedding")]
-        parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer)]
-        if chunk.head is not None:
-            parts += [(chunk.head.norm, "the final norm"), (chunk.head.output, "the output layer and its loss")]
-        for part, name in parts:
-            if part is not None:
-                for module, place in _modules(part, name):
-                    yield module, f"the input of {place}", f"the output of {place}"
+        for name, part in chunk.parts():
+            for module, place in _modules(part, name):
+                yield module, f"the input of {place}", f"the output of {place}"
 
     # ------------------------------------------------------------------------------------------------ checks
 

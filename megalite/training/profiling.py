@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megalite.atomic_files import sync_directory, temporary_path
-from megalite.config import RunConfig
 from megalite.config.monitoring import ProfilingConfig
+from megalite.config.run import TaskConfig
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
@@ -62,7 +62,7 @@ class Profiler:
     """
 
     def __init__(
-        self, run: RunConfig, mesh: ParallelMesh, display: Display, sections: Sections, iteration: int
+        self, run: TaskConfig, mesh: ParallelMesh, display: Display, sections: Sections, iteration: int
     ) -> None:
         self._config = config = run.profiling
         self._mesh, self._display, self._sections = mesh, display, sections

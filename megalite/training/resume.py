@@ -14,7 +14,8 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
-from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
@@ -150,7 +151,7 @@ def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataCo
     return model_config(path, config), checkpoint.saved_section(path, config, DataConfig), found
 
 
-def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: RunConfig) -> None:
+def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: TaskConfig) -> None:
     """Raise ConfigurationError if a schedule is kept whose lengths count other steps than this run's."""
     training, batch_size = saved.get("training", {}), config.training.global_batch_size
     counts_steps = training.get("train_iters") is not None and config.checkpoint.use_checkpoint_opt_param_scheduler

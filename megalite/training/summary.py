@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,29 +21,52 @@ from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.training import memory
-from megalite.training.batches import to_micro_batches
+from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.trainer import BUSIEST, Trainer
+from megalite.training.trainer import Trainer
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
+
+if TYPE_CHECKING:
+    from megalite.training.gpt_task import GPTTask
 
 _MATRICES = "matrices of layers"
 
 
-def summary(trainer: Trainer) -> dict[str, object]:
-    """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
-    config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
-    parallel = config.parallel
+def layout_line(trainer: Trainer) -> str:
+    """Return the layout as text: the parallel axes, what is sharded, and the micro-batches of a step."""
+    parallel = trainer.config.parallel
     zero_stage = max(
         (bucket.zero_stage for bucket in trainer.optimizer.buckets), default=0
     )  # a pipeline stage may have no parameters
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
         zero += f" in {parallel.num_distributed_optimizer_instances} instances"
-    growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
-    count = trainer.num_micro_batches(batch.final)
+    count = trainer.num_micro_batches(trainer.batch_size.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-    measured, formula = measured_memory(trainer), expected_memory(trainer)
+    return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
+
+
+def training_line(trainer: Trainer) -> str:
+    """Return the length of the run as text."""
+    batch, tokens = trainer.batch_size, trainer.task.tokens_per_sample
+    growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
+    return f"{trainer.iterations} steps of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
+
+
+def common_lines(trainer: Trainer) -> dict[str, object]:
+    """Return the last lines of the summary of any task."""
+    return {
+        "device": f"{trainer.mesh.world_size} x {device.device_name(trainer.mesh.device)}",
+        "training": training_line(trainer),
+        "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
+    }
+
+
+def summary(trainer: Trainer, task: GPTTask) -> dict[str, object]:
+    """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
+    config, mesh, model = task.config, trainer.mesh, task.model
+    measured, formula = measured_memory(trainer, task), expected_memory(trainer, task)
     whose = "a rank" if mesh.size("pp") == 1 else "on rank 0"
     kinds = measured.against(formula)
     if model.hidden_dropout or model.attention_dropout:
@@ -51,9 +75,9 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} per rank",
-        **_context(trainer),
-        **_pipeline(trainer),
+        "layout": layout_line(trainer),
+        **_context(task),
+        **_pipeline(trainer, task),
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, trainer.dtype),
         "precision": config.training.dtype,
@@ -61,22 +85,20 @@ def summary(trainer: Trainer) -> dict[str, object]:
         + (", layers compiled" if config.kernels.compile else ""),
         "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},
-        "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
-        "training": f"{trainer.iterations} steps of {growing} samples x {config.data.seq_length} tokens",
-        "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
+        **common_lines(trainer),
     }
 
 
-def _context(trainer: Trainer) -> dict[str, object]:
+def _context(task: GPTTask) -> dict[str, object]:
     """Return what a context-parallel rank holds and computes of a sample, if several share it."""
-    cutting, parallel, length = trainer.cutting, trainer.config.parallel, trainer.config.data.seq_length
+    cutting, parallel, length = task.cutting, task.config.parallel, task.config.data.seq_length
     if cutting.ranks == 1:
         return {}
     chunks = cutting.chunks_per_rank or 2
     first = FirstKeys()
     loads = cutting.loads(cutting.layout(length, first), first)
     busiest = f"the busiest rank computes {max(loads) * len(loads) / sum(loads):.3f} x the mean scores"
-    if trainer.config.data.reset_attention_mask:
+    if task.config.data.reset_attention_mask:
         busiest += f" without documents; with them, see {BUSIEST} in metrics.jsonl"
     return {
         "context": f"{length // cutting.ranks:,} of {length:,} tokens per rank in {chunks} chunks, by "
@@ -84,11 +106,11 @@ def _context(trainer: Trainer) -> dict[str, object]:
     }
 
 
-def _pipeline(trainer: Trainer) -> dict[str, object]:
+def _pipeline(trainer: Trainer, task: GPTTask) -> dict[str, object]:
     """Return the parts of the model on each rank of the pipeline, if there is more than one stage."""
     if trainer.schedules.stages.count == 1:
         return {}
-    layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
+    layers, *ranks = layout_lines(task.model, task.config.parallel)
     held = (line.partition(": ") for line in ranks)
     return {"pipeline": layers, **{f"  {rank}": stages for rank, _, stages in held}}
 
@@ -127,28 +149,33 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
     return tensor.name if group.is_embedding_or_output or group.weight_decay else "norms and biases"
 
 
-def measured_memory(trainer: Trainer) -> memory.Memory:
+def measured_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
     """Add up this rank's parameters, gradients, optimizer state and peak of saved activations.
 
     A forward of each chunk over meaningless tokens measures the activations. All ranks run it, and the modules' state
     is restored afterwards.
     """
-    training, device = trainer.config.training, trainer.mesh.device
-    shape = training.micro_batch_size, trainer.config.data.seq_length
+    training, device = task.config.training, trainer.mesh.device
+    shape = training.micro_batch_size, task.config.data.seq_length
     zeros = np.zeros(shape, dtype=np.int64)
     fields = MicroBatchArrays(
         # Equal tokens would all go to the same experts.
-        tokens=np.arange(zeros.size).reshape(shape) % (trainer.model_config.vocab_size or 1),
+        tokens=np.arange(zeros.size).reshape(shape) % (task.model.vocab_size or 1),
         labels=zeros,
         loss_mask=np.ones(shape, dtype=np.float32),
         positions=np.tile(np.arange(shape[1]), (shape[0], 1)),
-        document_ids=zeros if trainer.config.data.reset_attention_mask else None,
+        document_ids=zeros if task.config.data.reset_attention_mask else None,
         padding=None,
         replayed=None,
         sample_ids=range(shape[0]),
     )
-    (micro_batch,) = to_micro_batches([fields], training.seed, trainer.dtype, device, trainer.cutting)
-    stages = trainer.schedules.stages
+    (micro_batch,) = to_micro_batches([fields], training.seed, trainer.dtype, device, task.cutting)
+    return measured_by(trainer, micro_batch)
+
+
+def measured_by(trainer: Trainer, micro_batch: object) -> memory.Memory:
+    """Add up this rank's memory, with the activations of a forward of each chunk over this micro-batch."""
+    device, stages = trainer.mesh.device, trainer.schedules.stages
     own = stages.of_rank(trainer.mesh.coordinate("pp"))
     forwards = [
         functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
@@ -171,13 +198,13 @@ def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
     return peak_in_flight(actions, sizes)
 
 
-def expected_memory(trainer: Trainer) -> memory.Memory:
+def expected_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
     """Calculate this rank's memory by formula."""
-    config = trainer.config
+    config = task.config
     activations = [
         memory.activation_bytes(
-            trainer.model_config,
-            tokens=config.training.micro_batch_size * config.data.seq_length // trainer.cutting.ranks,
+            task.model,
+            tokens=config.training.micro_batch_size * config.data.seq_length // task.cutting.ranks,
             dtype=trainer.dtype,
             tensor_parallel_size=trainer.mesh.size("tp"),
             expert_tensor_parallel_size=trainer.mesh.size("etp"),
@@ -185,9 +212,9 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             recompute=make_recompute(config),
             fused_loss=config.kernels.fused_linear_cross_entropy,
             stage_layers=chunk.stage_layers,
-            context_parallel_size=trainer.cutting.ranks,
+            context_parallel_size=task.cutting.ranks,
             attention_ways=chunk.context.attention_ways,
         )
-        for chunk in trainer.chunks
+        for chunk in task.chunks
     ]
     return memory.Memory(*memory.state_bytes(trainer.optimizer), _peak(trainer, activations))

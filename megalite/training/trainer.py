@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
-from megalite.config import RunConfig
-from megalite.conversion.opened import OpenedModel, states_of_training
-from megalite.data.blend import Dataset
-from megalite.data.fields import SampleFields
-from megalite.data.loader import MicroBatchArrays
+from megalite.config.run import TaskConfig
 from megalite.errors import ConfigurationError
-from megalite.model.batch import MicroBatch
-from megalite.model.head import LM_LOSS
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
-from megalite.parallel import collectives, device
+from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
@@ -32,32 +26,17 @@ from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
-from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.data import (
-    RunData,
-    global_batch_size,
-    last_iteration,
-    order_notes,
-    routing_records,
-    seen_samples,
-    vocab_size,
-)
+from megalite.training.data import last_iteration
 from megalite.training.display import Display
-from megalite.training.experts import expert_loads, node_notes, with_dispatcher
-from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.kernels import compile_layers
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.routing_recorder import RoutingRecorder
+from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
-
-BUSIEST = "busiest_context_parallel_rank"
-"""Name of a figure in the metrics: see `Trainer._busiest`."""
 
 
 class Trainer:
@@ -68,28 +47,24 @@ class Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
-        data: RunData,
+        config: TaskConfig,
+        task: Task,
         mesh: ParallelMesh,
         directory: AnyPath | None = None,
         sections: Sections | None = None,
     ) -> None:
-        self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
+        self.config, self.task, self.mesh, self.directory = config, task, mesh, directory
         self.sections = sections if sections is not None else Sections()
         self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
-        model = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
-        self.model_config, self._dispatcher_notes = with_dispatcher(model, self.dtype, mesh)
-        stages = builder.make_stages(config)
-        self.chunks = builder.make_chunks(config, self.model_config, mesh, stages)
-        if config.kernels.compile:
-            compile_layers(self.chunks)
+        stages = task.stages()
+        self.chunks = task.make_chunks(mesh, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
-        self.optimizer = builder.make_optimizer(config, self.chunks, mesh)
+        self.optimizer = builder.make_optimizer(config, self.chunks, mesh, stages, task.set_values)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
-        self.batch_size = global_batch_size(config)
+        self.batch_size = task.batch_size
         self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
         micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes if size % least == 0]
@@ -99,10 +74,10 @@ class Trainer:
         self.rates = rate_schedules(
             config.optimizer,
             config.training,
-            hidden_size=config.model.hidden_size,
+            hidden_size=task.hidden_size,
             global_batch_size=self.batch_size.final,
         )
-        self.iterations = last_iteration(config)
+        self.iterations = last_iteration(config, self.batch_size)
         self.iteration = 0
         self.consumed_samples = 0
         self.evaluation_left = False
@@ -113,29 +88,24 @@ class Trainer:
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
-        self.loader = builder.make_loader(config, mesh, data, data.train, data.routing)
-        self.routing_recorder: RoutingRecorder | None = None
-        if config.training.moe_record_routing is not None:
-            records = routing_records(config, config.training.moe_record_routing)
-            sample_group = mesh.group(*self.chunks[0].context.sample_axes)
-            self.routing_recorder = RoutingRecorder(records, mesh, sample_group)
-        self.cutting = builder.make_cutting(config, mesh)
-        self.plan = builder.make_plan(config, self.model_config, mesh, stages)
+        self.loader = task.train_loader()
+        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def step(self) -> StepMetrics:
-        """Run one optimizer step on one global batch. Called by all ranks together."""
+    def step(self, micro_batches: Sequence[Any] | None = None) -> StepMetrics:
+        """Run one optimizer step on one global batch. Called by all ranks together.
+
+        `micro_batches`: those of this rank; None for the next ones of the training data.
+        """
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        with self.sections(DATA):
-            arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
-            micro_batches = self._micro_batches(arrays)
-        if self.routing_recorder is not None:
-            micro_batches = self.routing_recorder.begin_step(micro_batches, is_first=self.consumed_samples == 0)
+        if micro_batches is None:
+            micro_batches = self.next_micro_batches()
+        micro_batches = self.task.begin_step(micro_batches, self.consumed_samples)
         own_counts = loss_terms.counted(self.terms, micro_batches, self.mesh.device)
         counts = loss_terms.total_counts(self.terms, own_counts, self.mesh)
 
@@ -153,9 +123,8 @@ class Trainer:
             self._return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
             self._return_unused_memory(2)
-        if self.routing_recorder is not None:
-            with self.sections(SAVE):
-                self.routing_recorder.end_step(micro_batches)
+        with self.sections(SAVE):
+            self.task.end_step(micro_batches, updated=not update.skipped)
         losses = loss_terms.means(loss_terms.total_sums(self.terms, sums, self.mesh), counts)
         scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
@@ -167,11 +136,14 @@ class Trainer:
         self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        figures = {} if self.cutting.ranks == 1 else {BUSIEST: self._busiest(micro_batches)}
+        figures = self.task.figures(micro_batches, updated=not update.skipped)
         return self._metrics(losses, update, rates, loss_scale, batch_size, seconds, figures)
 
-    def _micro_batches(self, arrays: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
-        return to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device, self.cutting)
+    def next_micro_batches(self) -> Sequence[Any]:
+        """Return this rank's micro-batches of the next step, from the training data."""
+        number = self.num_micro_batches(self.batch_size.at(self.consumed_samples))
+        with self.sections(DATA):
+            return self.loader.micro_batches(self.consumed_samples, number)
 
     def _return_unused_memory(self, level: int) -> None:
         if self.config.training.empty_unused_memory_level >= level:
@@ -199,12 +171,6 @@ class Trainer:
         with self.sections(PROFILE):
             return write_recording(recording, self.schedules.stages, self.mesh, self.directory, self.iteration)
 
-    def _busiest(self, micro_batches: Sequence[MicroBatch]) -> float:
-        """Return the scores of the busiest context-parallel rank of each micro-batch, over a rank's on average."""
-        own = torch.tensor(self.cutting.busiest(micro_batches), dtype=torch.float64, device=self.mesh.device)
-        most, mean = collectives.all_reduce_(own, self.mesh.group("dp")).tolist()
-        return float(most / mean)
-
     def num_micro_batches(self, batch_size: int) -> int:
         """Return the number of micro-batches per rank in a step of `batch_size` samples.
 
@@ -223,31 +189,30 @@ class Trainer:
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""
         due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
-        return due and self.data.valid is not None
+        return due and self.task.has_validation
 
-    def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
-        """Compute the mean language-model loss of `eval_iters` batches, starting at the dataset's first sample.
+    def evaluate(self, *, test: bool = False, should_stop: Callable[[], bool] | None = None) -> Totals | None:
+        """Compute the means of the evaluated terms over `eval_iters` batches, starting at the first sample of the
+        validation data, or of the test data.
 
         `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
         evaluation was stopped.
         """
         self.network.eval()
         sums, counts = NO_SUMS, NO_SUMS
-        batch_size = self.evaluation_batch_size
+        batch_size, terms = self.evaluation_batch_size, self.task.evaluated
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.schedules.evaluation(num_micro_batches)
-        with builder.make_loader(self.config, self.mesh, self.data, dataset) as loader:
+        with self.task.evaluation_loader(test=test) as loader:
             for batch in range(self.config.training.eval_iters):
                 if batch and should_stop is not None and should_stop():
                     return None
-                arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
-                micro_batches = self._micro_batches(arrays)
+                micro_batches = loader.micro_batches(batch * batch_size, num_micro_batches)
                 sums = add_sums(sums, self.engine.run(actions, micro_batches))
-                counts = add_sums(counts, loss_terms.counted((LM_LOSS,), micro_batches, self.mesh.device))
+                counts = add_sums(counts, loss_terms.counted(terms, micro_batches, self.mesh.device))
         self._return_unused_memory(1)
-        total = loss_terms.total_sums((LM_LOSS,), sums, self.mesh)
-        count = loss_terms.total_counts((LM_LOSS,), counts, self.mesh)
-        return loss_terms.means(total, count)[LM_LOSS.name]
+        total = loss_terms.total_sums(terms, sums, self.mesh)
+        return loss_terms.means(total, loss_terms.total_counts(terms, counts, self.mesh))
 
     # ------------------------------------------------------------------------------------------------ save and load
 
@@ -256,11 +221,11 @@ class Trainer:
         if self.checkpoints is None:
             return
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
-        seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
+        seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
-        self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
+        self.checkpoints.save(state, self.task.saved_config(), display, last=last)
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint of this model, which may have been written under any layout.
@@ -279,9 +244,7 @@ class Trainer:
         if resume_point.position:
             check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
-            checkpoint.check_compatible(path, described.config, self.model_config)
-        optional = states_of_training(self.model_config)
-        optional |= states_of_training(checkpoint.model_config(path, described.config))
+            self.task.check_compatible(path, described)
         state = checkpoint.load(
             path,
             self.network,
@@ -291,7 +254,7 @@ class Trainer:
             plan=self.plan,
             state=resume_point.optimizer,
             casts=self.config.checkpoint.load_casts,
-            optional=optional,
+            optional=self.task.optional_tensors(path, described),
         )
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
@@ -300,17 +263,17 @@ class Trainer:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
-            self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
+            self.iterations = last_iteration(self.config, self.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             self.expected_records = self._expected_records(described) if path.parent == self.directory else None
             if self.mesh.rank == 0:
-                self._load_notes += order_notes(self.data.train, state.seen_samples or ())
+                self._load_notes += self.task.order_notes(state.seen_samples or ())
 
     def _expected_records(self, described: Manifest) -> Recorded:
         """Return which metrics records the run had written by the time of this checkpoint."""
         settings, saved = self.config.checkpoint, described.config.get("training", {})
         interval = self.config.training.eval_interval
-        due = self.data.valid is not None and (
+        due = self.task.has_validation and (
             self.iteration % interval == 0 or saved.get("train_iters") == self.iteration
         )
         as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
@@ -320,22 +283,23 @@ class Trainer:
             evaluated=due and as_before and not described.training.evaluation_left,
         )
 
-    def load_model(self, opened: OpenedModel) -> None:
-        """Start from the weights of a model that another program has written.
+    def load_weights(self, path: AnyPath) -> str:
+        """Start from the weights of a model that another program has written. Returns its description.
 
         Raises CheckpointError, the same on every rank, if the network differs or the model cannot be read.
         """
-        with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
-            checkpoint.check_same_function(opened.what, opened.config, self.model_config)
-        fresh = states_of_training(self.model_config)
+        with raise_on_all_ranks(self.mesh, f"loading {path}"):
+            opened, fresh = self.task.open_weights(path)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
         self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
+        return opened.what
 
     # ------------------------------------------------------------------------------------------------ metrics
 
-    def where(self) -> tuple[int, int, int]:
+    def where(self) -> tuple[int, int, int | None]:
         """Return the number of steps, samples and tokens since the start of the run."""
-        return self.iteration, self.consumed_samples, self.consumed_samples * self.config.data.seq_length
+        tokens = self.task.tokens_per_sample
+        return self.iteration, self.consumed_samples, None if tokens is None else self.consumed_samples * tokens
 
     def _metrics(
         self,
@@ -347,30 +311,22 @@ class Trainer:
         seconds: float,
         figures: Mapping[str, float],
     ) -> StepMetrics:
-        tokens_per_second = batch_size * self.config.data.seq_length / seconds
-        per_device = tokens_per_second / self.mesh.world_size
-        padded = self.model_config.padded_vocab_size(self.mesh.size("tp"))
-        flops = per_device * flops_per_token(self.model_config, padded, self.config.data.seq_length)
-        peak = peak_flops(device.device_name(self.mesh.device))
         return StepMetrics(
             *self.where(),
-            lm_loss=losses[LM_LOSS.name],
+            losses={self.task.loss_name: losses[self.task.loss_name]},
             grad_norm=update.gradient_norm,
             learning_rate=rates.learning_rate,
             loss_scale=loss_scale,
             skipped=update.skipped,
             iteration_time_s=seconds,
-            tokens_per_second=tokens_per_second,
-            tokens_per_second_per_device=per_device,
-            model_tflops_per_device=flops / 1e12,
-            mfu=None if peak is None else flops / peak,
+            throughput=self.task.throughput(batch_size, seconds),
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
             extra={**self._statistics(losses, update, rates), **figures},
         )
 
     def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
         """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
-        figures = {name: mean for name, mean in losses.items() if name != LM_LOSS.name}
+        figures = {name: mean for name, mean in losses.items() if name != self.task.loss_name}
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":
@@ -382,8 +338,6 @@ class Trainer:
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
-        if self.config.model.num_experts is not None and not update.skipped:
-            figures |= expert_loads(self.chunks, self.config.model.num_layers, self.mesh)
         return figures
 
     def notes(self) -> tuple[str, ...]:
@@ -391,5 +345,4 @@ class Trainer:
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
-        return (*rates, *self._load_notes, *saves, *profile, *self._dispatcher_notes, *experts)
+        return (*rates, *self._load_notes, *saves, *profile, *self.task.notes())

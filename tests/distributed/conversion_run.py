@@ -16,8 +16,8 @@ from megalite.inference.network import logits, make_network
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
 from megalite.training.display import Display
+from megalite.training.gpt_task import gpt_trainer
 from megalite.training.resume import saved_fields
-from megalite.training.trainer import Trainer
 
 
 def mesh_of(tp: int, pp: int) -> ParallelMesh:
@@ -44,10 +44,10 @@ def train(arguments: Sequence[str], tp: int, pp: int, steps: int) -> list[float]
     config = resolve(parse_arguments([*arguments, *layout], saved_fields).config, mesh.world_size)
     assert config.checkpoint.load is not None
     directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    trainer = Trainer(config, open_data(config), mesh, directory)
+    trainer = gpt_trainer(config, open_data(config), mesh, directory)
     trainer.load_model(open_huggingface(Path(config.checkpoint.load)))
     with trainer.loader:
-        losses = [trainer.step().lm_loss for _ in range(steps)]
+        losses = [trainer.step().loss for _ in range(steps)]
     with Display(trainer.iterations, 1, start_iteration=0, enabled=False) as display:
         trainer.save(display, last=True)
     return losses

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from megalite.checkpoint import Saver, TrainingState
+from megalite.checkpoint.tensors import Kind
+from megalite.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megalite.errors import CheckpointError
 from megalite.inference.sampling import Sampling
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -18,6 +25,8 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
+from megalite.post_training import receivers
+from megalite.post_training.export import export_weights
 from megalite.post_training.log_probabilities import (
     LOSS,
     TokenOutputs,
@@ -26,13 +35,14 @@ from megalite.post_training.log_probabilities import (
     totals,
 )
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
-from tests.distributed.layout_cell import Cell, rates
+from tests.distributed.layout_cell import Cell, model_config, rates
 from tests.distributed.layout_run import (
     Held,
     initialized_chunks,
     local_micro_batches,
     make_meshes,
     make_optimizer,
+    make_plan,
     whole_gradients,
     with_messages,
 )
@@ -148,12 +158,7 @@ def rollouts(cells: Sequence[Cell], sampling: Sampling) -> list[RolloutResult]:
 
 def _rollouts(policy: Policy, sampling: Sampling) -> RolloutResult:
     cell, mesh, network = policy.cell, policy.mesh, nn.ModuleList(policy.chunks)
-    network.train()
-    micro_batches = policy.micro_batches
-    actions = policy.schedules.training(len(micro_batches))
-    factors = {LOSS: 0.1}
-    forward_backward(policy.engine, actions, micro_batches, clipped_loss, policy.optimizer, factors, entropies=True)
-    policy.optimizer.step(rates(cell, 0))
+    training_step(policy)
     numbers = range(mesh.coordinate("dp"), len(PROMPTS), cell.dp)
     found = generate(
         policy.chunks,
@@ -167,7 +172,7 @@ def _rollouts(policy: Policy, sampling: Sampling) -> RolloutResult:
     assert network.training
     freed = [bucket for bucket in policy.optimizer.buckets if bucket.zero_stage == 3]
     gathered = sum(not is_storage_free(bucket.parameters) for bucket in freed)
-    count = len(micro_batches)
+    count = len(policy.micro_batches)
     batches = to_micro_batches(
         found,
         micro_batch_size=cell.micro_batch_size,
@@ -181,3 +186,75 @@ def _rollouts(policy: Policy, sampling: Sampling) -> RolloutResult:
     masks = [batch.micro_batch.loss_mask for batch in batches if batch.micro_batch.loss_mask is not None]
     figures = log_probability_difference([batch.log_probabilities for batch in batches], outputs, masks, mesh)
     return RolloutResult(dict(zip(numbers, found, strict=True)), figures, gathered)
+
+
+class Kept:
+    """Receiver that keeps what it is given, on rank 0."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.config: Mapping[str, Any] = {}
+        self.largest_box, self.fails, self.abandoned, self.finished = 0, fails, False, False
+
+    def begin(self, tensors: Mapping[str, Kind], config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.tensors = {name: torch.full(kind.shape, torch.nan, dtype=kind.dtype) for name, kind in tensors.items()}
+
+    def box(self, name: str, row: int, values: Tensor) -> None:
+        if self.fails:
+            raise OSError("no space left")
+        self.largest_box = max(self.largest_box, values.numel())
+        self.tensors[name][row : row + len(values)] = values
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def abandon(self) -> None:
+        self.abandoned = True
+
+
+def exports(cells: Sequence[Cell], directory: Path, box: int) -> list[tuple[Path, Kept]]:
+    """Save each cell's weights after a step as a checkpoint, and export them; return the checkpoint, and what came."""
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receivers, "BOX", box)
+        for number, cell in enumerate(cells):
+            policy = Policy.of(cell)
+            training_step(policy)
+            saver = Saver(directory / f"run{number}", policy.optimizer, make_plan(policy.mesh, cell))
+            config = run_config(cell, model_config(cell))
+            path = saver.save(TrainingState(1, cell.samples, policy.optimizer.steps), asdict(config))
+            assert isinstance(path, Path)
+            kept = Kept()
+            export_weights(policy.chunks, policy.optimizer, kept)
+            results.append((path, kept))
+    return results
+
+
+def training_step(policy: Policy) -> None:
+    """Run a step on the tests' loss function."""
+    nn.ModuleList(policy.chunks).train()
+    micro_batches = policy.micro_batches
+    actions = policy.schedules.training(len(micro_batches))
+    factors = {LOSS: 0.1}
+    forward_backward(policy.engine, actions, micro_batches, clipped_loss, policy.optimizer, factors, entropies=True)
+    policy.optimizer.step(rates(policy.cell, 0))
+
+
+def run_config(cell: Cell, model: ModelConfig) -> RunConfig:
+    """Return the configuration of a run of the cell, as conversion reads it."""
+    fields: dict[str, Any] = {"float64": {"fp64": True}, "bfloat16": {"bf16": True}}.get(cell.dtype, {})
+    return RunConfig(
+        model=replace(model, moe_router_bias_update_rate=ModelConfig.moe_router_bias_update_rate),
+        data=DataConfig(seq_length=cell.sequence),
+        optimizer=OptimizerConfig(lr=0.0),
+        training=TrainingConfig(micro_batch_size=1, **fields),
+    )
+
+
+def failing_export(cell: Cell) -> tuple[str, bool]:
+    """Return the message of an export whose receiver fails, and whether it was abandoned."""
+    policy, kept = Policy.of(cell), Kept(fails=True)
+    with pytest.raises(CheckpointError) as raised:
+        export_weights(policy.chunks, policy.optimizer, kept)
+    return str(raised.value), kept.abandoned

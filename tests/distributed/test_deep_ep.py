@@ -21,7 +21,7 @@ from megalite.parallel import deep_ep
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.training.data import open_data
-from megalite.training.trainer import Trainer
+from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_dispatch import CHOICES, TOKENS, WHICH, sent_by
 from tests.harness import deep_ep as stand_in
@@ -107,14 +107,14 @@ def trained(flags: str, reason: str | None) -> tuple[list[tuple[float, ...]], li
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     with installed(reason if rank == size - 1 else None):
-        trainer = Trainer(config, open_data(config), mesh)
+        trainer = gpt_trainer(config, open_data(config), mesh)
         notes = [note for note in trainer.notes() if "flex" in note]
         with trainer.loader:
             steps = [trainer.step() for _ in range(STEPS)]
         kinds = {block.mlp.dispatcher.kind for chunk in trainer.chunks for block in chunk.layers}  # type: ignore[union-attr]
         buffers = len(stand_in.ElasticBuffer.made)
         mesh.close()
-    return [(step.lm_loss, step.grad_norm) for step in steps], notes, kinds, buffers
+    return [(step.loss, step.grad_norm) for step in steps], notes, kinds, buffers
 
 
 @pytest.mark.parametrize(

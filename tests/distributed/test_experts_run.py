@@ -25,9 +25,8 @@ from megalite.parallel.state import states_of
 from megalite.training import experts as training_experts
 from megalite.training.data import open_data
 from megalite.training.display import Display
+from megalite.training.gpt_task import gpt_trainer
 from megalite.training.resume import find_resume_point
-from megalite.training.summary import summary
-from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.rank_pool import RankPools
 
@@ -55,8 +54,8 @@ def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]],
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
-    trainer = Trainer(config, open_data(config), mesh)
-    line = str(summary(trainer)["model"])
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    line = str(trainer.task.summary(trainer)["model"])
     with mock.patch.object(training_experts, "host_name", return_value=f"node{rank % 2}"):
         notes = [note for note in trainer.notes() if "experts" in note]
     records = []
@@ -64,7 +63,7 @@ def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]],
         for number in range(STEPS):
             with mock.patch.object(statistics, "norms", infinite if number == SKIPPED else statistics.norms):
                 records.append(dict(trainer.step().extra))
-            trainer.evaluate(trainer.data.train)
+            trainer.evaluate()
     states = {state.sharding.name: state.values.tolist() for state in states_of(trainer.network)}
     return records, states, line, notes
 
@@ -161,7 +160,8 @@ def located(flags: str) -> str | None:
     """Train a step in which the router of layer 2 overflows; return the report."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
-    trainer = Trainer(config, open_data(config), ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
+    mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
+    trainer = gpt_trainer(config, open_data(config), mesh)
     for chunk in trainer.chunks:
         for number, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer):
             if number == 2:
@@ -182,7 +182,7 @@ def test_a_router_that_overflows_is_located(ranks: int, layout: str, rank_pools:
 def saved(flags: str, folder: str) -> dict[str, list[float]]:
     """Train to the end of a run and save it; return the states and the notes on loading."""
     config = resolve(parse_arguments([*flags.split(), "--save", folder, "--save-interval", "1"]).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh(), Path(folder))
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh(), Path(folder))
     resume_point = find_resume_point(config.checkpoint, ParallelMesh())
     for path in resume_point.candidates.paths[:1]:
         trainer.load(path, read_manifest(path), resume_point)
@@ -212,13 +212,13 @@ def routed(flags: str, steps: int) -> list[float]:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
-    trainer = Trainer(config, open_data(config), mesh)
+    trainer = gpt_trainer(config, open_data(config), mesh)
     found = []
     with trainer.loader:
         for _ in range(steps):
             metrics = trainer.step()
-            found += [metrics.lm_loss, metrics.grad_norm]
-            trainer.evaluate(trainer.data.train)  # which neither records nor replays
+            found += [metrics.loss, metrics.grad_norm]
+            trainer.evaluate()  # which neither records nor replays
     return found
 
 

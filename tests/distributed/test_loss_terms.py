@@ -24,10 +24,9 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.parallel.stage import LossTerm, TermSums
-from megalite.training.batches import to_micro_batches
 from megalite.training.data import open_data
+from megalite.training.gpt_task import gpt_trainer
 from megalite.training.metrics import is_figure
-from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
@@ -96,25 +95,24 @@ def trained(flags: str) -> list[tuple[float, ...]]:
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
     )
     with layers_with_terms():
-        trainer = Trainer(config, open_data(config), mesh)
+        trainer = gpt_trainer(config, open_data(config), mesh)
         with trainer.loader:
             steps = [trainer.step() for _ in range(STEPS)]
-    return [(step.lm_loss, *(step.extra[name] for name in WEIGHTS), step.grad_norm) for step in steps]
+    return [(step.loss, *(step.extra[name] for name in WEIGHTS), step.grad_norm) for step in steps]
 
 
 def expected() -> list[tuple[float, ...]]:
     """Compute the same with torch alone, the complete batch at once."""
     config = resolve(parse_arguments(FLAGS.split()).config, 1)
     with layers_with_terms():
-        trainer = Trainer(config, open_data(config), ParallelMesh())
-        network = gpt.GPT(trainer.model_config, trainer.mesh, dtype=torch.float64)
+        trainer = gpt_trainer(config, open_data(config), ParallelMesh())
+        network = gpt.GPT(trainer.task.model, trainer.mesh, dtype=torch.float64)
     initialize(network, config.training.seed)
     found, parameters = [], list(network.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
     for step in range(STEPS):
         with trainer.loader:
-            arrays = trainer.loader.micro_batches(step * BATCH, BATCH)
-        micro_batches = to_micro_batches(arrays, config.training.seed, torch.float64, torch.device("cpu"))
+            micro_batches = trainer.loader.micro_batches(step * BATCH, BATCH)
         loss, count = (torch.zeros((), dtype=torch.float64) for _ in range(2))
         sums = dict.fromkeys(WEIGHTS, torch.zeros((), dtype=torch.float64))
         for micro_batch in micro_batches:
@@ -139,7 +137,7 @@ ON_REQUEST = (
 
 def test_no_term_can_be_called_like_a_figure_that_flags_add() -> None:
     config = resolve(parse_arguments([*FLAGS.replace("--weight-decay 0", "").split(), *ON_REQUEST.split()]).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh())
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh())
     with trainer.loader:
         extra = trainer.step().extra
     assert len(extra) >= 4

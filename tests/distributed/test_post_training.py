@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from megalite.conversion.huggingface import write_huggingface
+from megalite.conversion.native import open_megalite
 from megalite.inference.sampling import Sampling
 from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
 from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import SEED
-from tests.distributed.post_training_run import EOD, LOSS, PROMPTS, loss_of, policy_steps, rollouts
+from tests.distributed.post_training_run import (
+    EOD,
+    LOSS,
+    PROMPTS,
+    exports,
+    failing_export,
+    loss_of,
+    policy_steps,
+    rollouts,
+)
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
 
@@ -115,3 +129,44 @@ def test_generation_and_training_agree_on_log_probabilities(layout: str, rank_po
                 assert EOD not in first.tokens[:-1]
                 assert (first.tokens[-1] == EOD) == (first.finish == "stop")
         assert found.keys() == set(range(len(PROMPTS)))
+
+
+EXPORTING = {
+    "alone": {},
+    "tp2-zero3": {"tp": 2, "dp": 2, "zero": 3, "overlap": "reduce"},
+    "tp2-pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "pp2-zero1": {"pp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather", "schedule": "zb-v"},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name == "pp2-zero1")) for name in EXPORTING]
+)
+def test_an_export_has_the_bits_of_the_converter(layout: str, tmp_path: Path, rank_pools: RankPools) -> None:
+    changes = EXPORTING[layout]
+    cells = [
+        Cell("gpt2", vocabulary="odd", dtype="float32", **changes),
+        Cell("llama", key_values="few", tied=False, dtype="bfloat16", **changes),
+        Cell("mixtral", key_values="gqa", tied=False, dtype="float32", etp=changes.get("tp", 1), **changes),
+    ]
+    cells = cells[: 2 if layout == "tp2-zero3" else 3]  # which has no sequence parallelism
+    (root, *others) = on_ranks(rank_pools, cells[0].world_size, exports, cells, tmp_path, 200)
+    for number, (path, kept) in enumerate(root):
+        folder = tmp_path / f"converted{number}"
+        write_huggingface(open_megalite(path), folder, dtype=None, shard=10**9, workers=1, advance=lambda _: None)
+        expected = load_file(folder / "model.safetensors")
+        assert kept.tensors.keys() == expected.keys()
+        for name, values in expected.items():
+            assert kept.tensors[name].dtype == values.dtype
+            assert torch.equal(kept.tensors[name], values), name
+        written = json.loads((folder / "config.json").read_text())
+        assert kept.config == {name: value for name, value in written.items() if name in kept.config}
+        assert kept.finished
+        assert kept.largest_box <= 100  # a box of 200 bytes, or one row
+    assert all(not kept.tensors for rank in others for _, kept in rank)
+
+
+def test_a_failing_receiver_ends_the_export_on_every_rank(rank_pools: RankPools) -> None:
+    found = rank_pools(2).run(failing_export, Cell("llama", tp=2))
+    assert [abandoned for _, abandoned in found] == [True, False]
+    assert {message for message, _ in found} == {"exporting the weights failed on rank 0: no space left"}

@@ -9,9 +9,9 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
+from megalite.training.gpt_task import GPTTask, gpt_trainer
 from megalite.training.memory import Memory
-from megalite.training.summary import expected_memory, measured_memory, summary
-from megalite.training.trainer import Trainer
+from megalite.training.summary import expected_memory, measured_memory
 from tests.harness.rank_pool import RankPools
 
 FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 128
@@ -28,8 +28,10 @@ def start(flags: str) -> tuple[Memory, Memory, dict[str, object]]:
         tensor_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
     )
-    trainer = Trainer(config, open_data(config), mesh)
-    return measured_memory(trainer), expected_memory(trainer), summary(trainer)
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    task = trainer.task
+    assert isinstance(task, GPTTask)
+    return measured_memory(trainer, task), expected_memory(trainer, task), task.summary(trainer)
 
 
 IN_FLIGHT = {

@@ -24,7 +24,7 @@ from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.state import State, states_of
 from megalite.parallel.tally import Tally
 from megalite.training.data import open_data
-from megalite.training.trainer import Trainer
+from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.rank_pool import RankPools
 
@@ -69,12 +69,12 @@ def trained(flags: str) -> list[tuple[str, list[int]]]:
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     with mock.patch.object(gpt, "Block", Counting):
-        trainer = Trainer(config, open_data(config), mesh)
+        trainer = gpt_trainer(config, open_data(config), mesh)
     with trainer.loader:
         for number in range(STEPS):
             with mock.patch.object(statistics, "norms", infinite if number == SKIPPED else statistics.norms):
                 assert trainer.step().skipped == (number == SKIPPED)
-            trainer.evaluate(trainer.data.train)
+            trainer.evaluate()
     return [(state.sharding.name, state.values.tolist()) for state in states_of(trainer.network)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from torch import Tensor
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel import device
+from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.simulator import ScheduleError
 from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
 from megalite.training.data import open_data
+from megalite.training.gpt_task import gpt_trainer
 from megalite.training.metrics import StepMetrics
-from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
@@ -49,14 +51,14 @@ def run(flags: str, *, evaluates: bool = True) -> tuple[list[StepMetrics], list[
         tensor_parallel_size=config.parallel.tensor_model_parallel_size,
         pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
     )
-    trainer = Trainer(config, open_data(config), mesh)
-    assert trainer.data.valid is not None
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    assert trainer.task.data.valid is not None
     steps, evaluations = [], []
     with trainer.loader:
         for _ in range(STEPS):
             steps.append(trainer.step())
             if evaluates:
-                evaluations.append(trainer.evaluate(trainer.data.valid))
+                evaluations.append((trainer.evaluate() or {})["lm_loss"])
     return steps, evaluations, math.hypot(*trainer.optimizer.parameter_norms().values())
 
 
@@ -117,14 +119,16 @@ def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
     assert {step[1] > 0.5 for step in wanted} == {True}
     for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, f"{DROPPING} {flags}"):
         for number, (step, (loss, gradient_norm, rate)) in enumerate(zip(steps, wanted, strict=True)):
-            assert_number_close(step.lm_loss, loss, f"loss {number}", 1e-9)
+            assert_number_close(step.loss, loss, f"loss {number}", 1e-9)
             assert_number_close(step.grad_norm, gradient_norm, f"gradient norm {number}", 1e-7)
             assert_number_close(step.learning_rate, rate, f"learning rate {number}", 1e-12)
             consumed = (number + 1) * BATCH
             told = (step.iteration, step.consumed_samples, step.consumed_tokens, step.loss_scale, step.skipped)
             assert told == (number + 1, consumed, consumed * LENGTH, 1.0, False)
-            assert step.tokens_per_second == pytest.approx(BATCH * LENGTH / step.iteration_time_s)
-            assert step.tokens_per_second_per_device == step.tokens_per_second / (2 if flags else 1)
+            assert step.throughput["tokens_per_second"] == pytest.approx(BATCH * LENGTH / step.iteration_time_s)
+            assert step.throughput["tokens_per_second_per_device"] == step.throughput["tokens_per_second"] / (
+                2 if flags else 1
+            )
         for ours, theirs in zip(evaluations, losses, strict=True):
             assert ours is not None
             assert_number_close(ours, theirs, "validation loss", 1e-8)
@@ -135,7 +139,7 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     """The proofs happen before the first step."""
     flags = f"{FLAGS} --rampup-batch-size 1 1 12 --train-samples 40".replace(f"--train-iters {STEPS} ", "")
     config = resolve(parse_arguments(flags.replace("-iters 2 --lr-decay", "-samples 2 --lr-decay").split()).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
     for micro_batches in range(1, BATCH + 1):
         assert len(trainer.schedules.training(micro_batches)) == 2 * micro_batches + 1
     assert len(trainer.schedules.evaluation(BATCH)) == BATCH
@@ -148,12 +152,12 @@ def test_unused_memory_is_returned_as_often_as_asked(
     calls: list[torch.device] = []
     monkeypatch.setattr(device, "return_unused_memory", calls.append)
     config = resolve(parse_arguments(f"{FLAGS} --empty-unused-memory-level {level}".split()).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
-    assert trainer.data.valid is not None
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
+    assert trainer.task.data.valid is not None
     with trainer.loader:
         trainer.step()
         assert len(calls) == of_a_step
-        trainer.evaluate(trainer.data.valid)
+        trainer.evaluate()
     assert len(calls) == of_a_step + of_an_evaluation
 
 
@@ -164,7 +168,7 @@ def unlike(fault: str, layout: str = "--pp 2") -> str:
     mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, **config.parallel.mesh_sizes), make_stages(config)
     model = replace(config.model, vocab_size=VOCABULARY)
     chunks = make_chunks(config, model, mesh, stages)
-    optimizer = make_optimizer(config, chunks, mesh)
+    optimizer = make_optimizer(config, chunks, mesh, stages, partial(set_initial_values, seed=1))
     if mesh.coordinate("dp") == 1:
         if fault == "behind":
             every = [each for each in optimizer.collectives() if "gather" not in each[0]]
@@ -195,9 +199,9 @@ def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
     """Later steps drop the same elements, by the sample, as without evaluations."""
     (with_evaluations, found, _), (without, _, _) = run(DROPPING), run(DROPPING, evaluates=False)
-    assert [step.lm_loss for step in with_evaluations] == [step.lm_loss for step in without]
+    assert [step.loss for step in with_evaluations] == [step.loss for step in without]
     still = run(DROPPING.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))
     assert len(set(still[1])) == 1
     assert still[1][0] == run(FLAGS.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))[1][0]
     assert found[0] == still[1][0]  # the first step of a warm-up moves nothing
-    assert without[0].lm_loss != run(FLAGS, evaluates=False)[0][0].lm_loss
+    assert without[0].loss != run(FLAGS, evaluates=False)[0][0].loss

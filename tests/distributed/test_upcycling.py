@@ -14,11 +14,14 @@ from megalite.checkpoint.manifest import read_manifest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.startup import Startup
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.place import Place
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.pretrain import _begin
+from megalite.training.gpt_task import GPTTask
 from megalite.training.resume import saved_fields
+from megalite.training.run import Run
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import Sections
 from tests.distributed.layout_expected import assemble, on_ranks
@@ -40,10 +43,13 @@ def begun(flags: str) -> Trainer:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split(), saved_fields).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
-    directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
-    trainer = _begin(config, directory, open_data(config), mesh, Sections()).trainer
-    assert trainer is not None
-    return trainer
+    place = Place(rank, rank, size)
+    run = Run(config, lambda mesh: GPTTask(config, open_data(config), mesh), place, Startup(place))
+    run.mesh, run.sections = mesh, Sections()
+    run.task = GPTTask(config, open_data(config), mesh)
+    run._begin()
+    assert run.trainer is not None
+    return run.trainer
 
 
 def saved(flags: str) -> None:
@@ -61,7 +67,7 @@ def trained(flags: str) -> tuple[dict[str, Any], list[float], tuple[str, ...]]:
     with unsharded_parameters(trainer.optimizer):
         weights = held(trainer.network, trainer.mesh, lambda parameter: parameter)
     with trainer.loader:
-        losses = [trainer.step().lm_loss for _ in range(2)]
+        losses = [trainer.step().loss for _ in range(2)]
     return weights, losses, trainer.notes()
 
 

@@ -101,5 +101,5 @@ def test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks(run_spoiled:
     end = run_spoiled(*flags, samples="0 0", where="loss")
     assert "WARNING: step 1 was skipped" in end.stdout
     assert "NaN came first on rank 1 (" in end.stdout
-    assert "forward, in the loss times the loss mask; the output of the output layer and its loss was" in end.stdout
+    assert "forward, in the sums of the loss; the output of the output layer and its loss was" in end.stdout
     assert end.stdout.count("WARNING") == 1

@@ -31,7 +31,7 @@ from megalite.optim.elementwise import FusedRule
 from megalite.parallel import dispatch, key_value_exchange, transfer
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
-from megalite.training import builder, checkpoints, loop, pretrain, trainer
+from megalite.training import builder, checkpoints, gpt_task, loop, run, trainer
 from megalite.watchdog import monitor, sections, watchdog
 from tests.harness.fault import Fault
 
@@ -192,10 +192,10 @@ def in_rendezvous() -> None:
 def count_steps() -> None:
     step = trainer.Trainer.step
 
-    def counted(self: trainer.Trainer) -> Any:
+    def counted(self: trainer.Trainer, *micro_batches: Any) -> Any:
         Steps.begun += 1
         time.sleep(STEP_SECONDS)
-        return step(self)
+        return step(self, *micro_batches)
 
     trainer.Trainer.step = counted  # type: ignore[method-assign]
 
@@ -208,7 +208,7 @@ def disturb() -> None:
     wrap(launch.dist, "init_process_group", "group")
     wrap(builder, "make_optimizer", "building")
     wrap(trainer.checkpoint, "load", "loading")
-    wrap(trainer, "to_micro_batches", "data")
+    wrap(gpt_task, "to_micro_batches", "data")
     wrap(Block, "forward", "forward", torch.is_grad_enabled)
     wrap(Block, "forward", "evaluation", lambda: not torch.is_grad_enabled())
     in_backward()
@@ -224,7 +224,7 @@ def disturb() -> None:
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
-    wrap(pretrain, "leave", "closing")
+    wrap(run, "leave", "closing")
 
 
 def shorten() -> None:

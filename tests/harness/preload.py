@@ -25,7 +25,7 @@ MODULES = (
     "hypothesis",
     "megalite.lifecycle.failure",
     "megalite.training.data",
-    "megalite.training.pretrain",
+    "megalite.training.run",
     "megalite.doctor.examination",
     "megalite.inference.generation",
     "megalite.inference.loading",

@@ -8,7 +8,7 @@ import pytest
 from megalite.config import parse_arguments, resolve
 from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.builder import data_parallel
+from megalite.training.builder import data_parallel, make_stages
 from megalite.training.data import global_batch_size, last_iteration, order_notes, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
@@ -33,7 +33,7 @@ TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
 def test_what_reduces_inside_backward(flags: str, overlaps: bool) -> None:
     """Reductions after every micro-batch, and on a V, need no alignment."""
     config = parse_arguments(f"{SIZES} {flags}".split()).config
-    assert data_parallel(config, ParallelMesh()).overlap_reduce is overlaps
+    assert data_parallel(config, ParallelMesh(), make_stages(config)).overlap_reduce is overlaps
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_reduces_inside_backward(flags: str, overlaps: bool) -> None:
 )
 def test_the_last_step_is_the_last_whole_one(length: str, at: tuple[int, int], last: int) -> None:
     config = parse_arguments(f"{SIZES} --global-batch-size 4 {length}".split()).config
-    assert last_iteration(config, *at) == last
+    assert last_iteration(config, global_batch_size(config), *at) == last
 
 
 class Rows:
@@ -96,4 +96,4 @@ def test_sizes_of_batches_follow_the_schedule() -> None:
     batch_size = global_batch_size(config)
     assert batch_size.sizes == [2, 4, 12]
     assert [batch_size.at(samples) for samples in (0, 4, 9, 10, 24, 25, 99)] == [4, 4, 4, 12, 12, 2, 2]
-    assert last_iteration(config) == 3 + 2 + 32  # to 12 samples by fours, to 36 by twelves, to 100 by twos
+    assert last_iteration(config, batch_size) == 3 + 2 + 32  # to 12 samples by fours, to 36 by twelves, to 100 by twos

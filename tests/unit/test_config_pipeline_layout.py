@@ -60,7 +60,7 @@ def test_known_values() -> None:
 def test_letters_are_dealt_round_the_ranks() -> None:
     config = parallel(16, pipeline_model_parallel_layout="Et*3|(tt|)*29,|L")
     stages = stage_layers(model(61), config)
-    assert (virtual_stages(model(61), config), schedule_name(model(61), config)) == (2, "interleaved-1f1b")
+    assert (virtual_stages(model(61), config), schedule_name(2, config)) == (2, "interleaved-1f1b")
     assert stages[0] == StageLayers(first_layer=0, layers=3, embedding=True, loss=False)
     assert stages[16] == StageLayers(first_layer=33, layers=2, embedding=False, loss=False)
     assert stages[30] == StageLayers(first_layer=61, layers=0, embedding=False, loss=False)

@@ -41,7 +41,7 @@ from megalite.parallel.sharding import Box
 from megalite.parallel.state import states_of
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.trainer import Trainer
+from megalite.training.gpt_task import gpt_trainer
 from tests.harness import huggingface as theirs
 from tests.harness.checkpoints import write as write_checkpoint
 from tests.harness.huggingface import CONFIGS
@@ -200,7 +200,7 @@ FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 66 --num-laye
 
 def test_loads_that_a_loss_remembers_begin_anew_and_stay_behind(folders: Path, tmp_path: Path) -> None:
     config = resolve(parse_arguments([*FLAGS.split(), "--save", str(tmp_path / "run")]).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh(), tmp_path / "run")
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh(), tmp_path / "run")
     trainer.load_model(open_huggingface(folders / "mixtral"))
     states = list(states_of(trainer.network))
     assert len(states) == 4

@@ -66,8 +66,8 @@ def test_when_the_job_ends(text: str | None, end: float | None, note: str | None
 
 def test_the_last_step_has_an_evaluation_too() -> None:
     """It takes time before the last save, also where it is no multiple of --eval-interval."""
-    trainer = Mock(iterations=150, config=Mock(training=Mock(eval_interval=100)), data=Mock(valid=[0]))
+    trainer = Mock(iterations=150, config=Mock(training=Mock(eval_interval=100)), task=Mock(has_validation=True))
     due = partial(Trainer.evaluation_due, trainer)
     assert [step for step in range(1, 151) if due(step)] == [100, 150]
-    trainer.data.valid = None
+    trainer.task.has_validation = False
     assert not due(150)

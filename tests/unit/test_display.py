@@ -20,16 +20,18 @@ def step(iteration: int, *, loss: float = 2.0, skipped: bool = False, mfu: float
         iteration=iteration,
         consumed_samples=iteration,
         consumed_tokens=iteration,
-        lm_loss=loss,
+        losses={"lm_loss": loss},
         grad_norm=1.0,
         learning_rate=3e-4,
         loss_scale=1.0,
         skipped=skipped,
         iteration_time_s=2.0,
-        tokens_per_second=12345.6,
-        tokens_per_second_per_device=1.0,
-        model_tflops_per_device=1.0,
-        mfu=mfu,
+        throughput={
+            "tokens_per_second": 12345.6,
+            "tokens_per_second_per_device": 1.0,
+            "model_tflops_per_device": 1.0,
+            "mfu": mfu,
+        },
         peak_memory_bytes=0,
     )
 
@@ -71,7 +73,7 @@ def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:
     with Display(10, 5, stream=stream) as display:
         display.summary("megalite", {"layout": "TP 2 [dense]", "parameters": 3})
         display.message("saved run/[a]/iter_10")
-        display.evaluation("validation", 10, math.log(50))
+        display.evaluation("validation", 10, {"loss": math.log(50), "perplexity": 50.0})
     assert stream.getvalue().splitlines() == [
         "megalite",
         "  layout      TP 2 [dense]",
@@ -106,7 +108,7 @@ def test_a_rank_that_is_not_enabled_shows_nothing() -> None:
         display.summary("megalite", {"a": 1})
         display.message("text")
         display.step(step(1))
-        display.evaluation("validation", 1, 1.0)
+        display.evaluation("validation", 1, {"loss": 1.0})
     assert stream.getvalue() == ""
 
 

@@ -14,7 +14,7 @@ from megalite.config.validate import resolve
 from megalite.conversion.megatron import open_megatron
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
-from megalite.training.trainer import Trainer
+from megalite.training.gpt_task import gpt_trainer
 from tests.end_to_end.runs import words
 from tests.harness import megatron_training
 from tests.harness.rank_pool import RankPools
@@ -51,12 +51,12 @@ def test_loss_and_gradient_norm_are_megatrons(name: str, rank_pools: RankPools, 
     """Megatron-LM's network is configured from the flags, draws the weights and saves them, which are converted."""
     flags = alone(name, tmp_path)
     config = resolve(parse_arguments(flags).config, 1)
-    trainer = Trainer(config, open_data(config), ParallelMesh())
-    samples = [trainer.data.train[number] for number in range(trainer.batch_size.final)]
+    trainer = gpt_trainer(config, open_data(config), ParallelMesh())
+    samples = [trainer.task.data.train[number] for number in range(trainer.batch_size.final)]
     batches = [[torch.from_numpy(sample[part])[None] for part in ("tokens", "labels")] for sample in samples]
     folder = tmp_path / "iter_0000007"
     (theirs,) = rank_pools(1).run(megatron_training.step, flags, batches, folder)
     trainer.load_model(open_megatron(folder))
     with trainer.loader:
         ours = trainer.step()
-    assert (ours.lm_loss, ours.grad_norm) == pytest.approx(theirs, rel=1e-6)
+    assert (ours.loss, ours.grad_norm) == pytest.approx(theirs, rel=1e-6)

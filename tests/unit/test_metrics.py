@@ -31,16 +31,18 @@ def step(iteration: int, **changes: object) -> StepMetrics:
         iteration=iteration,
         consumed_samples=8 * iteration,
         consumed_tokens=512 * iteration,
-        lm_loss=1 / 3,
+        losses={"lm_loss": 1 / 3},
         grad_norm=0.1,
         learning_rate=1e-4,
         loss_scale=1.0,
         skipped=False,
         iteration_time_s=0.5,
-        tokens_per_second=1024.0,
-        tokens_per_second_per_device=512.0,
-        model_tflops_per_device=0.01,
-        mfu=None,
+        throughput={
+            "tokens_per_second": 1024.0,
+            "tokens_per_second_per_device": 512.0,
+            "model_tflops_per_device": 0.01,
+            "mfu": None,
+        },
         peak_memory_bytes=1 << 20,
     )
     return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
@@ -61,7 +63,7 @@ def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path, monkey
         raise ConnectionError("no route")
 
     writer = MetricsWriter(path, resume_iteration=2)
-    writer.write(step(3, lm_loss=2.0))
+    writer.write(step(3, losses={"lm_loss": 2.0}))
     writer.write(step(4))
     writer.publish()
     assert iterations(file) == [1, 2, 3, 4]
@@ -94,7 +96,7 @@ def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
 @given(value=st.floats())
 def test_every_float_comes_back_exactly(value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    MetricsWriter(path).write(step(1, lm_loss=value))
+    MetricsWriter(path).write(step(1, losses={"lm_loss": value}))
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     read = float(read_metrics(path)[0]["lm_loss"])
     assert read == value or (math.isnan(read) and math.isnan(value))
@@ -111,13 +113,13 @@ def test_a_resumed_run_leaves_one_trajectory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     for iteration in range(1, 6):
-        writer.write(step(iteration, lm_loss=1.0))
+        writer.write(step(iteration, losses={"lm_loss": 1.0}))
         writer.write(ValidationMetrics(iteration, 8 * iteration, 512 * iteration, valid_loss=3.0))
     writer.close()
     path.write_text(path.read_text() + '{"iteration": 6, "lm_lo')  # killed in the middle of a line
 
     resumed = MetricsWriter(path, resume_iteration=3)
-    resumed.write(step(4, lm_loss=2.0))
+    resumed.write(step(4, losses={"lm_loss": 2.0}))
     records = read_metrics(path)
     assert [record["iteration"] for record in records] == [1, 1, 2, 2, 3, 3, 4]
     assert [record["lm_loss"] for record in records if "lm_loss" in record] == [1.0, 1.0, 1.0, 2.0]
@@ -180,8 +182,8 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Pa
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with MetricsWriter(tensorboard_directory=tmp_path) as writer:
-        writer.write(step(1, lm_loss=4.5))
-        writer.write(step(2, lm_loss=3.5))
+        writer.write(step(1, losses={"lm_loss": 4.5}))
+        writer.write(step(2, losses={"lm_loss": 3.5}))
         writer.write(ValidationMetrics(2, 16, 1024, valid_loss=3.75))
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [(1, 4.5), (2, 3.5)]
@@ -194,7 +196,7 @@ def test_tensorboard_gets_less_where_it_is_asked_to(tmp_path: Path) -> None:
     flags = {"event_interval": 2, "without_events": ("loss_scale",)}
     with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path, **flags) as writer:
         for iteration in (1, 2, 3, 4):
-            writer.write(step(iteration, lm_loss=4.5))
+            writer.write(step(iteration, losses={"lm_loss": 4.5}))
         writer.write(ValidationMetrics(3, 16, 1024, valid_loss=3.75))
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [event.step for event in events.Scalars("lm_loss")] == [2, 4]

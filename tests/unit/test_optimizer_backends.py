@@ -25,7 +25,7 @@ from megalite.optim.update_rule import RULE_STATE
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
-from megalite.training.builder import data_parallel
+from megalite.training.builder import data_parallel, make_stages
 from megalite_kernels import launch
 
 MODEL = ModelConfig(
@@ -204,7 +204,7 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
 def test_gradients_are_gathered_in_the_dtype_asked_for(flags: str, dtype: torch.dtype) -> None:
     sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
     config = parse_arguments(f"{sizes} {flags}".split()).config
-    assert data_parallel(config, ParallelMesh()).gradient_dtype == dtype
+    assert data_parallel(config, ParallelMesh(), make_stages(config)).gradient_dtype == dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

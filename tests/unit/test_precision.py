@@ -43,7 +43,7 @@ from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.training.batches import to_micro_batches
-from megalite.training.builder import data_parallel
+from megalite.training.builder import data_parallel, make_stages
 from megalite.training.loss_terms import counted
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention
@@ -347,7 +347,8 @@ def small_network(dtype: torch.dtype) -> GPT:
 def test_gradients_of_many_micro_batches_are_added_up_in_fp32(kind: str) -> None:
     """In bf16 256 + 1 is 256."""
     flags = "--bf16 --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --micro-batch-size 1 --lr 1"
-    options = data_parallel(parse_arguments(flags.split()).config, MESH)
+    config = parse_arguments(flags.split()).config
+    options = data_parallel(config, MESH, make_stages(config))
     network = small_network(torch.bfloat16)
     (bucket, *_) = make_buckets([network], MESH, options)
     parameter = next(slot.parameter for slot in bucket.slots if slot.parameter.dim() == 2)

@@ -1,0 +1,191 @@
+"""The task of a run that pre-trains a GPT: the network of its configuration, the language-model loss and token data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint import Manifest
+from megalite.config import RunConfig
+from megalite.conversion.opened import OpenedModel, states_of_training
+from megalite.conversion.upcycling import upcycled
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
+from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS
+from megalite.parallel import collectives, device
+from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.pipeline.stages import Stages
+from megalite.storage import AnyPath
+from megalite.training import builder, summary
+from megalite.training.batches import BUSIEST, Cutting, to_micro_batches
+from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
+from megalite.training.experts import expert_loads, node_notes, with_dispatcher
+from megalite.training.flops import flops_per_token, peak_flops
+from megalite.training.kernels import compile_layers
+from megalite.training.metrics import THROUGHPUT
+from megalite.training.resume import open_initial_model
+from megalite.training.routing_recorder import RoutingRecorder
+from megalite.training.task import Figures, Task
+from megalite.training.trainer import Trainer
+
+
+@dataclass
+class _Loader:
+    """Loader of a rank's micro-batches: those of `arrays`, cut for this rank, on the device."""
+
+    arrays: MicroBatchLoader
+    cut: Callable[[Iterable[MicroBatchArrays]], list[MicroBatch]]
+
+    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatch]:
+        return self.cut(self.arrays.micro_batches(consumed_samples, num_micro_batches))
+
+    def __enter__(self) -> _Loader:
+        self.arrays.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.arrays.__exit__(*error)
+
+
+class GPTTask(Task):
+    """Pre-training of a GPT on this rank. Create it on all ranks together."""
+
+    loss_name = LM_LOSS.name
+    evaluated = (LM_LOSS,)
+
+    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
+        self.config, self.data, self.mesh = config, data, mesh
+        self.dtype = builder.model_dtype(config)
+        model = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
+        self.model, self._dispatcher_notes = with_dispatcher(model, self.dtype, mesh)
+        self.batch_size = global_batch_size(config)
+        self.hidden_size = model.hidden_size
+        self.has_validation, self.has_test = data.valid is not None, data.test is not None
+        self.tokens_per_sample = config.data.seq_length
+        self.cutting: Cutting = builder.make_cutting(config, mesh)
+        self.chunks: list[GPT] = []
+        """This rank's stages, once they are made."""
+        self._recorder: RoutingRecorder | None = None
+
+    # ------------------------------------------------------------------------------------------------ the network
+
+    def stages(self) -> Stages:
+        return builder.make_stages(self.config)
+
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
+        chunks = builder.make_chunks(self.config, self.model, mesh, stages)
+        if mesh is self.mesh:
+            self.chunks = chunks
+            if self.config.kernels.compile:
+                compile_layers(chunks)
+        return chunks
+
+    @property
+    def set_values(self) -> Callable[[Parameter], None]:
+        return partial(set_initial_values, seed=self.config.training.seed)
+
+    # ------------------------------------------------------------------------------------------------ the data
+
+    def train_loader(self) -> _Loader:
+        return self._loader(self.data.train, replays=True)
+
+    def evaluation_loader(self, *, test: bool) -> _Loader:
+        dataset = self.data.test if test else self.data.valid
+        assert dataset is not None
+        return self._loader(dataset)
+
+    def _loader(self, dataset: Dataset[SampleFields], *, replays: bool = False) -> _Loader:
+        routing = self.data.routing if replays else None
+        arrays = builder.make_loader(self.config, self.mesh, self.data, dataset, routing)
+
+        def cut(fields: Iterable[MicroBatchArrays]) -> list[MicroBatch]:
+            return to_micro_batches(fields, self.config.training.seed, self.dtype, self.mesh.device, self.cutting)
+
+        return _Loader(arrays, cut)
+
+    def begin_step(self, micro_batches: Sequence[MicroBatch], consumed_samples: int) -> Sequence[MicroBatch]:
+        folder = self.config.training.moe_record_routing
+        if folder is None:
+            return micro_batches
+        if self._recorder is None:
+            sample_group = self.mesh.group(*self.chunks[0].context.sample_axes)
+            self._recorder = RoutingRecorder(routing_records(self.config, folder), self.mesh, sample_group)
+        return self._recorder.begin_step(micro_batches, is_first=consumed_samples == 0)
+
+    def end_step(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> None:
+        if self._recorder is not None:
+            self._recorder.end_step(micro_batches)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def saved_config(self) -> dict[str, Any]:
+        return asdict(replace(self.config, model=self.model))
+
+    def remember(self, consumed_samples: int) -> list[tuple[int, int]]:
+        return seen_samples(self.data.train, consumed_samples)
+
+    def order_notes(self, remembered: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        return order_notes(self.data.train, remembered)
+
+    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
+        checkpoint.check_compatible(path, described.config, self.model)
+
+    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
+        """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
+        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
+
+    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
+        opened = open_initial_model(path)
+        if self.config.checkpoint.moe_use_upcycling:
+            opened = upcycled(opened, self.model, self.config.training.seed)
+        checkpoint.check_same_function(opened.what, opened.config, self.model)
+        return opened, states_of_training(self.model)
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    def summary(self, trainer: Trainer) -> dict[str, object]:
+        return summary.summary(trainer, self)
+
+    def notes(self) -> tuple[str, ...]:
+        experts = node_notes(self.mesh) if self.config.model.num_experts is not None else ()
+        return (*self._dispatcher_notes, *experts)
+
+    def throughput(self, batch_size: int, seconds: float) -> Figures:
+        tokens_per_second = batch_size * self.config.data.seq_length / seconds
+        per_device = tokens_per_second / self.mesh.world_size
+        padded = self.model.padded_vocab_size(self.mesh.size("tp"))
+        flops = per_device * flops_per_token(self.model, padded, self.config.data.seq_length)
+        peak = peak_flops(device.device_name(self.mesh.device))
+        figures = tokens_per_second, per_device, flops / 1e12, None if peak is None else flops / peak
+        return dict(zip(THROUGHPUT, figures, strict=True))
+
+    def figures(self, micro_batches: Sequence[MicroBatch], *, updated: bool) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if self.config.model.num_experts is not None and updated:
+            figures |= expert_loads(self.chunks, self.config.model.num_layers, self.mesh)
+        if self.cutting.ranks > 1:
+            figures[BUSIEST] = self._busiest(micro_batches)
+        return figures
+
+    def _busiest(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the scores of the busiest context-parallel rank of each micro-batch, over a rank's on average."""
+        own = torch.tensor(self.cutting.busiest(micro_batches), dtype=torch.float64, device=self.mesh.device)
+        most, mean = collectives.all_reduce_(own, self.mesh.group("dp")).tolist()
+        return float(most / mean)
+
+
+def gpt_trainer(
+    config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None, **options: Any
+) -> Trainer:
+    """Return the trainer of a run that pre-trains a GPT. `options` are those of `Trainer`."""
+    return Trainer(config, GPTTask(config, data, mesh), mesh, directory, **options)

@@ -1,0 +1,184 @@
+"""A run from the start of its processes to its exit code: it resumes, trains and saves, whatever its task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from megalite import checkpoint
+from megalite.config.run import TaskConfig
+from megalite.config.yaml_file import dump
+from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.lifecycle.control_files import ControlFiles, has_file
+from megalite.lifecycle.launch import come_together, leave, take_place
+from megalite.lifecycle.run_watchdog import run_watchdog
+from megalite.lifecycle.startup import Startup
+from megalite.optim.elementwise import require_backend
+from megalite.parallel import collectives, device
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.profile_range import profile_range
+from megalite.process.place import Place
+from megalite.storage import AnyPath, open_directory, write_atomically
+from megalite.training.data import has_length, last_iteration
+from megalite.training.display import Display
+from megalite.training.kernels import choose_kernels
+from megalite.training.loop import TrainingLoop, metrics_path
+from megalite.training.metrics import has_test_loss
+from megalite.training.profiling import record_memory_history, require_device
+from megalite.training.resume import find_resume_point
+from megalite.training.task import Task
+from megalite.training.trainer import Trainer
+from megalite.watchdog.sections import MEETING, START, Sections
+
+if TYPE_CHECKING:
+    from megalite.torch_internals import Store
+
+
+class Run:
+    """A run on this rank. A context manager: at its start all processes meet, and the newest checkpoint is loaded.
+
+    Attributes:
+        task: the network, loss and data.
+        trainer: the training state; None if a checkpoint has the end of the run, so that nothing is built.
+        last: number of the last step.
+        how: text for the summary: how the run begins.
+    """
+
+    task: Task
+    trainer: Trainer | None
+    last: int
+    how: str
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        make_task: Callable[[ParallelMesh], Task],
+        place: Place,
+        startup: Startup,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        """Describe the run. `make_task`: returns the task; called on all ranks together."""
+        self.config, self._make_task, self._place, self.startup = config, make_task, place, startup
+        self._notes = (*startup.notes, *notes)
+        self._loaded: AnyPath | None = None
+        self._stack = ExitStack()
+        save = config.checkpoint.save
+        self.directory = None if save is None else open_directory(save)
+
+    def __enter__(self) -> Run:
+        config, place = self.config, self._place
+        require_backend(config.optimizer)
+        choose_kernels(config.kernels)
+        require_device(config.profiling, device.local_device(place.local_rank))
+        self.mesh = mesh = take_place(config.parallel, place)
+        self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
+        if config.profiling.record_memory_history:
+            record_memory_history(config.profiling, place.rank)
+        with ExitStack() as stack:
+
+            def watch(store: Store | None) -> bool:
+                watchdog = run_watchdog(config, sections, place, self.directory, store)
+                return watchdog is not None and stack.enter_context(watchdog).linked
+
+            with sections(MEETING):
+                come_together(config.parallel, place, mesh, dump(config), watch)
+            with sections(START):
+                if self.directory is not None:
+                    self._notes += stack.enter_context(checkpoint.only_run(self.directory, mesh))
+                    self._notes += ControlFiles(self.directory, mesh).clear(self.startup.preexisting_stop)
+                self.task = self._make_task(mesh)
+                self._begin()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+        if error[0] is None:
+            leave(self.mesh)
+
+    def _begin(self) -> None:
+        """Build the trainer, and load the newest checkpoint that is whole."""
+        config, mesh = self.config, self.mesh
+        resume_point = find_resume_point(config.checkpoint, mesh)
+        build = cache(partial(Trainer, config, self.task, mesh, self.directory, self.sections))
+
+        def load(path: AnyPath) -> tuple[int, Trainer | None]:
+            """Return the last step, and the trainer that continues the run, or None if the run has finished."""
+            described = checkpoint.check_whole(path, mesh)
+            training = described.training
+            if resume_point.position and has_length(config.training):
+                last = last_iteration(config, self.task.batch_size, training.iteration, training.consumed_samples)
+                left = training.iteration == last and (training.evaluation_left or self.task.has_test)
+                finished = not left or _has_finished(path, metrics_path(config, self.directory), last, mesh)
+                if training.iteration >= last and finished:
+                    return last, None
+            build().load(path, described, resume_point)
+            return build().iterations, build()
+
+        paths = resume_point.candidates.paths
+        if paths:
+            path, (self.last, self.trainer), damaged = checkpoint.newest_whole(paths, load)
+            self._notes += (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
+            self.how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
+            self._loaded = path
+            return
+        self.trainer = build()
+        self.last = self.trainer.iterations
+        if resume_point.model is not None:
+            self.how = f"new, with the weights of {self.trainer.load_weights(resume_point.model)}"
+        else:
+            self.how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
+
+    def train(self) -> int:
+        """Train to the last step. Returns the exit code: `EXIT_FINISHED` or `EXIT_RESUMABLE`."""
+        trainer, directory, rank = self.trainer, self.directory, self.mesh.rank
+        iteration = 0 if trainer is None else trainer.iteration
+        display = Display(self.last, self.config.logging.log_interval, start_iteration=iteration, enabled=rank == 0)
+        code = EXIT_FINISHED
+        with display:
+            self.begin(display)
+            if trainer is not None:
+                code = TrainingLoop(trainer, display, self.startup).run()
+                if code == EXIT_FINISHED:
+                    display.message(f"finished after step {trainer.iteration}")
+            else:
+                assert self._loaded is not None
+                at = checkpoint.iteration_of(self._loaded)
+                display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
+            if code == EXIT_FINISHED and directory is not None and rank == 0:
+                write_atomically(directory / "DONE", f"{self.last}\n".encode())
+                display.message(f"everything is in {directory}")
+        return code
+
+    def begin(self, display: Display) -> None:
+        """Show how the run begins, and record that it is not finished. Called by all ranks together."""
+        notes, self._notes = self._notes, ()
+        for note in notes:
+            display.message(note)
+        if self.trainer is not None:
+            with self.sections(START):
+                for note in self.trainer.notes():
+                    display.message(note)
+                display.summary("megalite", {**self.task.summary(self.trainer), "start": self.how})
+                if self.directory is not None and self.mesh.rank == 0:
+                    _record_run(self.directory, self.config)
+
+
+def _has_finished(path: AnyPath, metrics: AnyPath | None, last: int, mesh: ParallelMesh) -> bool:
+    """Tell whether the run of this checkpoint has made its last evaluations, too. Rank 0 looks, and all ranks agree."""
+    finished = mesh.rank == 0 and (
+        has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
+    )
+    return bool(collectives.all_gather_json(finished, mesh)[0])
+
+
+def _record_run(directory: AnyPath, config: TaskConfig) -> None:
+    """Write the configuration into the run directory, and remove DONE: the run is not finished, or no longer."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "DONE").unlink(missing_ok=True)
+        write_atomically(directory / "config.yaml", dump(config).encode())
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error

@@ -1,0 +1,136 @@
+"""The interface of a task: the network, loss and data of a run. Everything else of a run is the same for all tasks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from megalite.checkpoint import Manifest
+from megalite.conversion.opened import OpenedModel
+from megalite.data.sampler import GlobalBatchSize
+from megalite.errors import ConfigurationError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage_module import StageModule
+from megalite.pipeline.stages import Stages
+from megalite.storage import AnyPath
+
+if TYPE_CHECKING:
+    from megalite.training.trainer import Trainer
+
+MicroBatch = TypeVar("MicroBatch", covariant=True)
+Figures = Mapping[str, float | None]
+
+
+class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
+    """Loader of this rank's micro-batches. Its threads or processes end with the context."""
+
+    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
+        """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
+
+
+class Task(ABC):
+    """Network, loss and data of a run.
+
+    Attributes:
+        loss_name: name of the term that records and the screen show as the loss.
+        evaluated: terms whose means an evaluation computes; `loss_name` is the name of one of them.
+        batch_size: number of samples in a step.
+        hidden_size: width of the network, for the learning rate noam.
+        has_validation: True if the task has data for evaluations between steps.
+        has_test: True if it has data for an evaluation after the last step.
+        tokens_per_sample: None if samples do not consist of tokens.
+        unit: name of the items that the throughput of records counts, such as "tokens".
+    """
+
+    loss_name: str
+    evaluated: Sequence[LossTerm]
+    batch_size: GlobalBatchSize
+    hidden_size: int = 1
+    has_validation: bool = False
+    has_test: bool = False
+    tokens_per_sample: int | None = None
+    unit: str = "samples"
+
+    # ------------------------------------------------------------------------------------------------ the network
+
+    @abstractmethod
+    def stages(self) -> Stages:
+        """Return the placement of the stages on pipeline ranks, with the tensors that stages send to each other."""
+
+    @abstractmethod
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> Sequence[StageModule]:
+        """Return the stages of a rank: of this one, or of another, by a mesh on the meta device."""
+
+    @property
+    @abstractmethod
+    def set_values(self) -> Callable[[Parameter], None] | None:
+        """A function that sets the initial values of a parameter; None if parameters have them already."""
+
+    # ------------------------------------------------------------------------------------------------ the data
+
+    @abstractmethod
+    def train_loader(self) -> Loader[Any]:
+        """Return the loader of the training data."""
+
+    @abstractmethod
+    def evaluation_loader(self, *, test: bool) -> Loader[Any]:
+        """Return a loader of the validation data or of the test data."""
+
+    def begin_step(self, micro_batches: Sequence[Any], consumed_samples: int) -> Sequence[Any]:
+        """Return the micro-batches of the step that begins. Called by all ranks together."""
+        return micro_batches
+
+    def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
+        """Finish a step after its update. Called by all ranks together. `updated`: False if the step was skipped."""
+        return
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    @abstractmethod
+    def saved_config(self) -> dict[str, Any]:
+        """Return the configuration of the run, by section, for checkpoints."""
+
+    def remember(self, consumed_samples: int) -> Any:
+        """Return what a checkpoint keeps of the consumed samples, as JSON. Called on rank 0."""
+        return None
+
+    def order_notes(self, remembered: Any) -> tuple[str, ...]:
+        """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0."""
+        return ()
+
+    @abstractmethod
+    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
+        """Raise CheckpointError if a checkpoint's network does not compute the function of this one."""
+
+    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
+        """Return the names of tensors that a checkpoint may lack, or may have in addition."""
+        return set()
+
+    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
+        """Open the weights of a model of another program. Returns them, and the names of tensors that it may lack.
+
+        Raises CheckpointError if they do not fit, ConfigurationError if the task reads none.
+        """
+        raise ConfigurationError(f"{path} has the weights of a GPT, and this run does not train one")
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    @abstractmethod
+    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+        """Return names and values to show before the first step. Called by all ranks together."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Return messages to show before the first step. Called by all ranks together."""
+        return ()
+
+    @abstractmethod
+    def throughput(self, batch_size: int, seconds: float) -> Figures:
+        """Return figures of a step's speed for its record."""
+
+    def figures(self, micro_batches: Sequence[Any], *, updated: bool) -> dict[str, float]:
+        """Return additional figures of a step for its record. Called by all ranks together."""
+        return {}
