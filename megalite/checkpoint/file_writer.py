@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from megalite.checkpoint.formats import Format
 from megalite.checkpoint.manifest import SavedFile, SavedTensor
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.shard_file import Checksums, bytes_of, records, write_index
-from megalite.checkpoint.tensors import ByteRange, Source, TensorBox, numbers_as_numbers
+from megalite.checkpoint.tensors import ByteRange, Kind, Source, TensorBox, numbers_as_numbers
 from megalite.parallel.sharding import Box
 from megalite.process.progress import Advance, in_threads
 
@@ -30,18 +30,11 @@ def write_files(
     The sizes of the files are known in advance, so that `workers` threads copy the tensors in any order. Raises
     OSError, or CheckpointError if the source cannot be read.
     """
-    placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
+    placed = create_files(source.tensors, folder, cut, file_format)
     by_tensor: dict[str, list[tuple[str, TensorBox, ByteRange]]] = {}
-    for boxes in filter(None, cut):
-        kinds = source.tensors
-        parts = [TensorBox(name, kinds[name].shape, kinds[name].dtype, box) for name, box in boxes]
-        file = file_format.file.format(writer=len(placed), number=len(placed) + 1)
-        placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
-        with (folder / file).open("xb") as stream:
-            for part, byte_range in placed[file]:
-                by_tensor.setdefault(part.name, []).append((file, part, byte_range))
-                stream.seek(byte_range.start - len(byte_range.before))
-                stream.write(byte_range.before)
+    for file, parts in placed.items():
+        for part, byte_range in parts:
+            by_tensor.setdefault(part.name, []).append((file, part, byte_range))
     checksums: dict[tuple[str, int], Checksums] = {}
 
     def copy(name: str) -> None:
@@ -51,9 +44,25 @@ def write_files(
 
     names = sorted(by_tensor, key=numbers_as_numbers)
     in_threads(workers, copy, names)
-    in_threads(workers, _sync, [folder / file for file in placed])
+    in_threads(workers, sync_file, [folder / file for file in placed])
     files, tensors = records(placed, checksums)
     return files | write_index(folder, file_format, placed), {name: tensors[name] for name in names}
+
+
+def create_files(
+    kinds: Mapping[str, Kind], folder: Path, cut: Cut, file_format: Format
+) -> dict[str, list[tuple[TensorBox, ByteRange]]]:
+    """Create files with all that comes before their boxes, and return the place of each box, by file."""
+    placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
+    for boxes in filter(None, cut):
+        parts = [TensorBox(name, kinds[name].shape, kinds[name].dtype, box) for name, box in boxes]
+        file = file_format.file.format(writer=len(placed), number=len(placed) + 1)
+        placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
+        with (folder / file).open("xb") as stream:
+            for _, byte_range in placed[file]:
+                stream.seek(byte_range.start - len(byte_range.before))
+                stream.write(byte_range.before)
+    return placed
 
 
 def _copy_box(
@@ -78,6 +87,7 @@ def _copy_box(
     return tuple(checksums)
 
 
-def _sync(file: Path) -> None:
+def sync_file(file: Path) -> None:
+    """Write a file's data to disk."""
     with file.open("r+b") as stream:
         os.fsync(stream.fileno())

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megalite.atomic_files import new_folder, write_atomically
-from megalite.checkpoint.file_writer import write_files
+from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.tensors import numbers_as_numbers, packed
+from megalite.checkpoint.tensors import Kind, numbers_as_numbers, packed
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
@@ -130,23 +130,32 @@ def write_huggingface(
         before = read_json(companions / "config.json", largest=LARGEST_CONFIG)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
-    kinds = files.tensors
     config["torch_dtype"] = dtype_name(dtype or opened.dtype)
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
+    shards, file_format = weight_files(files.tensors, shard)
+    with new_folder(folder) as temporary:
+        write_files(files, temporary, shards, file_format, workers, advance)
+        write_related(temporary, config, carried, companions)
+    return family
+
+
+def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
+    """Return the tensors of each file of a folder, and the files' format. `shard`: maximum size of a file in bytes."""
     names = packed(sorted(kinds, key=numbers_as_numbers), lambda name: kinds[name].size, shard)
-    shards = [[(name, kinds[name].whole) for name in group] for group in names]
-    count = len(shards)
+    count = len(names)
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
-    with new_folder(folder) as temporary:
-        file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
-        write_files(files, temporary, shards, file_format, workers, advance)
-        if companions is not None:
-            copy_companions(companions, temporary)
-        if not (temporary / "generation_config.json").exists():
-            write_atomically(temporary / "generation_config.json", _json(carried))
-        write_atomically(temporary / "config.json", _json(config | carried))
-    return family
+    file_format = Format(file_name, byte_ranges, _index if count > 1 else lambda _: {}, checksums=False)
+    return [[(name, kinds[name].whole) for name in group] for group in names], file_format
+
+
+def write_related(folder: Path, config: Mapping[str, Any], carried: Mapping[str, Any], companions: Path | None) -> None:
+    """Write config.json and generation_config.json, and copy the tokenizer's files from `companions`."""
+    if companions is not None:
+        copy_companions(companions, folder)
+    if not (folder / "generation_config.json").exists():
+        write_atomically(folder / "generation_config.json", _json(carried))
+    write_atomically(folder / "config.json", _json({**config, **carried}))
 
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:

@@ -252,13 +252,19 @@ class ToFiles:
     Otherwise, the whole tensor is assembled first, and each thread keeps the last one.
     """
 
-    def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        logical: Source,
+        mapping: Sequence[FileTensor],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         """Create the source.
 
         `dtype`: dtype to cast weights to; None: no cast, or the widest dtype if a tensor is made of several. Modules'
-        state is never cast.
+        state is never cast. `device`: device on which tensors are assembled; None: the CPU.
         """
-        self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
+        self._logical, self._mapping, self._device = logical, {tensor.name: tensor for tensor in mapping}, device
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = LastTensor()
         self.tensors = {
@@ -287,7 +293,7 @@ class ToFiles:
 
     def _whole(self, name: str) -> Tensor:
         kind = self.tensors[name]
-        whole = torch.zeros(kind.shape, dtype=kind.dtype)
+        whole = torch.zeros(kind.shape, dtype=kind.dtype, device=self._device)
         for logical, box, view in self._mapping[name].boxes:
             self._logical.fill(logical, box, view(whole))
         return whole

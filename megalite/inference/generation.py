@@ -161,9 +161,10 @@ class _Batch:
         chosen: list[list[float]] = [[0] * len(tokens)] * (3 if self.scores else 1)
         if logits is not None:
             rows = list(zip(logits[:, : self.vocab_size], self.sequences, strict=True))
-            chosen[0] = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
+            found = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
+            chosen = [[*found]]
             if self.scores:
-                chosen[1:] = _scores(logits, [row for row, _ in rows], chosen[0], self.sampling)
+                chosen += _scores(logits, [row for row, _ in rows], found, self.sampling)
         dtype = torch.float64 if self.scores else torch.int64
         self.chosen = torch.tensor(chosen, dtype=dtype, device=self.network.mesh.device)
         for sequence in self.sequences:
