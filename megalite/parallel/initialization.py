@@ -8,8 +8,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+from megalite.errors import MegaliteError
 from megalite.parallel.parameter import Parameter, named_pieces
-from megalite.parallel.sharding import Box, Constant, LogicalTensor
+from megalite.parallel.sharding import AsBuilt, Box, Constant, Drawn, LogicalTensor
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -35,7 +36,12 @@ def initial_values(tensor: LogicalTensor, box: Box, seed: int) -> Tensor:
 
     The logical tensor, as a matrix whose columns are its last dimension, is divided into blocks of rows. Each block has
     its own seed, made of (seed, name, block). Only the blocks that overlap the box are drawn.
+    Values that a function draws are drawn whole.
     """
+    if isinstance(tensor.initial, AsBuilt):
+        raise TypeError(f"{tensor.name} has the values of its module, which no seed gives")
+    if isinstance(tensor.initial, Drawn):
+        return _drawn_whole(tensor, tensor.initial, seed)[box.slices()]
     if isinstance(tensor.initial, Constant):
         return torch.full(box.size, tensor.initial.value)
     total_rows = math.prod(tensor.shape[:-1])
@@ -52,6 +58,21 @@ def initial_values(tensor: LogicalTensor, box: Box, seed: int) -> Tensor:
 
 
 def _standard_normal(tensor: LogicalTensor, block: int, rows: int, seed: int) -> Tensor:
-    key = hashlib.blake2b(f"{seed}/{tensor.name}/{block}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-    return torch.randn(rows, tensor.shape[-1], generator=generator)
+    return torch.randn(rows, tensor.shape[-1], generator=_generator(f"{seed}/{tensor.name}/{block}"))
+
+
+def _drawn_whole(tensor: LogicalTensor, initial: Drawn, seed: int) -> Tensor:
+    """Return the values that a function draws with a generator of its own, seeded by (seed, name).
+
+    Raises MegaliteError if they do not have the number of elements of the tensor.
+    """
+    values = initial.draw(_generator(f"{seed}/{tensor.name}"))
+    if not isinstance(values, Tensor) or values.numel() != math.prod(tensor.shape):
+        shown = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise MegaliteError(f"initial values for {tensor.name} are {shown}, and it has the shape {tensor.shape}")
+    return values.detach().float().cpu().reshape(tensor.shape)
+
+
+def _generator(key: str) -> torch.Generator:
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

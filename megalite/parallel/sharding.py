@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -30,6 +31,18 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """Initial values drawn by a function, whole and in fp32 on the CPU."""
+
+    draw: Callable[[torch.Generator], Tensor]
+
+
+@dataclass(frozen=True)
+class AsBuilt:
+    """Initial values that the module was built with, the same on every rank."""
+
+
+@dataclass(frozen=True)
 class LogicalTensor:
     """A global tensor of the model: unsharded, unpadded and the same under every layout.
 
@@ -41,7 +54,7 @@ class LogicalTensor:
 
     name: str
     shape: tuple[int, ...]
-    initial: Normal | Constant
+    initial: Normal | Constant | Drawn | AsBuilt
     weight_decay: bool
     matrices: str | None = None
     is_embedding_or_output: bool = False
@@ -181,6 +194,8 @@ class Piece:
 
     def view(self, local: Tensor) -> Tensor:
         """View this piece of `local`, a tensor with the layout of the local parameter, in the box's shape."""
+        if not local.dim():  # the logical tensor of a number has one element
+            return local.view(self.box.size)
         return local[self.row : self.row + self.rows].view(self.box.size)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megalite.parallel.sharding import Constant, Sharding
+from megalite.parallel.sharding import AsBuilt, Constant, Sharding
 
 
 class State(nn.Module):
@@ -18,21 +18,25 @@ class State(nn.Module):
     change on all of these ranks. The first of them saves it, and all of them load it.
     """
 
-    def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the tensor and set its initial values.
+    def __init__(
+        self, sharding: Sharding, dtype: torch.dtype, device: torch.device, values: Tensor | None = None
+    ) -> None:
+        """Allocate the tensor and set its initial values, or keep `values`, a contiguous tensor that a module has.
 
         Raises:
-            TypeError: the initial values of a logical tensor are not a constant.
+            TypeError: the initial values of a logical tensor are neither a constant nor those of the module.
         """
         super().__init__()
         self.sharding = sharding
-        self.values = torch.empty(sharding.local_shape, dtype=dtype, device=device)
+        self.values = torch.empty(sharding.local_shape, dtype=dtype, device=device) if values is None else values
         """The tensor, contiguous."""
         self.begin()
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Set the initial values. Padding is zero."""
+        """Set the initial values. Padding is zero. A tensor that begins as it was built is left as it is."""
+        if all(isinstance(piece.tensor.initial, AsBuilt) for piece in self.sharding.pieces):
+            return
         self.values.zero_()
         for piece in self.sharding.pieces:
             if not isinstance(piece.tensor.initial, Constant):

@@ -1,0 +1,1 @@
+"""Plain torch modules as stages of the engine."""

@@ -1,0 +1,241 @@
+"""A plain module as a stage of the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megalite.errors import MegaliteError
+from megalite.modules.buffers import KeptBuffers
+from megalite.modules.calling import arguments, named, results
+from megalite.modules.messages import StagePlan
+from megalite.parallel.device import default_generator
+from megalite.parallel.inside import Inside, inside_forward
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
+from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums
+from megalite.parallel.stage_module import StageModule
+
+Sums = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
+"""Function from the last stage's output and the batch to a sum over its samples, or several by name."""
+LOSS = "loss"
+"""Name of a loss that is one tensor."""
+
+
+class Samples(Protocol):
+    """A micro-batch: values as the collate function returned them, and the global number of each sample."""
+
+    @property
+    def values(self) -> Any: ...
+
+    @property
+    def sample_ids(self) -> Sequence[int]: ...
+
+
+def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
+    """Return a term of the loss that is a mean over samples."""
+    return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight)
+
+
+class ModuleStage(StageModule):
+    """A stage that runs a plain module, with the parameters of `give_records`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        plan: StagePlan | None = None,
+        *,
+        number: int = 0,
+        count: int = 1,
+        loss: Sums | None = None,
+        metric: Sums | None = None,
+        terms: Sequence[LossTerm] | None = None,
+        kept: KeptBuffers | None = None,
+        uses: Mapping[str, int] | None = None,
+        seed: int = 0,
+        recompute: bool | Sequence[str] = False,
+        one_block: bool = False,
+    ) -> None:
+        """Wrap a module, in place.
+
+        Args:
+            plan: what the stage passes on, and its blocks (`find_messages`).
+            number: the number of the stage among `count`.
+            loss: returns the sums of the terms of the loss, in the last stage.
+            metric: returns further sums, in evaluations only.
+            terms: the terms of the loss; None for one that is a mean over samples.
+            kept: the module's buffers.
+            uses: the numbers of uses of tied weights (`Records.uses`).
+            recompute: True to recompute each block in backward, or patterns of names of submodules to recompute.
+            one_block: keep the parameters of the whole stage together, as unused parameters require under ZeRO 3.
+
+        Raises:
+            MegaliteError: a pattern of `recompute` matches no submodule.
+        """
+        super().__init__()
+        self.module, self.kept = module, kept
+        self.plan, self.number, self.count = plan or StagePlan(), number, count
+        self._loss, self._metric, self._seed = loss, metric, seed
+        self._terms = tuple(terms) if terms is not None else (mean_over_samples(),)
+        self._shared = {name: (module.get_parameter(name), use) for name, use in (uses or {}).items()}
+        self._one_block = one_block or not self.plan.blocks
+        self._generators = list(dict.fromkeys((torch.default_generator, default_generator(mesh.device))))
+        for part in module.modules():
+            if callable(bind := getattr(part, "bind", None)):
+                bind(mesh)
+        self._recomputed = self._to_recompute(recompute)
+        for part in self._recomputed:
+            part.forward = partial(_recomputing, part, part.forward)
+
+    @property
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        return self._terms
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.module] if self._one_block else [part for _, part in self.parts()]
+
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        return [(name, self.module.get_submodule(name)) for name in self.plan.blocks] or [("module", self.module)]
+
+    def inside(self, *, backward: bool) -> list[Inside]:
+        """List the collectives of submodules with an attribute `inside`. Recomputed ones run twice in backward."""
+        if not backward:
+            return inside_forward([self.module])
+        around = {part: top for top in self._recomputed for part in top.modules()}
+        found, done = list[Inside](), set[nn.Module]()
+        for part in reversed(list(self.module.modules())):
+            if (top := around.get(part)) is not None and top not in done:
+                done.add(top)
+                found += inside_forward([top])
+            found += [each for each in reversed(getattr(part, "inside", ())) for _ in range(each.backward)]
+        return found
+
+    def forward(self, inputs: Mapping[str, Tensor], micro_batch: Samples) -> StageOutput:
+        """Run the module on the tensors of the stages before and on the batch.
+
+        Raises:
+            MegaliteError: the module does not fit its inputs, or its outputs do not fit the next stage or the loss.
+        """
+        values = micro_batch.values
+        if self.plan.changes_inputs:
+            inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        by_position, by_name, _ = arguments(self.number, self.module, inputs, values)
+        with self._seeded(micro_batch.sample_ids):
+            if self._shared:
+                views = {name: _UseOf.apply(parameter, use) for name, (parameter, use) in self._shared.items()}
+                output = functional_call(self.module, views, tuple(by_position), by_name)
+            else:
+                output = self.module(*by_position, **by_name)
+            own = self._wide(output.terms) if isinstance(output, StageOutput) else NO_SUMS
+            if self.number < self.count - 1:
+                return StageOutput(self._passed_on(inputs, results(self.number, self.module, output)), own)
+            if self._loss is None:
+                return StageOutput(results(self.number, self.module, output), own)
+            result = output.tensors if isinstance(output, StageOutput) else output
+            sums = add_sums(own, self._wide(self._loss(result, values)))
+            if self._metric is not None and not self.training:
+                sums = add_sums(sums, self._wide(self._metric(result, values)))
+        return StageOutput({}, sums)
+
+    def _passed_on(self, inputs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for the next stage: own results, and tensors that only later stages need."""
+        passed = {}
+        for spec in self.plan.passes:
+            if spec.name not in own and spec.name not in inputs:
+                raise MegaliteError(
+                    f"{named(self.number, self.module)} did not return {spec.name}, which a later stage takes: it "
+                    f"returned {', '.join(own) or 'nothing'}"
+                )
+            tensor = own.get(spec.name)
+            # A view, so that what is passed through has an edge of its own in the graph.
+            passed[spec.name] = tensor if tensor is not None else inputs[spec.name].view_as(inputs[spec.name])
+        return passed
+
+    def _wide(self, sums: Tensor | TermSums) -> TermSums:
+        """Return sums by name, in fp32 or wider. Raises MegaliteError if they are not scalars."""
+        wide = {}
+        for name, value in ({LOSS: sums} if not isinstance(sums, Mapping) else sums).items():
+            if not isinstance(value, Tensor) or value.dim():
+                shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise MegaliteError(
+                    f"the loss of {named(self.number, self.module)} returned {shown} as {name}: return the sum over "
+                    "the samples of the micro-batch, a tensor without dimensions"
+                )
+            wide[name] = value.to(torch.promote_types(value.dtype, torch.float32))
+        return wide
+
+    @contextmanager
+    def _seeded(self, sample_ids: Sequence[int]) -> Iterator[None]:
+        """Seed torch's random numbers by the micro-batch and the stage within the block, and then restore them."""
+        packed = struct.pack("<qqq", self._seed, sample_ids[0] if len(sample_ids) else 0, self.number)
+        seed = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            for generator in self._generators:
+                generator.manual_seed(seed)
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+    def _to_recompute(self, recompute: bool | Sequence[str]) -> list[nn.Module]:
+        if isinstance(recompute, bool):
+            return [part for _, part in self.parts()] if recompute else []
+        parts = dict(self.module.named_modules())
+        chosen: dict[str, nn.Module] = {}
+        for pattern in recompute:
+            found = {name: part for name, part in parts.items() if name and fnmatchcase(name, pattern)}
+            if not found:
+                raise MegaliteError(
+                    f"no submodule of {named(self.number, self.module)} is called {pattern}, to be recomputed: "
+                    f"it has {', '.join(name for name in parts if name)}"
+                )
+            chosen |= found
+        within = {id(part) for top in chosen.values() for part in list(top.modules())[1:]}
+        return [part for part in chosen.values() if id(part) not in within]
+
+
+class _UseOf(torch.autograd.Function):
+    """A view of a weight whose gradient goes to one of the weight's uses."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Parameter, use: int) -> Tensor:
+        ctx.parameter, ctx.use = parameter, use
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return accumulate_grad(ctx.parameter, DenseGradient(gradients[0]), ctx.use), None
+
+
+def _recomputing(module: nn.Module, forward: Callable[..., Any], *by_position: Any, **by_name: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*by_position, **by_name)
+    from torch.utils.checkpoint import checkpoint  # imported here: it imports torch's compiler
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _buffers_unchanged(module)
+
+    return checkpoint(forward, *by_position, use_reentrant=False, context_fn=contexts, **by_name)
+
+
+@contextmanager
+def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers after the block: a recomputed forward must not count a batch twice."""
+    places = [(part, name, b, b.clone()) for part in module.modules() for name, b in part.named_buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for part, name, buffer, values in places:
+            buffer.data.copy_(values)  # not an operation that autograd counts: backward may have saved the buffer
+            setattr(part, name, buffer)
