@@ -22,6 +22,8 @@ from megalite.data.sampler import micro_batch_samples
 from megalite.errors import DataError
 from megalite.process.signals import STOP_SIGNALS
 
+__all__ = ["AnyDatasetLoader", "Batch", "SampleSource", "check"]
+
 PROBES = 4
 
 
@@ -233,6 +235,8 @@ def check(source: SampleSource, remembered: Mapping[str, Any]) -> tuple[str, ...
     Raises:
         DataError: the dataset has another length.
     """
+    if not remembered:
+        return ()  # saved by a run without a dataset
     before, now = (f"{n:,} samples" if n is not None else "no length" for n in (remembered["length"], source.length))
     if before != now:
         raise DataError(

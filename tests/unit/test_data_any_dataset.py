@@ -26,8 +26,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from megalite.data.any_dataset import AnyDatasetLoader, Batch, _checksum, check
-from megalite.data.sample_source import SampleSource, seed_generators
+from megalite.data.any_dataset import AnyDatasetLoader, Batch, SampleSource, _checksum, check
+from megalite.data.sample_source import seed_generators
 from megalite.errors import DataError
 
 
@@ -352,6 +352,7 @@ def test_the_same_dataset_is_known_again() -> None:
     assert 4 <= len(remembered["checksums"]) <= 8
     assert remembered["checksums"][0][0] == 0
     assert check(source(Augmented(10), shuffle=True), remembered) == ()
+    assert check(source(Augmented(10)), {}) == ()  # saved by a run without a dataset
 
 
 @pytest.mark.parametrize("changed", [{"seed": 8}, {"shuffle": False}])
