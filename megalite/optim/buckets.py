@@ -22,7 +22,7 @@ from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
 from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
 
@@ -45,7 +45,70 @@ class DataParallel:
     """Gather parameters while the modules before them compute."""
 
 
-class Bucket:
+class ParameterBucket:
+    """Flat parameters, which are sharded and gathered together."""
+
+    def __init__(
+        self,
+        shard_spec: BucketShardSpec,
+        shard_group: Group,
+        *,
+        prefetch: bool,
+        set_values: Callable[[Parameter], None] | None = None,
+    ) -> None:
+        """Allocate the bucket and move its parameters into it. The arguments are those of `Bucket`."""
+        layout = shard_spec.layout
+        self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
+        self.shard_group, self.zero_stage = shard_group, shard_spec.zero_stage
+        self.prefetch = prefetch
+        """True if ZeRO 3 gathers this bucket while the previous block computes."""
+        first = self.slots[0].parameter
+        self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
+        for slot in self.slots:
+            self._adopt(slot, set_values)
+        self.parameter_shard = owned(self.parameters, self.shard_group)
+        """Slice of the parameters that this rank owns."""
+        if self.zero_stage == 3:
+            self.parameter_shard = self.parameter_shard.clone()
+            free_storage(self.parameters)
+        self._pending_gather: collectives.Pending | None = None
+        self.keeps_gathered = False
+        """True while `free_parameters` must not free them."""
+
+    def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
+        parameter = slot.parameter
+        place = self.parameters[slot.start : slot.stop].view(parameter.shape)
+        if set_values is None:
+            place.copy_(parameter.detach())
+        parameter.data = place
+        if set_values is not None:
+            set_values(parameter)
+
+    def parameter_gather(self) -> Collective[None]:
+        """Return the collective that starts to gather the parameters."""
+        return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
+
+    def begin_parameter_gather(self) -> None:
+        """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
+        if self.zero_stage == 3:
+            if not is_storage_free(self.parameters):
+                return
+            allocate_storage(self.parameters)
+        self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
+
+    def finish_parameter_gather(self) -> None:
+        if self._pending_gather is not None:
+            self._pending_gather.wait()
+            self._pending_gather = None
+
+    def free_parameters(self) -> None:
+        """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
+        if self.zero_stage == 3 and not self.keeps_gathered:
+            self.finish_parameter_gather()
+            free_storage(self.parameters)
+
+
+class Bucket(ParameterBucket):
     """Unit of communication: flat parameters, and one accumulator of flat gradients per chunk that uses them.
 
     Gradients are added only through `accumulate`.
@@ -72,14 +135,10 @@ class Bucket:
             in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
             set_values: sets the values of a parameter after it has been moved. None: its current values are copied.
         """
-        layout = shard_spec.layout
-        self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
-        self.shard_group, self.zero_stage = groups.shards, shard_spec.zero_stage
-        self.prefetch = options.overlap_gather
-        """True if ZeRO 3 gathers this bucket while the previous block computes."""
+        super().__init__(shard_spec, groups.shards, prefetch=options.overlap_gather, set_values=set_values)
         self.accumulators = tuple(
             Accumulator(
-                layout,
+                self.layout,
                 groups,
                 in_flight,
                 chunk=chunk,
@@ -95,38 +154,16 @@ class Bucket:
         self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
         self.deferred: DeferredGradients | None = None
-        first = self.slots[0].parameter
-        self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
-        self.owned_runs = list(layout.runs(*self.owned_range))
+        self.owned_runs = list(self.layout.runs(*self.owned_range))
         """This rank's slice, divided into runs of elements of one parameter group."""
         for slot in self.slots:
-            self._adopt(slot, set_values)
-        self.parameter_shard = owned(self.parameters, self.shard_group)
-        """Slice of the parameters that this rank owns."""
-        if self.zero_stage == 3:
-            self.parameter_shard = self.parameter_shard.clone()
-            free_storage(self.parameters)
-        self._pending_gather: collectives.Pending | None = None
-        self.keeps_gathered = False
-        """True while `free_parameters` must not free them."""
-
-    def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
-        parameter = slot.parameter
-        place = self.parameters[slot.start : slot.stop].view(parameter.shape)
-        if set_values is None:
-            place.copy_(parameter.detach())
-        parameter.data = place
-        if set_values is not None:
-            set_values(parameter)
-        parameter.gradient_buffer = self
-        parameter.register_post_accumulate_grad_hook(_take_ordinary_gradient)
+            slot.parameter.gradient_buffer = self
+            slot.parameter.register_post_accumulate_grad_hook(_take_ordinary_gradient)
 
     @property
     def owned_range(self) -> tuple[int, int]:
         """Range of this rank's slice, [start, stop)."""
         return self.shard_spec.owned
-
-    # ------------------------------------------------------------------------------------------------ gradients
 
     def begin_step(self, micro_batches: int) -> None:
         """Expect the gradients of this number of micro-batches."""
@@ -137,7 +174,8 @@ class Bucket:
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
         """Add the gradient of one use, or keep it for later if gradients are deferred.
 
-        Under ZeRO 3, the last gradient of a micro-batch in a chunk also frees the parameters.
+        Under ZeRO 3, the last gradient of a micro-batch in a chunk also frees the parameters; if some may be unused,
+        `begin_reduction` does.
         """
         accumulator = self._accumulator_of[use]
         if self.deferred is not None:
@@ -169,31 +207,6 @@ class Bucket:
         """Return the collective that starts to gather the gradients from the ranks' slices."""
         gather = partial(collectives.all_gather_async, self.gradient_shard, self.shard_group, out=self.gradients)
         return Collective("gather of gradients", self.shard_group.ranks, gather)
-
-    # ------------------------------------------------------------------------------------------------ parameters
-
-    def parameter_gather(self) -> Collective[None]:
-        """Return the collective that starts to gather the parameters."""
-        return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
-
-    def begin_parameter_gather(self) -> None:
-        """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
-        if self.zero_stage == 3:
-            if not is_storage_free(self.parameters):
-                return
-            allocate_storage(self.parameters)
-        self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
-
-    def finish_parameter_gather(self) -> None:
-        if self._pending_gather is not None:
-            self._pending_gather.wait()
-            self._pending_gather = None
-
-    def free_parameters(self) -> None:
-        """Free the gathered parameters under ZeRO 3; this rank's slice is kept."""
-        if self.zero_stage == 3 and not self.keeps_gathered:
-            self.finish_parameter_gather()
-            free_storage(self.parameters)
 
 
 def _take_ordinary_gradient(parameter: Tensor) -> None:

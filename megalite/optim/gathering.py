@@ -10,11 +10,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megalite.optim.buckets import Bucket
+from megalite.optim.buckets import ParameterBucket
 from megalite.optim.layout import unique_parameters
 
 
-def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[ParameterBucket]) -> None:
     """Register hooks that wait for the gathers of parameters before their use. Under ZeRO 3 they also start them.
 
     Args:
@@ -43,7 +43,7 @@ class BlockGathers:
     gathered while the current one computes.
     """
 
-    def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+    def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[ParameterBucket]) -> None:
         bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
         in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
         for parameter in unique_parameters(network):
@@ -113,7 +113,7 @@ def _ends(outputs: Outputs) -> list[Tensor]:
     return [[part for part in outputs if isinstance(part, Tensor)][-1], *terms]
 
 
-def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:
+def _wait_before_use(network: nn.Module, buckets: Sequence[ParameterBucket]) -> None:
     bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
     for module in network.modules():
         needed = tuple(dict.fromkeys(bucket_of[id(parameter)] for parameter in _own_parameters(module)))
@@ -128,6 +128,6 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from child.parameters()
 
 
-def _finish_gathers(buckets: tuple[Bucket, ...], module: nn.Module, arguments: object) -> None:
+def _finish_gathers(buckets: tuple[ParameterBucket, ...], module: nn.Module, arguments: object) -> None:
     for bucket in buckets:
         bucket.finish_parameter_gather()

@@ -34,6 +34,7 @@ from megalite.post_training.log_probabilities import (
     log_probabilities,
     totals,
 )
+from megalite.post_training.reference import Reference
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
 from tests.distributed.layout_cell import Cell, model_config, rates
 from tests.distributed.layout_run import (
@@ -258,3 +259,36 @@ def failing_export(cell: Cell) -> tuple[str, bool]:
     with pytest.raises(CheckpointError) as raised:
         export_weights(policy.chunks, policy.optimizer, kept)
     return str(raised.value), kept.abandoned
+
+
+def references(cells: Sequence[Cell]) -> list[tuple[float, float, float, int]]:
+    """Return, for each cell, how far the log-probabilities of a reference are from those of the network when it was
+    made: at once, and after a step of training; from those after the step once it has been refreshed; and the number of
+    bytes of its gathered parameters.
+    """
+    return [_reference(Policy.of(cell)) for cell in cells]
+
+
+def _reference(policy: Policy) -> tuple[float, float, float, int]:
+    micro_batches = policy.micro_batches
+    actions = policy.schedules.evaluation(len(micro_batches))
+
+    def of_network() -> Tensor:
+        found = log_probabilities(policy.chunks, policy.engine, actions, micro_batches)
+        return torch.stack([outputs.log_probabilities for outputs in found])
+
+    def of_reference() -> Tensor:
+        found = reference.log_probabilities(actions, micro_batches)
+        return torch.stack([outputs.log_probabilities for outputs in found])
+
+    before = of_network()
+    reference = Reference(policy.chunks, policy.engine, policy.optimizer)
+    assert not any(parameter.requires_grad for chunk in reference.chunks for parameter in chunk.parameters())
+    at_once = (of_reference() - before).abs().max().item()
+    training_step(policy)
+    later = (of_reference() - before).abs().max().item()
+    assert (of_network() - before).abs().max() > 1e-6
+    reference.refresh()
+    refreshed = (of_reference() - of_network()).abs().max().item()
+    parameters = nn.ModuleList(reference.chunks).parameters()
+    return at_once, later, refreshed, sum(parameter.untyped_storage().size() for parameter in parameters)

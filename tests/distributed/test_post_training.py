@@ -26,6 +26,7 @@ from tests.distributed.post_training_run import (
     failing_export,
     loss_of,
     policy_steps,
+    references,
     rollouts,
 )
 from tests.harness.close import assert_gradient_close
@@ -170,3 +171,12 @@ def test_a_failing_receiver_ends_the_export_on_every_rank(rank_pools: RankPools)
     found = rank_pools(2).run(failing_export, Cell("llama", tp=2))
     assert [abandoned for _, abandoned in found] == [True, False]
     assert {message for message, _ in found} == {"exporting the weights failed on rank 0: no space left"}
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "tp2-pp2"])
+def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: RankPools) -> None:
+    cells = [replace(cell, **LAYOUTS[layout]) for cell in (BASE, GEMMA)]
+    for rank in on_ranks(rank_pools, cells[0].world_size, references, cells):
+        for at_once, later, refreshed, gathered in rank:
+            assert at_once == later == refreshed == 0.0
+            assert (gathered == 0) == (layout == "dp2-zero3")
