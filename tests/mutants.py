@@ -3094,8 +3094,8 @@ MUTANTS = (
     Mutant(
         "a term of the loss finds the parameters freed that it uses behind its block's last product",
         "megalite/optim/gathering.py",
-        "isinstance(part, Tensor)][-1], *terms]",
-        "isinstance(part, Tensor)][-1]]",
+        "for part in parts for tensor",
+        "for part in parts if isinstance(part, Tensor) for tensor",
         f"{_LOSS_TERMS}[whole parameters kept for backward]",
     ),
     Mutant(

@@ -71,6 +71,7 @@ class Accumulator:
         stage: int,
         overlap: bool,
         dtype: torch.dtype,
+        allow_unused: bool = False,
     ) -> None:
         """Allocate the sums.
 
@@ -83,6 +84,7 @@ class Accumulator:
             stage: the ZeRO stage.
             overlap: start the reduction as soon as the last gradient has arrived.
             dtype: the dtype of the sums.
+            allow_unused: start a reduction only in `begin_reduction`; gradients that are missing then are zero.
         """
         device = layout.slots[0].parameter.device
         self.chunk, self._gradients_of_use = chunk, dict(uses)
@@ -97,6 +99,7 @@ class Accumulator:
             for flat in self.flats.values():
                 free_storage(flat)
         self._groups, self._in_flight, self._stage, self._overlap = groups, in_flight, stage, overlap
+        self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
@@ -143,7 +146,7 @@ class Accumulator:
         gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
-        if self._outstanding == 0 and (self._overlap or self._stage >= 2):
+        if self._outstanding == 0 and (self._overlap or self._stage >= 2) and not self._allow_unused:
             self._launch_reduction()
 
     def _due(self, use: int) -> int:
@@ -158,14 +161,14 @@ class Accumulator:
                 flat[start:stop].zero_()
 
     def _launch_reduction(self) -> None:
-        """Check that all gradients have arrived, add up the uses and start the reduction.
+        """Check that all gradients have arrived or may be missing, add up the uses and start the reduction.
 
         Under ZeRO 2 and 3, then wait until at most REDUCTIONS_IN_FLIGHT reductions are running (none without overlap).
         """
-        for (parameter, use), arrived in self._arrived.items():
-            if arrived != (due := self._due(use)):
-                name = self._slot_of[parameter].parameter.sharding.name
-                raise MegaliteError(f"{name} received {arrived} of the {due} gradients due: is it used in forward?")
+        if self._allow_unused:
+            self._fill_in_zeros()
+        elif self._outstanding:
+            raise MegaliteError(self._missing())
         _, *later = self.flats.values()
         for flat in later:
             self.gradients.add_(flat)
@@ -179,6 +182,25 @@ class Accumulator:
             self._in_flight.append(self)
             while len(self._in_flight) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
                 self._in_flight[0]._finish_round()
+
+    def _fill_in_zeros(self) -> None:
+        """Set the gradients to zero of which none has arrived in this round."""
+        if self._stage >= 2 and not any(self._arrived.values()):
+            self._allocate()
+        for (parameter, use), arrived in self._arrived.items():
+            if not arrived:
+                self.gradient(self._slot_of[parameter].parameter, use).zero_()
+
+    def _missing(self) -> str:
+        """Name the parameters whose gradients have not all arrived."""
+        missing = [
+            (self._slot_of[parameter].parameter.sharding.name, arrived, due)
+            for (parameter, use), arrived in self._arrived.items()
+            if arrived != (due := self._due(use))
+        ]
+        (name, arrived, due), *others = missing
+        also = f" (also too few: {', '.join(other for other, *_ in others[:9])})" if others else ""
+        return f"{name} received {arrived} of the {due} gradients due: is it used in forward?{also}"
 
     def _begin_reduce_scatter(self) -> collectives.Pending:
         """Start the reduce-scatter over the shard group.

@@ -43,6 +43,9 @@ class DataParallel:
     """Reduce a bucket as soon as its last gradient has arrived."""
     overlap_gather: bool = False
     """Gather parameters while the modules before them compute."""
+    allow_unused: bool = False
+    """Take the gradients of parameters that a step does not use as zero. Ranks may use different ones: reductions start
+    in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run."""
 
 
 class ParameterBucket:
@@ -146,6 +149,7 @@ class Bucket(ParameterBucket):
                 stage=self.zero_stage,
                 overlap=options.overlap_reduce,
                 dtype=options.gradient_dtype,
+                allow_unused=options.allow_unused,
             )
             for chunk, there in uses.items()
         )
@@ -153,6 +157,7 @@ class Bucket(ParameterBucket):
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
+        self._allow_unused = options.allow_unused
         self.deferred: DeferredGradients | None = None
         self.owned_runs = list(self.layout.runs(*self.owned_range))
         """This rank's slice, divided into runs of elements of one parameter group."""
@@ -182,6 +187,8 @@ class Bucket(ParameterBucket):
             self.deferred.keep(partial(accumulator.add, parameter, gradient, use))
         else:
             accumulator.add(parameter, gradient, use)
+        if self._allow_unused:
+            return
         self._handed_over[accumulator.chunk] += 1
         if self._handed_over[accumulator.chunk] % accumulator.gradients_per_micro_batch == 0:
             self.free_parameters()
@@ -195,6 +202,8 @@ class Bucket(ParameterBucket):
         for accumulator in self.accumulators:
             if accumulator.chunk == chunk:
                 accumulator.begin_reduction(micro_batches)
+                if self._allow_unused:
+                    self.free_parameters()
 
     def completion(self) -> Iterator[Collective[object]]:
         """Yield the operations that complete this rank's slice of the gradients, summed over the uses in all chunks."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,8 +29,8 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
         _wait_before_use(network, buckets)
 
 
-Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
-"""Results of a block: one tensor, or several tensors and mappings of its terms of the loss."""
+Outputs = Tensor | Sequence[Any] | Mapping[str, Any] | None
+"""Results of a block: one tensor, or tensors in tuples, lists and mappings."""
 
 
 class BlockGathers:
@@ -102,15 +103,11 @@ class BlockGathers:
 
 
 def _ends(outputs: Outputs) -> list[Tensor]:
-    """Return the outputs through which the first gradient can enter a block in backward.
-
-    They are its last tensor and its terms of the loss. A term may use parameters after the last tensor was computed, so
-    its gradient may come first.
-    """
+    """Return the outputs through which the first gradient can enter a block in backward: any of its tensors."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    terms = [term for part in outputs if not isinstance(part, Tensor) for term in part.values()]
-    return [[part for part in outputs if isinstance(part, Tensor)][-1], *terms]
+    parts = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, tuple | list) else ()
+    return [tensor for part in parts for tensor in _ends(part)]
 
 
 def _wait_before_use(network: nn.Module, buckets: Sequence[ParameterBucket]) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
 from megalite.modules.messages import find_messages
 from megalite.modules.records import give_records, value_setter
@@ -110,6 +111,7 @@ class Run:
                 kept=KeptBuffers(module, mesh, frozen=record.frozen),
                 uses=record.uses,
                 recompute=self.recompute,
+                one_block=self.allow_unused,
             )
             for number, (module, plan, record) in enumerate(zip(self.modules, plans, records, strict=True))
         ]
@@ -117,7 +119,7 @@ class Run:
             self.chunks,
             mesh,
             self.optimizer_config,
-            DataParallel(torch.float64, self.zero, **({"allow_unused": True} if self.allow_unused else {})),
+            DataParallel(torch.float64, self.zero, allow_unused=self.allow_unused),
             blocks=[chunk.blocks() for chunk in self.chunks],
             set_values=value_setter(self.chunks, seed=1),
         )
@@ -137,7 +139,7 @@ class Run:
         samples = sum(len(batch.sample_ids) for batch in batches)
         self.optimizer.begin_step(len(batches))
         sums = self.engine.run(actions, batches, {"loss": 1 / samples}, self.optimizer)
-        self.optimizer.step(Rates(RATE, RATE, weight_decay=DECAY))
+        self.optimizer.step(Rates(RATE, RATE, weight_decay=self.optimizer_config.weight_decay))
         for chunk in self.chunks:
             assert chunk.kept is not None
             chunk.kept.synchronize()
@@ -179,3 +181,50 @@ def test_stages_train_as_a_plain_loop(parts: list[range], zero: int, recompute: 
     for step in range(STEPS):
         run.step([images(step, number) for number in range(MICRO_BATCHES)])
     assert_same_state(run.modules, expected)
+
+
+class Sometimes(nn.Module):
+    """Module with a branch that some batches do not use, and one that none uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.always = nn.Linear(4, 4).double()
+        self.sometimes = nn.Linear(4, 4).double()
+        self.never = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, branches: bool) -> Tensor:
+        x = self.always(x)
+        return x + self.sometimes(x) if branches else x
+
+
+def numbers(step: int, number: int) -> Batch:
+    generator = torch.Generator().manual_seed(10 * step + number)
+    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
+    return Batch({"x": x, "branches": step == 1 and number == 0}, range(SAMPLES))
+
+
+def square(output: Tensor, values: Any) -> Tensor:
+    return output.square().sum()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_gradients_of_unused_parameters_are_zero_if_that_is_allowed(zero: int) -> None:
+    expected = Sometimes()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=RATE)
+    sgd = OptimizerConfig(lr=RATE, optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+    run = Run([Sometimes()], numbers(0, 0).values, square, zero, allow_unused=True, optimizer_config=sgd)
+    for step in range(STEPS):
+        run.step([numbers(step, number) for number in range(MICRO_BATCHES)])
+        optimizer.zero_grad()
+        for number in range(MICRO_BATCHES):
+            values = numbers(step, number).values
+            (square(expected(**values), values) / (SAMPLES * MICRO_BATCHES)).backward()
+        optimizer.step()
+    assert_same_state(run.modules, expected)
+
+
+def test_unused_parameters_are_named() -> None:
+    run = Run([Sometimes()], numbers(0, 0).values, square)
+    with pytest.raises(MegaliteError, match=r"never\.bias received 0 of the 2 gradients due.*also too few: never"):
+        run.step([numbers(1, 0), numbers(1, 0)])
