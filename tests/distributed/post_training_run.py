@@ -120,6 +120,10 @@ def _policy_step(policy: Policy) -> PolicyResult:
     evaluated = log_probabilities(
         policy.chunks, policy.engine, policy.schedules.evaluation(count), micro_batches, **options
     )
+    plain = log_probabilities(policy.chunks, policy.engine, policy.schedules.evaluation(count), micro_batches)
+    for one, other in zip(plain, evaluated, strict=True):  # without the entropies, the loss may be fused
+        torch.testing.assert_close(one.log_probabilities, other.log_probabilities, rtol=1e-12, atol=1e-12)
+        assert one.entropies is None
     network.train()
     actions = policy.schedules.training(count)
     multipliers = {LOSS: 0.1}
