@@ -81,6 +81,15 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def report_uncaught() -> None:
+    """Have errors that end the program reported as by `run_main`, for a program that is not a function.
+
+    Stop signals end the program from now on.
+    """
+    exit_on_stop_signals()
+    sys.excepthook = lambda kind, error, trace: _fail(_describe(error), exit_code_of(error))
+
+
 def run_tool(main: Callable[[], None]) -> None:
     """Run a program of a single process. An error ends it with a message and an exit code.
 

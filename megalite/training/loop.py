@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
 from megalite.training.loss_terms import Totals
-from megalite.training.metrics import Metrics, MetricsWriter, TestMetrics, ValidationMetrics
+from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.timing import Timing, gather_timing
@@ -59,6 +59,8 @@ class TrainingLoop:
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self._stack = ExitStack()
+        self.metrics: StepMetrics | None = None
+        """Record of the last step."""
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
 
     def run(self) -> int:
@@ -99,18 +101,18 @@ class TrainingLoop:
         """True if the last step and its evaluation are done."""
         return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
 
-    def advance(self, micro_batches: Sequence[Any] | None = None) -> bool:
+    def advance(self, step: Callable[[], StepMetrics] | None = None) -> bool:
         """Run a step, then an evaluation and a save if they are due. Called by all ranks together.
 
         Args:
-            micro_batches: those of this rank; None for the next ones of the training data.
+            step: runs the step; None for `Trainer.step`.
 
         Returns:
             False if the run was requested to stop: it is saved then, and no more steps may follow.
         """
         trainer = self.trainer
         if not trainer.evaluation_left:
-            self._step(micro_batches)
+            self._step(step or trainer.step)
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
         with self.sections(AGREEMENT):
@@ -134,16 +136,17 @@ class TrainingLoop:
         self._settle()
         self._progress("finished")
 
-    def _step(self, micro_batches: Sequence[Any] | None) -> None:
+    def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
-            metrics = self.trainer.step(micro_batches)
+            metrics = step()
         self._pace = self._pace.after(metrics.iteration_time_s)
         timing = self._timing() if self._every(self.config.watchdog.timing_interval) else None
         figures = {} if timing is None else timing.figures()
         if self.config.logging.log_world_size_to_tensorboard:
             figures["world_size"] = self.mesh.world_size
-        self._record(replace(metrics, extra={**metrics.extra, **figures}))
+        self.metrics = replace(metrics, extra={**metrics.extra, **figures})
+        self._record(self.metrics)
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
@@ -197,6 +200,10 @@ class TrainingLoop:
         of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(loss)}
         self.display.evaluation(name, self.trainer.iteration, {"loss": loss, **of_tokens, **others})
         return loss, others
+
+    def save(self) -> None:
+        """Save a checkpoint. Called by all ranks together."""
+        self._save(last=True)
 
     def _save(self, *, last: bool) -> None:
         with self.sections(SAVE):

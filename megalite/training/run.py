@@ -147,10 +147,15 @@ class Run:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
                 display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
-            if code == EXIT_FINISHED and directory is not None and rank == 0:
-                write_atomically(directory / "DONE", f"{self.last}\n".encode())
+            if code == EXIT_FINISHED and directory is not None:
+                self.mark_finished(self.last)
                 display.message(f"everything is in {directory}")
         return code
+
+    def mark_finished(self, last: int) -> None:
+        """Write DONE into the run directory: scripts need not start the run again. `last`: the number of steps."""
+        if self.directory is not None and self.mesh.rank == 0:
+            write_atomically(self.directory / "DONE", f"{last}\n".encode())
 
     def begin(self, display: Display) -> None:
         """Show how the run begins, and record that it is not finished. Called by all ranks together."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -21,9 +23,10 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_SUMS, add_sums
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
 from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedules import Action
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
@@ -35,8 +38,26 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.task import Task
+from megalite.training.task import Loader, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of a global batch, which are in the optimizer's buffers, and what they were computed from."""
+
+    began: float
+    """Start of the step, as `time.perf_counter` in seconds."""
+    batch_size: int
+    micro_batches: Sequence[Any]
+    actions: Sequence[Action]
+    terms: Sequence[LossTerm]
+    counts: Totals
+    """Counts of the terms over the global batch."""
+    multipliers: Mapping[str, float]
+    loss_scale: float
+    sums: TermSums
+    """Sums of the terms on this rank."""
 
 
 class Trainer:
@@ -101,43 +122,68 @@ class Trainer:
 
         `micro_batches`: those of this rank; None for the next ones of the training data.
         """
+        return self.update(self.forward_backward(micro_batches))
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Any] | None = None,
+        terms: Sequence[LossTerm] | None = None,
+        multipliers: Callable[[Totals], Totals] = dict,
+    ) -> Gradients:
+        """Compute the gradients of one global batch. `update` follows. Called by all ranks together.
+
+        Args:
+            terms: the terms of the loss; None for those of the network.
+            multipliers: makes the multipliers of the engine from those of the terms.
+        """
         began = time.perf_counter()
-        batch_size = self.batch_size.at(self.consumed_samples)
         if micro_batches is None:
             micro_batches = self.next_micro_batches()
+        batch_size = sum(len(each.sample_ids) for each in micro_batches) * self.mesh.size("dp")
         micro_batches = self.task.begin_step(micro_batches, self.consumed_samples)
-        own_counts = loss_terms.counted(self.terms, micro_batches, self.mesh.device)
-        counts = loss_terms.total_counts(self.terms, own_counts, self.mesh)
+        terms = self.terms if terms is None else terms
+        own_counts = loss_terms.counted(terms, micro_batches, self.mesh.device)
+        counts = loss_terms.total_counts(terms, own_counts, self.mesh)
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
         actions = self.schedules.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        multipliers = loss_terms.loss_multipliers(self.terms, counts, loss_scale)
+        scaled = multipliers(loss_terms.loss_multipliers(terms, counts, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
-            sums = self.engine.run(actions, micro_batches, multipliers, self.optimizer, recording)
+            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
+        return Gradients(began, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
+
+    def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
+        """Update the weights by the gradients of `forward_backward`. Called by all ranks together.
+
+        `figures`: additional figures for the record.
+        """
+        loss_scale = gradients.loss_scale
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             self._return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
             self._return_unused_memory(2)
+        micro_batches = gradients.micro_batches
         with self.sections(SAVE):
             self.task.end_step(micro_batches, updated=not update.skipped)
-        losses = loss_terms.means(loss_terms.total_sums(self.terms, sums, self.mesh), counts)
+        totals = loss_terms.total_sums(gradients.terms, gradients.sums, self.mesh)
+        losses = loss_terms.means(totals, gradients.counts)
         scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not scale_is_adapting else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        skipped = SkippedStep(self.iteration, actions, micro_batches, multipliers, loss_scale, sums)
-        self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
-        self.consumed_samples += batch_size
-        seconds = time.perf_counter() - began
-        figures = self.task.figures(micro_batches, updated=not update.skipped)
-        return self._metrics(losses, update, rates, loss_scale, batch_size, seconds, figures)
+        of_step = gradients.actions, micro_batches, gradients.multipliers, loss_scale, gradients.sums
+        self._skipped = SkippedStep(self.iteration, *of_step) if self.skips_in_a_row in LOCATED_SKIPS else None
+        self.consumed_samples += gradients.batch_size
+        seconds = time.perf_counter() - gradients.began
+        figures = {**self.task.figures(micro_batches, updated=not update.skipped), **figures}
+        return self._metrics(losses, update, rates, loss_scale, gradients.batch_size, seconds, figures)
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
@@ -191,9 +237,16 @@ class Trainer:
         due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
         return due and self.task.has_validation
 
-    def evaluate(self, *, test: bool = False, should_stop: Callable[[], bool] | None = None) -> Totals | None:
+    def evaluate(
+        self,
+        *,
+        test: bool = False,
+        should_stop: Callable[[], bool] | None = None,
+        loader: Loader[Any] | None = None,
+        batches: int | None = None,
+    ) -> Totals | None:
         """Compute the means of the evaluated terms over `eval_iters` batches, starting at the first sample of the
-        validation data, or of the test data.
+        validation data, or of the test data. `loader` and `batches` give other data, and another number.
 
         `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
         evaluation was stopped.
@@ -203,8 +256,8 @@ class Trainer:
         batch_size, terms = self.evaluation_batch_size, self.task.evaluated
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.schedules.evaluation(num_micro_batches)
-        with self.task.evaluation_loader(test=test) as loader:
-            for batch in range(self.config.training.eval_iters):
+        with loader or self.task.evaluation_loader(test=test) as loader:
+            for batch in range(self.config.training.eval_iters if batches is None else batches):
                 if batch and should_stop is not None and should_stop():
                     return None
                 micro_batches = loader.micro_batches(batch * batch_size, num_micro_batches)

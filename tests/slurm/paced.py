@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -21,13 +20,13 @@ step = Trainer.step
 hoard: list[bytearray] = []
 
 
-def paced_step(trainer: Trainer, *micro_batches: Any) -> StepMetrics:
+def paced_step(trainer: Trainer) -> StepMetrics:
     with suppress(FileNotFoundError):
         without_memory = HOLD.read_text().split()
         time.sleep(float(os.environ.get("PAUSE", "0.5")))
         if os.environ.get("SLURMD_NODENAME") in without_memory:  # these are to use up their memory
             hoard.append(bytearray(b"x") * (1 << 28))
-    return step(trainer, *micro_batches)
+    return step(trainer)
 
 
 if __name__ == "__main__":

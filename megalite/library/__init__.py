@@ -1,0 +1,1 @@
+"""The implementation of the names that `import megalite` offers (docs/library.md)."""

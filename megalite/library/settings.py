@@ -1,0 +1,205 @@
+"""The layout and the optimizer of a run, as a program gives them. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import SHAPES, ParallelConfig, ScheduleName
+from megalite.errors import ConfigurationError
+
+_STRATEGIES: tuple[Literal["no_shard", "optim", "optim_grads", "optim_grads_params"], ...] = (
+    "no_shard",
+    "optim",
+    "optim_grads",
+    "optim_grads_params",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Split of a run over ranks.
+
+    >>> Layout(dp=2, pp=2, zero=1)
+    Layout(dp=2, tp=1, pp=2, ep=1, zero=1, instances=1, stages_per_rank=1, schedule=None, sequence_parallel=False, \
+overlap=False)
+
+    Attributes:
+        dp: data-parallel ranks; None: all ranks that the other sizes leave.
+        tp: tensor-parallel ranks, for parallel layers; plain modules are replicated on them.
+        pp: pipeline ranks.
+        ep: ranks over which experts are distributed.
+        zero: ZeRO stage, 0 to 3: what is sharded over the data-parallel ranks.
+        instances: groups of data-parallel ranks that each hold all shards once (hybrid sharding).
+        stages_per_rank: stages of a pipeline on each rank.
+        schedule: order of forward and backward in a pipeline: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1" or "zb-v";
+            None: 1f1b, interleaved with several stages per rank.
+        sequence_parallel: split activations between parallel layers along the sequence.
+        overlap: reduce gradients during backward, and gather parameters during the next forward.
+    """
+
+    dp: int | None = None
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    instances: int = 1
+    stages_per_rank: int = 1
+    schedule: ScheduleName | None = None
+    sequence_parallel: bool = False
+    overlap: bool = False
+
+    def config(self, world_size: int) -> ParallelConfig:
+        """Return the fields of a run's configuration. Raises ConfigurationError if they do not fit the ranks."""
+        for name in ("tp", "pp", "ep", "instances", "stages_per_rank"):
+            if type(size := getattr(self, name)) is not int or size < 1:
+                raise ConfigurationError(f"Layout({name}={size!r}): give a number of at least 1")
+        if self.zero not in range(4):
+            raise ConfigurationError(f"Layout(zero={self.zero!r}): ZeRO has the stages 0 to 3")
+        if self.dp is not None and self.dp * self.tp * self.pp != world_size:
+            raise ConfigurationError(
+                f"Layout(dp={self.dp}, tp={self.tp}, pp={self.pp}) needs {self.dp * self.tp * self.pp} ranks, and "
+                f"{world_size} {'is' if world_size == 1 else 'are'} running: start as many (torchrun "
+                f"--nproc-per-node {self.dp * self.tp * self.pp} on one machine), or leave dp out"
+            )
+        if world_size % (self.tp * self.pp):
+            raise ConfigurationError(
+                f"Layout(tp={self.tp}, pp={self.pp}): {world_size} ranks cannot be divided into groups of "
+                f"{self.tp * self.pp}"
+            )
+        self._check_schedule()
+        return ParallelConfig(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            expert_model_parallel_size=self.ep,
+            sequence_parallel=self.sequence_parallel and self.tp > 1,
+            pipeline_schedule=self.schedule,
+            num_virtual_stages_per_pipeline_rank=self.stages_per_rank if self.stages_per_rank > 1 else None,
+            data_parallel_sharding_strategy=_STRATEGIES[self.zero],
+            num_distributed_optimizer_instances=self.instances,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap and self.zero > 0,
+        )
+
+    def _check_schedule(self) -> None:
+        if self.stages_per_rank > 1 and self.pp == 1:
+            raise ConfigurationError(f"Layout(stages_per_rank={self.stages_per_rank}) needs pp of 2 or more")
+        if self.schedule is None:
+            return
+        if self.schedule not in SHAPES:
+            raise ConfigurationError(f"Layout(schedule={self.schedule!r}): the schedules are {', '.join(SHAPES)}")
+        wanted = SHAPES[self.schedule].chunks
+        if (wanted is None and self.stages_per_rank == 1) or wanted not in (None, self.stages_per_rank):
+            raise ConfigurationError(
+                f"Layout(schedule={self.schedule!r}, stages_per_rank={self.stages_per_rank}): this schedule has "
+                f"{'several stages' if wanted is None else f'stages_per_rank={wanted}'} per rank"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Options that all optimizers share; one of the classes below is given to `Trainer`.
+
+    Attributes:
+        lr: highest learning rate.
+        weight_decay: weight decay of tensors with two or more dimensions, unless `Trainer(decays=...)`
+            chooses others.
+        clip_grad: largest global norm of the gradient; 0: no clipping.
+        schedule: shape of the learning rate after the warm-up: "constant", "linear", "cosine" or
+            "inverse-square-root".
+        steps: number of steps until the rate is `min_lr`, counted from the first one; not for "constant".
+        warmup: number of steps in which the rate rises from 0.
+        min_lr: lowest learning rate of the schedule.
+    """
+
+    lr: float
+    weight_decay: float = 0.01
+    clip_grad: float = 0.0
+    schedule: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    steps: int | None = None
+    warmup: int = 0
+    min_lr: float = 0.0
+
+    NAME: ClassVar[Literal["adam", "sgd", "muon"]]
+
+    def config(self) -> OptimizerConfig:
+        """Return the fields of a run's configuration. Raises ConfigurationError."""
+        if self.schedule != "constant" and self.steps is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
+                "learning rate is min_lr"
+            )
+        return OptimizerConfig(
+            optimizer=self.NAME,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            clip_grad=self.clip_grad,
+            lr_decay_style=self.schedule,
+            lr_decay_iters=self.steps,
+            lr_warmup_iters=self.warmup,
+            min_lr=self.min_lr,
+            **self._own(),
+        )
+
+    def _own(self) -> dict[str, Any]:
+        shared = {entry.name for entry in fields(Optimizer)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in shared}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """AdamW (arXiv:1711.05101): the options of all optimizers, and Adam's.
+
+    >>> AdamW(lr=3e-4, schedule="cosine", steps=1000, warmup=100).config().lr_decay_iters
+    1000
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    NAME = "adam"
+
+    def _own(self) -> dict[str, Any]:
+        return {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_eps": self.eps}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, and with weight decay that is added to the gradient.
+
+    >>> SGD(lr=0.1, momentum=0.9).config().sgd_momentum
+    0.9
+    """
+
+    momentum: float = 0.0
+
+    NAME = "sgd"
+
+    def _own(self) -> dict[str, Any]:
+        return {"sgd_momentum": self.momentum}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Muon for matrices, AdamW for all else (embedding tables, vectors). A model without matrices is refused.
+
+    >>> Muon(lr=0.02, momentum=0.95).config().optimizer
+    'muon'
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    NAME = "muon"
+
+    def _own(self) -> dict[str, Any]:
+        return {
+            "muon_momentum": self.momentum,
+            "muon_nesterov": self.nesterov,
+            "adam_beta1": self.betas[0],
+            "adam_beta2": self.betas[1],
+            "adam_eps": self.eps,
+        }

@@ -1,0 +1,405 @@
+"""The trainer of a program of one's own: a run, from the start of its processes to its checkpoints."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megalite.config import RunConfig
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.data import DataConfig
+from megalite.config.model import ModelConfig
+from megalite.config.run import TaskConfig, fields_by_name, fits
+from megalite.config.training import TrainingConfig
+from megalite.config.validate import validate, validate_task
+from megalite.config.yaml_file import nearest
+from megalite.data.sample_source import SampleSource
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError
+from megalite.library.settings import Layout, Optimizer
+from megalite.lifecycle.failure import leave_code, report_uncaught
+from megalite.lifecycle.startup import Startup
+from megalite.modules.records import decays as decays_by_shape
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import LossTerm
+from megalite.process.place import place_from_environment
+from megalite.training.dataset_task import DatasetTask
+from megalite.training.display import Display
+from megalite.training.loop import TrainingLoop
+from megalite.training.metrics import StepMetrics
+from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
+from megalite.training.run import Run
+from megalite.training.task import Task
+from megalite.training.token_task import TokenTask
+from megalite.training.trainer import Gradients
+from megalite.watchdog.sections import EVALUATION
+
+ENDLESS = 2**62
+"""Number of steps of a run whose end the program decides."""
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+class Trainer:
+    """A run that trains a model: created alike on all ranks, by the program that a launcher starts on each.
+
+    Creating it connects the ranks, and continues from the newest checkpoint in `save`.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> dataset = [(torch.tensor([x, 1.0]), torch.tensor([2.0 * x + 1.0])) for x in (-1.0, 0.0, 1.0, 2.0)]
+    >>> def loss(outputs, batch):
+    ...     return torch.nn.functional.mse_loss(outputs, batch[1])
+    >>> run = Trainer(model, loss=loss, dataset=dataset, optimizer=AdamW(lr=0.1), micro_batch_size=4, quiet=True)
+    >>> run.train(steps=200)
+    >>> run.last_record["loss"] < 0.01
+    True
+    >>> run.close()
+    """
+
+    def __init__(
+        self,
+        model: Build | ModelConfig | None = None,
+        *,
+        stages: Sequence[Build] | None = None,
+        loss: Function | None = None,
+        count: Count | None = None,
+        dataset: Any = None,
+        valid_dataset: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool | None = None,
+        metrics: Mapping[str, Function] | None = None,
+        terms: Sequence[LossTerm] = (),
+        optimizer: Optimizer,
+        layout: Layout | None = None,
+        precision: Precision = "fp32",
+        micro_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seed: int = 1234,
+        save: str | Path | None = None,
+        initial: Callable[[str, torch.Generator, tuple[int, ...]], Tensor] | None = None,
+        decays: Callable[[str, Tensor], bool] = decays_by_shape,
+        buffers: Mapping[str, Literal["keep", "average", "first rank"]] | None = None,
+        recompute: bool | Sequence[str] = False,
+        allow_unused: bool = False,
+        messages: Sequence[Any] | None = None,
+        costs: Costs = "counted",
+        quiet: bool = False,
+        **settings: Any,
+    ) -> None:
+        """Start the run.
+
+        Args:
+            model: the model, built alike on every rank; or a function from a `ParallelContext` that builds it from
+                parallel layers; or a `GPTConfig`.
+            stages: in place of `model`, its stages or layers, in order. More than the layout has stages are divided by
+                `costs`.
+            loss: function from the last stage's outputs and a batch to a sum over the batch, or to several sums by
+                name. Without `count`, it returns the mean over the batch's samples.
+            count: function from a batch to the number of items that the mean is taken over, or numbers by name.
+            dataset: map-style or iterable dataset, or a DataLoader.
+            valid_dataset: data of evaluations.
+            collate: makes a batch from a list of samples; None: torch's, or that of the DataLoader.
+            shuffle: read each epoch in another order; None: as the DataLoader does, otherwise False.
+            metrics: functions from outputs and a batch to a sum over samples, by name, for evaluations.
+            terms: terms of the loss that stages return themselves, in a `StageOutput`.
+            precision: dtype of weights and activations; with bf16 and fp16, the optimizer has fp32 masters.
+            micro_batch_size: samples that a rank processes at once; None: the batch size of the DataLoader.
+            global_batch_size: samples per step over all ranks; None: one micro-batch per data-parallel rank.
+            seq_length: tokens per sample, for a GPT.
+            save: the run directory, for checkpoints, records and control files; None: nothing is saved.
+            initial: function from the name, a generator and the shape of a parameter to its initial values; None: the
+                values that the model has. With it, the model may be on the meta device.
+            decays: tells from the name and values of a parameter whether it has weight decay; by default, if it has two
+                or more dimensions.
+            buffers: how buffers stay the same on all ranks, by a pattern of their names: "keep" (they do by
+                themselves), "average", or "first rank" (the default).
+            recompute: True to recompute activations in backward, or patterns of names of submodules.
+            allow_unused: let parameters that a step does not use have a gradient of zero, instead of an error.
+            messages: tensors between stages, if they cannot be found by a run on the meta device.
+            costs: costs of the layers by which they are divided: "counted", "measured", or numbers.
+            quiet: print nothing.
+            settings: any other field of a run's configuration (docs/flags.md), for example `save_interval=100`.
+
+        Raises:
+            ConfigurationError: settings do not fit together or do not fit the ranks.
+            MegaliteError: the model or the data cannot be used as they are.
+        """
+        place = place_from_environment()
+        self._startup = startup = Startup(place)
+        workers = settings.pop("num_workers", None)
+
+        def source(given: Any, shuffle: bool | None) -> SampleSource | None:
+            if given is None:
+                return None
+            return SampleSource.of(given, seed=seed, shuffle=shuffle, collate=collate, num_workers=workers)
+
+        train, valid = source(dataset, shuffle), source(valid_dataset, shuffle=False)
+        micro = micro_batch_size or (train.batch_size if train is not None else None)
+        if micro is None:
+            raise ConfigurationError("give Trainer(micro_batch_size=...), the samples that a rank processes at once")
+        if precision not in get_args(Precision):
+            raise ConfigurationError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
+        sections: dict[str, Any] = {
+            "parallel": (layout or Layout()).config(place.world_size),
+            "optimizer": optimizer.config(),
+            "training": TrainingConfig(
+                micro_batch_size=micro,
+                global_batch_size=global_batch_size,
+                seed=seed,
+                eval_iters=0,
+                bf16=precision == "bf16",
+                fp16=precision == "fp16",
+                fp64=precision == "fp64",
+            ),
+            "checkpoint": CheckpointConfig(
+                save=None if save is None else str(save), resume=None if save is None else "auto"
+            ),
+        }
+        if isinstance(model, ModelConfig):
+            if seq_length is None:
+                raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
+            sections |= {
+                "model": model,
+                "data": DataConfig(
+                    seq_length=seq_length,
+                    tokenizer_type="NullTokenizer",
+                    mock_data=True,  # the samples come from the program
+                ),
+            }
+        self.config = config = _configured(sections, settings, valid, place.world_size)
+        startup.watch_stop_file(config.checkpoint.save)
+        startup.open_store()
+        if isinstance(model, ModelConfig):
+            assert isinstance(config, RunConfig)
+            make_task: Callable[[ParallelMesh], Task] = partial(
+                TokenTask, config, train=train, valid=valid, loss=loss, count=count
+            )
+        else:
+            if (model is None) == (stages is None):
+                raise ConfigurationError("give Trainer a model, or stages=[...] in place of it")
+            options = ModuleOptions(
+                stages=list(stages) if model is None else [model],  # type: ignore[arg-type]
+                loss=loss,
+                count=count,
+                metrics=metrics or {},
+                terms=terms,
+                initial=initial,
+                decays=decays,
+                buffers=buffers or {},
+                recompute=recompute,
+                allow_unused=allow_unused,
+                messages=messages,
+                costs=costs,
+            )
+            make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
+        if place.world_size > 1 or save is not None:
+            report_uncaught()
+        self._files = ExitStack()
+        self._run = self._files.enter_context(Run(config, make_task, place, startup))
+        assert self._run.trainer is not None  # without a length, no run has ended
+        self._trainer, self._quiet, self._stopped = self._run.trainer, quiet, False
+        self._loop: TrainingLoop | None = None
+        self._gradients: Gradients | None = None
+        self._last_record: dict[str, Any] = {}
+        self._loop_files = ExitStack()
+        atexit.register(self.close)
+
+    # ------------------------------------------------------------------------------------------------ where it stands
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all."""
+        return self._run.mesh.rank
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """Place of this rank on the axes of the layout."""
+        return self._run.mesh
+
+    @property
+    def iteration(self) -> int:
+        """Number of steps since the start of the run, those before a resume included."""
+        return self._trainer.iteration
+
+    @property
+    def last_record(self) -> dict[str, Any]:
+        """Record of the last step, as in metrics.jsonl; empty before the first one."""
+        metrics = None if self._loop is None else self._loop.metrics
+        return self._last_record if metrics is None else metrics.record()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def train(self, steps: int | None = None, *, epochs: float | None = None) -> None:
+        """Train until the run has had this many steps, or epochs of the dataset, in all; then save.
+
+        Raises SystemExit, with the code 85, if the run is asked to stop before: it is saved then, and the program
+        continues it when it is started again.
+        """
+        loop = self._open(self._last(steps, epochs))
+        while not loop.is_over:
+            self._advance(None)
+        self._finish()
+
+    def batches(self, steps: int | None = None, *, epochs: float | None = None) -> Iterator[Sequence[Any]]:
+        """Yield this rank's micro-batches of each step that is left. The program passes each to `step`.
+
+        Raises MegaliteError if it does not.
+        """
+        loop = self._open(self._last(steps, epochs))
+        while not loop.is_over:
+            iteration = self.iteration
+            yield self._trainer.next_micro_batches()
+            if self.iteration == iteration:
+                raise MegaliteError("a batch of run.batches() was not trained on: call run.step(batch) for each")
+        self._finish()
+
+    def step(self, batch: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Train on the micro-batches of `batches`, or on the next ones of the dataset. Returns the step's record."""
+        self._open(None)
+        self._advance(lambda: self._trainer.step(batch))
+        return self.last_record
+
+    def evaluate(self, dataset: Any = None) -> dict[str, float]:
+        """Return the means of the loss and the metrics over `valid_dataset`, or over another dataset."""
+        task, trainer = self._run.task, self._trainer
+        assert isinstance(task, DatasetTask)
+        source = task.valid
+        if dataset is not None:
+            seed, collate = self.config.training.seed, None if task.train is None else task.train.collate
+            source = SampleSource.of(dataset, seed=seed, shuffle=False, collate=collate)
+        if source is None:
+            raise ConfigurationError("there is nothing to evaluate: give Trainer(valid_dataset=...)")
+        batches = _whole_batches(source, trainer.evaluation_batch_size)
+        with trainer.sections(EVALUATION):
+            means = trainer.evaluate(loader=task.loader(source), batches=batches)
+        assert means is not None
+        return dict(means)
+
+    def save(self) -> None:
+        """Save a checkpoint now."""
+        if self.config.checkpoint.save is None:
+            raise ConfigurationError("there is no run directory: give Trainer(save=...)")
+        self._open(None).save()
+
+    # ------------------------------------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """End the run: the last messages of its processes are exchanged. It happens by itself when a program ends."""
+        atexit.unregister(self.close)
+        if sys.exc_info()[0] is None:
+            self._close_loop()
+            self._files.close()
+            if self.rank == 0 and not self._stopped:
+                leave_code(EXIT_FINISHED)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is None:
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    def _last(self, steps: int | None, epochs: float | None) -> int:
+        """Return the number of the last step."""
+        if (steps is None) == (epochs is None):
+            raise ConfigurationError("give the length of the training as steps=... or as epochs=...")
+        if steps is not None:
+            return steps
+        task = self._run.task
+        length = task.train.length if isinstance(task, DatasetTask) and task.train is not None else None
+        if length is None or epochs is None:
+            raise ConfigurationError("epochs=... needs a dataset with a length: give steps=... instead")
+        return int(epochs * length) // task.batch_size.final
+
+    def _open(self, last: int | None) -> TrainingLoop:
+        """Return the loop; it goes on to the step `last`, or without an end."""
+        if self._stopped:
+            raise MegaliteError("the run was asked to stop, and has stopped")
+        if last is not None or self._loop is None:
+            self._trainer.iterations = ENDLESS if last is None else last
+        if self._loop is None:
+            total = max(self._trainer.iterations if last is not None else self.iteration, 1)
+            enabled = self.rank == 0 and not self._quiet
+            interval = self.config.logging.log_interval
+            display = Display(total, interval, start_iteration=self.iteration, enabled=enabled)
+            self._run.begin(self._loop_files.enter_context(display))
+            loop = TrainingLoop(self._trainer, display, self._startup)
+            self._loop = self._loop_files.enter_context(loop)
+        return self._loop
+
+    def _advance(self, step: Callable[[], StepMetrics] | None) -> None:
+        assert self._loop is not None
+        if self._loop.advance(step):
+            return
+        self._stopped = True
+        self._close_loop()
+        self._files.close()
+        atexit.unregister(self.close)
+        if self.rank == 0:
+            leave_code(EXIT_RESUMABLE)
+        raise SystemExit(EXIT_RESUMABLE)
+
+    def _finish(self) -> None:
+        """Finish the training to a given step."""
+        assert self._loop is not None
+        self._loop.finish()
+        self._close_loop()
+        self._run.mark_finished(self.iteration)
+
+    def _close_loop(self) -> None:
+        self._last_record, self._loop = self.last_record, None
+        files, self._loop_files = self._loop_files, ExitStack()
+        files.close()
+
+
+def _configured(
+    sections: dict[str, Any], settings: Mapping[str, Any], valid: SampleSource | None, world_size: int
+) -> TaskConfig:
+    """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError."""
+    kind = RunConfig if "model" in sections else TaskConfig
+    config = kind(**sections)
+    places = fields_by_name()
+    for name, value in settings.items():
+        if name not in places or not hasattr(config, places[name].section):
+            raise ConfigurationError(f"Trainer has no setting {name}{nearest(name, places)}")
+        place = places[name]
+        if not fits(value, place.kind):
+            raise ConfigurationError(f"{name}={value!r}: the type of this setting is {place.kind}")
+        section = replace(getattr(config, place.section), **{name: value})
+        config = replace(config, **{place.section: section})
+    training, copies = config.training, config.parallel.data_parallel_size(world_size)
+    evaluation = training.eval_global_batch_size or training.micro_batch_size * copies
+    training = replace(
+        training,
+        global_batch_size=training.global_batch_size or training.micro_batch_size * copies,
+        eval_global_batch_size=evaluation,
+    )
+    if valid is not None and not training.eval_iters:
+        training = replace(training, eval_iters=_whole_batches(valid, evaluation))
+    config = replace(config, training=training)
+    if isinstance(config, RunConfig):
+        validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
+    else:
+        validate_task(config, world_size)
+    return config
+
+
+def _whole_batches(source: SampleSource, batch_size: int) -> int:
+    """Return how many batches of an evaluation a dataset fills. Raises ConfigurationError."""
+    if source.length is None:
+        raise ConfigurationError("the dataset of evaluations has no length: give Trainer(eval_iters=...)")
+    if source.length < batch_size:
+        raise ConfigurationError(
+            f"the dataset of evaluations has {source.length} samples, fewer than one batch of all ranks, {batch_size}"
+        )
+    return source.length // batch_size

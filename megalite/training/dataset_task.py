@@ -1,0 +1,152 @@
+"""What tasks with a dataset of one's own share: loaders, the position in the data, and reports."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megalite.checkpoint import Manifest
+from megalite.config.run import TaskConfig
+from megalite.data.any_dataset import AnyDatasetLoader, Batch, check
+from megalite.data.sample_source import SampleSource
+from megalite.data.sampler import GlobalBatchSize
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.storage import AnyPath
+from megalite.training import builder, memory, summary
+from megalite.training.task import Figures, Task
+from megalite.training.trainer import Trainer
+
+
+@dataclass
+class _Loader:
+    """Loader of a rank's micro-batches, made of the samples of `batches`."""
+
+    batches: AnyDatasetLoader
+    to_micro_batch: Callable[[Batch], Any]
+
+    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Any]:
+        return [self.to_micro_batch(each) for each in self.batches.micro_batches(consumed_samples, num_micro_batches)]
+
+    def __enter__(self) -> _Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.batches.close()
+
+
+class DatasetTask(Task):
+    """Task on datasets of one's own: `train`, and `valid` for evaluations."""
+
+    def __init__(
+        self, config: TaskConfig, mesh: ParallelMesh, train: SampleSource | None, valid: SampleSource | None
+    ) -> None:
+        assert config.training.global_batch_size is not None
+        self.config, self.mesh, self.train, self.valid = config, mesh, train, valid
+        self.dtype = builder.model_dtype(config)
+        self.batch_size = GlobalBatchSize(config.training.global_batch_size)
+        self.has_validation = valid is not None
+        self._train_loader: AnyDatasetLoader | None = None
+
+    @abstractmethod
+    def to_micro_batch(self, batch: Batch) -> Any:
+        """Return a micro-batch on the device, from collated samples."""
+
+    @abstractmethod
+    def model_section(self) -> dict[str, Any]:
+        """Return the description of the network that checkpoints keep."""
+
+    def on_device(self, values: Any) -> Any:
+        """Move the tensors of collated samples to the device, and floating-point ones to the run's precision."""
+        if isinstance(values, Tensor):
+            dtype = self.dtype if values.is_floating_point() else values.dtype
+            return values.to(self.mesh.device, dtype, non_blocking=True)
+        if isinstance(values, Mapping):
+            return {name: self.on_device(value) for name, value in values.items()}
+        if isinstance(values, tuple) and hasattr(values, "_fields"):
+            return type(values)(*map(self.on_device, values))
+        return type(values)(map(self.on_device, values)) if isinstance(values, tuple | list) else values
+
+    def _loader_of(self, source: SampleSource) -> AnyDatasetLoader:
+        return AnyDatasetLoader(
+            source,
+            micro_batch_size=self.config.training.micro_batch_size,
+            data_parallel_rank=self.mesh.coordinate("dp"),
+            data_parallel_size=self.mesh.size("dp"),
+        )
+
+    def train_loader(self) -> _Loader:
+        if self.train is None:
+            return _Loader(_NoData(), self.to_micro_batch)
+        self._train_loader = self._loader_of(self.train)
+        return _Loader(self._train_loader, self.to_micro_batch)
+
+    def evaluation_loader(self, *, test: bool) -> _Loader:
+        assert self.valid is not None
+        return self.loader(self.valid)
+
+    def loader(self, source: SampleSource) -> _Loader:
+        """Return a loader of this rank's part of a dataset."""
+        return _Loader(self._loader_of(source), self.to_micro_batch)
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def saved_config(self) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        if self._train_loader is not None:
+            data = self._train_loader.remember(self._consumed)
+        return {**asdict(self.config), "model": self.model_section(), "data": data}
+
+    _consumed = 0
+
+    def remember(self, consumed_samples: int) -> None:
+        self._consumed = consumed_samples
+
+    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
+        saved, own = described.config.get("model", {}), self.model_section()
+        if (theirs := saved.get("kind")) != own["kind"]:
+            raise CheckpointError(f"{path} is of {theirs or 'a GPT'}, and this run trains {own['kind']}")
+        if self.train is not None:
+            self._data_notes = check(self.train, described.config.get("data", {}))
+
+    _data_notes: tuple[str, ...] = ()
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    def notes(self) -> tuple[str, ...]:
+        sources = [source for source in (self.train, self.valid) if source is not None]
+        return (*dict.fromkeys(note for source in sources for note in source.notes), *self._data_notes)
+
+    def throughput(self, batch_size: int, seconds: float) -> Figures:
+        per_second = batch_size / seconds
+        return {
+            "samples_per_second": per_second,
+            "samples_per_second_per_device": per_second / self.mesh.world_size,
+        }
+
+    def lines(self, trainer: Trainer, micro_batch: Any) -> dict[str, object]:
+        """Return the lines of the summary on the layout and the memory, measured by a forward on a micro-batch."""
+        measured = summary.measured_by(trainer, micro_batch)
+        kinds = {f"  {kind}": memory.in_words(size) for kind, size in asdict(measured).items()}
+        return {
+            "layout": summary.layout_line(trainer),
+            "precision": self.config.training.dtype,
+            "memory": f"{memory.in_words(measured.total)} {'a rank' if self.mesh.size('pp') == 1 else 'on rank 0'}",
+            **kinds,
+            **summary.common_lines(trainer),
+        }
+
+
+class _NoData(AnyDatasetLoader):
+    def __init__(self) -> None:
+        pass
+
+    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Batch]:
+        raise ConfigurationError("this run has no dataset: give Trainer(dataset=...), or batches to its methods")
+
+    def close(self) -> None:
+        pass

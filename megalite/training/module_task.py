@@ -1,0 +1,295 @@
+"""The task of a run that trains a model of one's own: plain modules, a loss, and datasets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.pipeline_layout import shape
+from megalite.config.run import TaskConfig
+from megalite.data.any_dataset import Batch
+from megalite.data.sample_source import SampleSource
+from megalite.errors import ConfigurationError, MegaliteError
+from megalite.modules.alike import check_alike
+from megalite.modules.balance import balance, counted_costs, measured_costs
+from megalite.modules.buffers import KeptBuffers, Rule
+from megalite.modules.messages import Message, StagePlan, copies_on_meta, find_messages
+from megalite.modules.records import Initial, decays, give_records, matrix_names, value_setter
+from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.stage import LossTerm
+from megalite.pipeline.stages import Stages
+from megalite.training.builder import count_parameters
+from megalite.training.dataset_task import DatasetTask
+from megalite.training.trainer import Trainer
+
+Function = Callable[[Any, Any], Any]
+"""Function from a network's outputs and a batch to a sum over the batch, or to sums by name."""
+Count = Callable[[Any], Any]
+"""Function from a batch to the number of items that the mean is taken over, or to numbers by name."""
+Build = nn.Module | Callable[[ParallelContext], nn.Module]
+"""A module, or a function that builds it on a rank, from parallel layers."""
+Costs = Literal["counted", "measured"] | Sequence[float]
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """Description of a model of one's own; `Trainer` says what each field means."""
+
+    stages: Sequence[Build]
+    loss: Function | None = None
+    count: Count | None = None
+    metrics: Mapping[str, Function] = field(default_factory=dict)
+    terms: Sequence[LossTerm] = ()
+    initial: Initial | None = None
+    decays: Callable[[str, Tensor], bool] = decays
+    buffers: Mapping[str, Rule] = field(default_factory=dict)
+    recompute: bool | Sequence[str] = False
+    allow_unused: bool = False
+    messages: Sequence[Message] | None = None
+    costs: Costs = "counted"
+
+
+class ModuleTask(DatasetTask):
+    """Training of a model of one's own on this rank. Create it on all ranks together."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        mesh: ParallelMesh,
+        options: ModuleOptions,
+        train: SampleSource | None,
+        valid: SampleSource | None = None,
+    ) -> None:
+        super().__init__(config, mesh, train, valid)
+        self.options = options
+        self._modules = self._build(mesh)
+        if any(not isinstance(each, nn.Module) for each in options.stages):
+            self._pristine = None  # other ranks' stages are built by the functions again
+        else:
+            self._pristine = copies_on_meta(self._modules)
+        self._example = self._first_batch()
+        self._modules = self._into_stages(self._modules)
+        self._plans = self._find_plans()
+        self.terms, self._loss = self._declare_loss()
+        self.loss_name = self.terms[0].name
+        size = mean_over_samples().count
+        self.evaluated = (*self.terms, *(LossTerm(name, size) for name in options.metrics))
+        self._set_values: Callable[[Parameter], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------ the network
+
+    def _build(self, mesh: ParallelMesh) -> list[nn.Module]:
+        parallel = self.config.parallel
+        context = ParallelContext(mesh, parallel.sequence_parallel and mesh.size("tp") > 1, self.dtype)
+        found = [each if isinstance(each, nn.Module) else each(context) for each in self.options.stages]
+        for number, module in enumerate(found):
+            if not isinstance(module, nn.Module):
+                raise ConfigurationError(f"stage {number} was built as {type(module).__name__}, which is no module")
+        return [module.to(self.dtype) for module in found]
+
+    def stages(self) -> Stages:
+        parallel = self.config.parallel
+        ranks, chunks = parallel.pipeline_model_parallel_size, self._chunks
+        messages = tuple(plan.passes for plan in self._plans[:-1])
+        return Stages(ranks, chunks, shape(parallel).v_shaped, messages)
+
+    @property
+    def _chunks(self) -> int:
+        return self.config.parallel.num_virtual_stages_per_pipeline_rank or shape(self.config.parallel).chunks or 1
+
+    def _into_stages(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """Divide layers over the stages of the layout, if there are more layers than stages."""
+        wanted = self.config.parallel.pipeline_model_parallel_size * self._chunks
+        layers = list(modules)
+        if len(layers) == 1 and wanted > 1 and isinstance(layers[0], nn.Sequential):
+            layers = list(layers[0])
+        if len(layers) == wanted:
+            return list(modules) if len(modules) == wanted else layers
+        if len(layers) < wanted:
+            raise ConfigurationError(
+                f"the layout has {wanted} pipeline stages, and the model is {len(layers)} module"
+                f"{'s' if len(layers) > 1 else ''}: give Trainer(stages=[...]) one module per stage, or an "
+                "nn.Sequential of as many layers or more"
+            )
+        if not hasattr(self, "_ranges"):
+            self._ranges = balance(self._costs_of(layers), wanted)
+        return [
+            nn.Sequential(OrderedDict((str(number), layers[number]) for number in numbers)) for numbers in self._ranges
+        ]
+
+    def _costs_of(self, layers: Sequence[nn.Module]) -> Sequence[float]:
+        costs = self.options.costs
+        if not isinstance(costs, str):
+            if len(costs) != len(layers):
+                raise ConfigurationError(f"there are {len(costs)} costs for {len(layers)} layers: give one for each")
+            return costs
+        if self._example is None:
+            raise ConfigurationError("without a dataset, give Trainer(costs=[...]), the cost of each layer")
+        values = self._example.values
+        return counted_costs(layers, values) if costs == "counted" else measured_costs(layers, values)
+
+    def _find_plans(self) -> list[StagePlan]:
+        if self.options.messages is None and self._example is None:
+            if len(self._modules) > 1:
+                raise ConfigurationError(
+                    "without a dataset, give Trainer(messages=[...]), the tensors between stages (megalite.TensorSpec)"
+                )
+            return [StagePlan()]
+        values = None if self._example is None else self._example.values
+        return find_messages(self._modules, values, self.options.messages)
+
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[ModuleStage]:
+        own, options, training = mesh is self.mesh, self.options, self.config.training
+        if own:
+            modules = self._modules
+        else:
+            others = self._build(mesh) if self._pristine is None else copies_on_meta(self._pristine)
+            modules = self._into_stages(others)
+        numbers = stages.of_rank(mesh.coordinate("pp"))
+        records = give_records(
+            modules, mesh, stages, weight_decay=options.decays, initial=options.initial, seed=training.seed
+        )
+        if own:
+            check_alike([modules[number] for number in numbers], mesh)
+            self._set_values = value_setter([modules[number] for number in numbers], training.seed)
+        chunks = []
+        for number, of_stage in zip(numbers, records, strict=True):
+            module = modules[number]
+            kept = KeptBuffers(module, mesh, _rules_of(module, options.buffers), frozen=of_stage.frozen)
+            chunks.append(
+                ModuleStage(
+                    module,
+                    mesh,
+                    self._plans[number],
+                    number=number,
+                    count=stages.count,
+                    loss=self._loss,
+                    metric=self._metric if options.metrics else None,
+                    terms=self.terms,
+                    kept=kept,
+                    uses=of_stage.uses,
+                    seed=training.seed,
+                    recompute=options.recompute,
+                    one_block=options.allow_unused,
+                )
+            )
+        if own:
+            self.chunks = chunks
+            self._require_matrices(modules)
+        return chunks
+
+    def _require_matrices(self, modules: Sequence[nn.Module]) -> None:
+        own = [modules[number] for number in self.stages().of_rank(self.mesh.coordinate("pp"))]
+        if self.config.optimizer.optimizer == "muon" and self.mesh.size("pp") == 1 and not matrix_names(own):
+            raise ConfigurationError("the model has no matrix that Muon could update: choose megalite.AdamW")
+
+    @property
+    def set_values(self) -> Callable[[Parameter], None] | None:
+        return self._set_values
+
+    def model_section(self) -> dict[str, Any]:
+        return {"kind": "a model of one's own"}
+
+    # ------------------------------------------------------------------------------------------------ the loss
+
+    def _declare_loss(self) -> tuple[tuple[LossTerm, ...], Function | None]:
+        """Return the terms of the loss, and the function that returns their sums."""
+        loss, count = self.options.loss, self.options.count
+        if loss is None:
+            if not self.options.terms:
+                raise ConfigurationError("the run has no loss: give Trainer(loss=...), or terms that a stage returns")
+            return tuple(self.options.terms), None
+        if count is None:
+            return (mean_over_samples(), *self.options.terms), _sum_of_mean(loss)
+        names: Sequence[str] = (LOSS,)
+        if self._example is not None and isinstance(found := count(self._example.values), Mapping):
+            names = tuple(found)
+        own = tuple(LossTerm(name, _counted(count, name)) for name in names)
+        return (*own, *self.options.terms), loss
+
+    def _metric(self, outputs: Any, values: Any) -> dict[str, Tensor]:
+        return {name: function(outputs, values) for name, function in self.options.metrics.items()}
+
+    # ------------------------------------------------------------------------------------------------ the data
+
+    def _first_batch(self) -> Batch | None:
+        """Return a micro-batch of the dataset's first samples, the same on every rank."""
+        if self.train is None:
+            return None
+        with self._loader_of(self.train) as loader:
+            (batch,) = loader.micro_batches(0, 1)
+        return self.to_micro_batch(batch)
+
+    def to_micro_batch(self, batch: Batch) -> Batch:
+        return Batch(self.on_device(batch.values), batch.sample_ids)
+
+    def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
+        for chunk in self.chunks:
+            if chunk.kept is not None:
+                chunk.kept.synchronize()
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+        names = " + ".join(type(module).__name__ for module in self._modules)
+        lines = {"model": f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {names}"}
+        return lines if self._example is None else {**lines, **self.lines(trainer, self._example)}
+
+    def notes(self) -> tuple[str, ...]:
+        mean = self.options.loss is not None and self.options.count is None
+        note = "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with"
+        return (*super().notes(), *([f"{note} count=..., it is a sum"] if mean else []))
+
+
+def _rules_of(module: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Return the rules that name a buffer of this stage; the others are for other stages."""
+    from fnmatch import fnmatchcase
+
+    names = [name for name, _ in module.named_buffers()]
+    return {each: rule for each, rule in rules.items() if any(fnmatchcase(name, each) for name in names)}
+
+
+def _counted(count: Count, name: str) -> Callable[[Batch], Tensor]:
+    def of_micro_batch(batch: Batch) -> Tensor:
+        found = count(batch.values)
+        if isinstance(found, Mapping):
+            if name not in found:
+                raise MegaliteError(f"count returned no number for the term {name} of the loss: {', '.join(found)}")
+            found = found[name]
+        return torch.as_tensor(found, dtype=torch.float64)
+
+    return of_micro_batch
+
+
+def _sum_of_mean(loss: Function) -> Function:
+    """Return a function with the sum over samples of a loss that returns their mean."""
+
+    def total(outputs: Any, values: Any) -> Tensor:
+        mean = loss(outputs, values)
+        if isinstance(mean, Mapping):
+            raise MegaliteError(
+                f"the loss returned the terms {', '.join(mean)} and has no count: give Trainer(count=...), which "
+                "returns for each the number of items in a batch"
+            )
+        if not isinstance(mean, Tensor) or mean.dim():
+            shown = f"a tensor {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+            raise MegaliteError(f"the loss returned {shown}: return a mean, a tensor without dimensions")
+        return mean * _number_of_samples(values)
+
+    return total
+
+
+def _number_of_samples(values: Any) -> int:
+    """Return the first dimension of the first tensor of a batch."""
+    if isinstance(values, Tensor):
+        return values.shape[0]
+    parts = values.values() if isinstance(values, Mapping) else values
+    return next(_number_of_samples(part) for part in parts if isinstance(part, Tensor | Mapping | tuple | list))

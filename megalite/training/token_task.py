@@ -1,0 +1,187 @@
+"""The task of a run that trains a GPT on samples of one's own, with the language-model loss or a loss of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.checkpoint import Manifest
+from megalite.config import RunConfig
+from megalite.conversion.opened import OpenedModel, states_of_training
+from megalite.data.any_dataset import Batch
+from megalite.data.sample_source import SampleSource
+from megalite.errors import ConfigurationError, DataError
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS
+from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.stage import LossTerm
+from megalite.pipeline.stages import Stages
+from megalite.post_training.log_probabilities import LOSS, LossFunction, with_loss
+from megalite.storage import AnyPath
+from megalite.training import builder
+from megalite.training.builder import count_parameters
+from megalite.training.dataset_task import DatasetTask
+from megalite.training.resume import open_initial_model
+from megalite.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class TokenBatch(MicroBatch):
+    """Micro-batch with all fields of its samples, which a loss of one's own gets."""
+
+    fields: Mapping[str, Any] | None = None
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self.fields or {}
+
+
+class TokenTask(DatasetTask):
+    """Training of a GPT on samples of one's own, on this rank. Create it on all ranks together.
+
+    A sample has the field `tokens` [sequence], and may have `labels` (by default the next tokens), `loss_mask`,
+    `positions`, and fields for the loss.
+    """
+
+    unit = "tokens"
+
+    def __init__(
+        self,
+        config: RunConfig,
+        mesh: ParallelMesh,
+        train: SampleSource | None,
+        valid: SampleSource | None = None,
+        *,
+        loss: LossFunction | None = None,
+        count: Callable[[Mapping[str, Any]], Any] | None = None,
+    ) -> None:
+        super().__init__(config, mesh, train, valid)
+        self.run_config, self.model = config, config.model
+        self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
+        self._loss, self._count = loss, count
+        self.term = LM_LOSS if loss is None else LossTerm(LOSS, self.counted(count))
+        self.loss_name, self.evaluated = self.term.name, (self.term,)
+        self.chunks: list[GPT] = []
+
+    def stages(self) -> Stages:
+        return builder.make_stages(self.run_config)
+
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
+        chunks = builder.make_chunks(self.run_config, self.model, mesh, stages)
+        for chunk in chunks:
+            chunk.main_term = self.term
+        if mesh is self.mesh:
+            self.chunks = chunks
+        return chunks
+
+    @property
+    def set_values(self) -> Callable[[Parameter], None]:
+        return partial(set_initial_values, seed=self.config.training.seed)
+
+    @staticmethod
+    def counted(count: Callable[[Mapping[str, Any]], Any] | None) -> Callable[[TokenBatch], Tensor]:
+        """Return the count of a micro-batch: that of the function or, without one, of the loss mask."""
+
+        def of_micro_batch(batch: TokenBatch) -> Tensor:
+            if count is not None:
+                return torch.as_tensor(count(batch.values), dtype=torch.float64)
+            assert batch.loss_mask is not None
+            return batch.loss_mask.sum(dtype=torch.float64)
+
+        return of_micro_batch
+
+    # ------------------------------------------------------------------------------------------------ the data
+
+    def to_micro_batch(self, batch: Batch) -> MicroBatch:
+        return self.micro_batch(batch.values, batch.sample_ids)
+
+    def micro_batch(self, values: Any, sample_ids: Sequence[int], loss: LossFunction | None = None) -> TokenBatch:
+        """Return a micro-batch from the fields of its samples, with its loss. Raises DataError."""
+        if not isinstance(values, Mapping) or "tokens" not in values:
+            raise DataError(
+                f"a batch for a GPT is {type(values).__name__}: samples must be mappings with the field tokens"
+            )
+        fields = self.on_device(values)
+        tokens = fields["tokens"]
+        length = self.run_config.data.seq_length
+        if tokens.dim() != 2 or tokens.shape[1] != length or tokens.dtype != torch.int64:
+            raise DataError(
+                f"the tokens of a batch are {tuple(tokens.shape)} of {tokens.dtype}: they must be int64 [batch, "
+                f"{length}], which is seq_length"
+            )
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < (self.model.vocab_size or 0):
+            raise DataError(
+                f"a batch has tokens from {int(tokens.min())} to {int(tokens.max())}, and vocab_size is "
+                f"{self.model.vocab_size}"
+            )
+        labels, mask = fields.get("labels"), fields.get("loss_mask")
+        if labels is None:
+            labels = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1)
+            if mask is None:
+                mask = torch.ones_like(tokens, dtype=torch.float32)
+                mask[:, -1] = 0.0  # the last token has no next one
+        if mask is None:
+            mask = torch.ones_like(tokens, dtype=torch.float32)
+        positions = fields.get("positions")
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        found = TokenBatch(
+            tokens=tokens,
+            positions=positions,
+            first_keys=None,
+            labels=labels,
+            loss_mask=mask.to(torch.promote_types(self.dtype, torch.float32)),
+            key=RandomKey(self.config.training.seed, tuple(sample_ids)),
+            fields={**fields, "labels": labels, "loss_mask": mask},
+        )
+        loss = loss or self._loss
+        if loss is None:
+            return found
+        (with_own,) = with_loss([found], loss, [found.values])
+        assert isinstance(with_own, TokenBatch)
+        return with_own
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+
+    def saved_config(self) -> dict[str, Any]:
+        return {**super().saved_config(), "model": asdict(self.model), "data": asdict(self.run_config.data)}
+
+    def model_section(self) -> dict[str, Any]:
+        return asdict(self.model)
+
+    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
+        checkpoint.check_compatible(path, described.config, self.model)
+
+    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
+        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
+
+    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
+        opened = open_initial_model(path)
+        checkpoint.check_same_function(opened.what, opened.config, self.model)
+        return opened, states_of_training(self.model)
+
+    # ------------------------------------------------------------------------------------------------ reports
+
+    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+        count = self.config.training.micro_batch_size
+        length = self.run_config.data.seq_length
+        tokens = (torch.arange(count * length) % (self.model.vocab_size or 1)).view(count, length)
+        batch = replace(self.micro_batch({"tokens": tokens}, range(count)), token_loss=None)
+        model = f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {self.model.num_layers} layers, hidden"
+        return {"model": f"{model} {self.model.hidden_size}", **self.lines(trainer, batch)}
+
+
+def require_whole_samples(config: RunConfig) -> None:
+    """Raise ConfigurationError if samples are cut: a loss of one's own needs whole ones."""
+    if config.parallel.context_parallel_size > 1:
+        raise ConfigurationError("a GPT on samples of one's own needs whole samples: leave cp out of the layout")
