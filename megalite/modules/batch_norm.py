@@ -70,10 +70,10 @@ class SyncBatchNorm(nn.Module):
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked += 1
-        rate = 1.0 / self.num_batches_tracked if self.momentum is None else torch.tensor(self.momentum)
+        rate = 1.0 / self.num_batches_tracked.to(mean.dtype) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running += rate.to(running) * (new.to(running.dtype) - running)
+            running += (rate * (new - running)).to(running.dtype)
 
 
 class _Normalize(torch.autograd.Function):
