@@ -93,6 +93,10 @@ class ProvedSchedules:
         """Return this rank's list of an evaluation step (forward only). Raises ScheduleError if it was not proved."""
         return self._list(_Step(micro_batches, backward=False))
 
+    def has(self, micro_batches: int, *, backward: bool) -> bool:
+        """Tell whether a step of this number of micro-batches has been proved."""
+        return _Step(micro_batches, backward) in self._proved
+
     def prove(
         self, training: Collection[int] = (), evaluation: Collection[int] = (), mesh: ParallelMesh | None = None
     ) -> ProvedSchedules:

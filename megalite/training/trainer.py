@@ -183,7 +183,8 @@ class Trainer:
         self.consumed_samples += gradients.batch_size
         seconds = time.perf_counter() - gradients.began
         figures = {**self.task.figures(micro_batches, updated=not update.skipped), **figures}
-        return self._metrics(losses, update, rates, loss_scale, gradients.batch_size, seconds, figures)
+        name, batch_size = gradients.terms[0].name, gradients.batch_size
+        return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, figures)
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
@@ -356,6 +357,7 @@ class Trainer:
 
     def _metrics(
         self,
+        name: str,
         losses: Totals,
         update: StepResult,
         rates: Rates,
@@ -364,9 +366,10 @@ class Trainer:
         seconds: float,
         figures: Mapping[str, float],
     ) -> StepMetrics:
+        others = {term: mean for term, mean in losses.items() if term != name}
         return StepMetrics(
             *self.where(),
-            losses={self.task.loss_name: losses[self.task.loss_name]},
+            losses={name: losses[name]},
             grad_norm=update.gradient_norm,
             learning_rate=rates.learning_rate,
             loss_scale=loss_scale,
@@ -374,12 +377,12 @@ class Trainer:
             iteration_time_s=seconds,
             throughput=self.task.throughput(batch_size, seconds),
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
-            extra={**self._statistics(losses, update, rates), **figures},
+            extra={**self._statistics(others, update, rates), **figures},
         )
 
-    def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
+    def _statistics(self, others: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
         """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
-        figures = {name: mean for name, mean in losses.items() if name != self.task.loss_name}
+        figures = dict(others)
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":
