@@ -232,9 +232,11 @@ def _parameter(old: nn.Parameter, sharding: Sharding, mesh: ParallelMesh) -> Par
     name, scalar = sharding.name, not old.dim()
     if not old.is_floating_point():
         raise MegaliteError(f"{name} is of {old.dtype}: only parameters of floating-point numbers can be trained")
-    made = _Whole(replace(sharding, local_shape=() if scalar else sharding.local_shape), old.dtype, mesh.device)
-    if isinstance(sharding.pieces[0].tensor.initial, AsBuilt):
+    built = isinstance(sharding.pieces[0].tensor.initial, AsBuilt)
+    if built:
         _check_place(name, old, mesh)
+    made = _Whole(replace(sharding, local_shape=() if scalar else sharding.local_shape), old.dtype, mesh.device)
+    if built:
         made.data = old.detach().contiguous()
     return made
 
