@@ -57,6 +57,7 @@ _AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm
 _COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_POST_TRAINING = "tests/distributed/test_post_training.py::test_"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
@@ -1210,7 +1211,7 @@ MUTANTS = (
     Mutant(
         "the loss has its terms in evaluation too",
         "megalite/model/head.py",
-        "self.trained if self.training else self.evaluated",
+        "self.trained if self.training and not plain else self.evaluated",
         "self.trained",
         f"{_UNIT}model.py::test_terms_of_the_loss_are_for_training_alone[apart]",
     ),
@@ -3334,14 +3335,14 @@ MUTANTS = (
     Mutant(
         "all prompts draw the same random numbers",
         "megalite/inference/generation.py",
-        """f"{seed}/{index}".encode()""",
+        """f"{seed}/{number}".encode()""",
         """f"{seed}".encode()""",
         f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
     ),
     Mutant(
         "the stages of a pipeline wait for each batch's tokens in turn",
         "megalite/inference/generation.py",
-        """ahead = stages - network.mesh.coordinate("pp")""",
+        """ahead = max(stages - network.mesh.coordinate("pp"), 1)""",
         "ahead = 1",
         f"{_INFERENCE}each_stage_works_on_a_batch_of_its_own",
     ),
@@ -5782,6 +5783,102 @@ MUTANTS = (
         "                  shareProcessNamespace: true",
         "                  shareProcessNamespace: false",
         "tests/kubernetes/test_manifests.py::test_pods_have_the_run_directory_memory_to_share_and_time_to_save",
+    ),
+    Mutant(
+        "the log-probabilities that a loss function is given have label smoothing",
+        "megalite/model/head.py",
+        "self.training and not plain",
+        "self.training",
+        f"{_POST_TRAINING}a_loss_function_has_the_oracles_gradients[tp2]",
+    ),
+    Mutant(
+        "the gradient of the entropy is that of sum p log p alone",
+        "megalite/parallel/cross_entropy.py",
+        "(log_p + entropy.unsqueeze(-1))",
+        "(log_p + 1.0)",
+        "tests/unit/test_post_training.py::test_the_entropys_gradient_is_that_of_torch",
+    ),
+    Mutant(
+        "a repeated last token is taken for a first one",
+        "megalite/model/cache.py",
+        "if self._first == 0 and self._end == sequence",
+        "if self._end == sequence",
+        f"{_POST_TRAINING}generation_and_training_agree_on_log_probabilities[tp2]",
+    ),
+    Mutant(
+        "the log-probability of a new token is that of its sampling",
+        "megalite/inference/generation.py",
+        "return [own, chances]",
+        "return [chances, chances]",
+        f"{_POST_TRAINING}generation_and_training_agree_on_log_probabilities[alone]",
+    ),
+    Mutant(
+        "data-parallel ranks draw the same random numbers for different prompts",
+        "megalite/post_training/rollout.py",
+        'range(mesh.coordinate("dp"), mesh.coordinate("dp") + len(prompts) * mesh.size("dp"), mesh.size("dp"))',
+        "range(len(prompts))",
+        f"{_POST_TRAINING}generation_and_training_agree_on_log_probabilities[dp2-zero3]",
+    ),
+    Mutant(
+        "ZeRO 3 keeps the weights gathered after a generation",
+        "megalite/optim/optimizer.py",
+        """                bucket.keeps_gathered = False
+                bucket.free_parameters()
+""",
+        """                bucket.keeps_gathered = False
+""",
+        f"{_POST_TRAINING}generation_and_training_agree_on_log_probabilities[dp2-zero3]",
+    ),
+    Mutant(
+        "the divergence from generation to training may be negative",
+        "megalite/post_training/rollout.py",
+        "(difference.expm1() - difference)",
+        "(-difference)",
+        "tests/unit/test_post_training.py::test_the_difference_of_log_probabilities_has_three_figures",
+    ),
+    Mutant(
+        "an exported box has the parts of a tensor in the wrong place",
+        "megalite/post_training/export.py",
+        "values[part.relative_to(box).slices()]",
+        "values[part.slices()]",
+        f"{_POST_TRAINING}an_export_has_the_bits_of_the_converter[alone]",
+    ),
+    Mutant(
+        "a receiver that fails leaves the other ranks without an error",
+        "megalite/post_training/export.py",
+        """        if failure is not None:
+            raise failure
+""",
+        "",
+        f"{_POST_TRAINING}a_failing_receiver_ends_the_export_on_every_rank",
+    ),
+    Mutant(
+        "all boxes of a tensor are written at its beginning",
+        "megalite/post_training/receivers.py",
+        "stream.seek(start + row * size)",
+        "stream.seek(start)",
+        "tests/unit/test_post_training_receivers.py::test_a_folder_has_all_files_at_its_end_and_none_before[200]",
+    ),
+    Mutant(
+        "SGLang flushes its cache with every group",
+        "megalite/post_training/receivers.py",
+        "flush_cache=last",
+        "flush_cache=True",
+        "tests/unit/test_post_training_receivers.py::test_sglang_flushes_its_cache_with_the_last_group",
+    ),
+    Mutant(
+        "anybody may send weights",
+        "megalite/post_training/weight_link.py",
+        "if not hmac.compare_digest(code, bytes(self._exactly(_CODE))):",
+        "if code == self._exactly(_CODE):",
+        "tests/unit/test_post_training_receivers.py::test_the_wrong_secret_ends_both_sides",
+    ),
+    Mutant(
+        "a reference takes the weights of another time",
+        "megalite/post_training/reference.py",
+        "own.parameter_shard.copy_(trained.parameter_shard)",
+        "own.parameter_shard.zero_()",
+        f"{_POST_TRAINING}a_reference_keeps_the_weights_of_its_time[dp2-zero3]",
     ),
 )
 

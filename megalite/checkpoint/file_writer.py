@@ -44,7 +44,7 @@ def write_files(
 
     names = sorted(by_tensor, key=numbers_as_numbers)
     in_threads(workers, copy, names)
-    in_threads(workers, sync_file, [folder / file for file in placed])
+    in_threads(workers, _sync, [folder / file for file in placed])
     files, tensors = records(placed, checksums)
     return files | write_index(folder, file_format, placed), {name: tensors[name] for name in names}
 
@@ -87,7 +87,6 @@ def _copy_box(
     return tuple(checksums)
 
 
-def sync_file(file: Path) -> None:
-    """Write a file's data to disk."""
+def _sync(file: Path) -> None:
     with file.open("r+b") as stream:
         os.fsync(stream.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.atomic_files import new_folder
-from megalite.checkpoint.file_writer import create_files, sync_file
+from megalite.checkpoint.file_writer import create_files
 from megalite.checkpoint.formats import Format, Placed
 from megalite.checkpoint.shard_file import bytes_of, write_index
 from megalite.checkpoint.tensors import Kind
@@ -89,7 +90,8 @@ class FolderReceiver:
         """Write the index and config.json, and rename the folder."""
         with self._writing:
             for file in self._placed:
-                sync_file(self._temporary / file)
+                with (self._temporary / file).open("r+b") as stream:
+                    os.fsync(stream.fileno())
             write_index(self._temporary, self._format, self._placed)
             write_related(self._temporary, self._config, {}, self._companions)
 

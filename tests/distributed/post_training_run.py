@@ -173,6 +173,7 @@ def _rollouts(policy: Policy, sampling: Sampling) -> RolloutResult:
         max_new_tokens=5 + mesh.coordinate("dp"),  # data-parallel ranks need not be in step
         eod=EOD,
         sampling=sampling,
+        batch_size=1 if cell.sequence_parallel else None,
     )
     assert network.training
     freed = [bucket for bucket in policy.optimizer.buckets if bucket.zero_stage == 3]
