@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megalite import torch_internals
 from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.lifecycle.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
@@ -59,7 +60,7 @@ def come_together(
     description: str,
     watch: Callable[[Store | None], bool] = lambda store: False,
 ) -> None:
-    """Wait for all ranks and start the process group. A run of one process has no group.
+    """Wait for all ranks and start the process group, unless the program has one. A run of one process has no group.
 
     Args:
         description: the configuration of this rank as lines of text; must be equal on all ranks.
@@ -73,6 +74,10 @@ def come_together(
     timeout = _timeout(parallel)
     if place.world_size == 1:
         watch(None)
+    elif dist.is_initialized():
+        store = torch_internals.default_store()
+        watch(store)
+        _compare(description, store, mesh)
     else:
         store = connect(place, timeout.total_seconds(), PURPOSE)
         wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
@@ -117,8 +122,8 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
         )
 
 
-def leave(mesh: ParallelMesh) -> None:
-    """Destroy the process groups at the end of a run."""
+def leave(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
+    """Destroy the process groups at the end of a run. `all_groups`: that of all ranks, too."""
     mesh.close()
-    if dist.is_initialized():
+    if all_groups and dist.is_initialized():
         dist.destroy_process_group()

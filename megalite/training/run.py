@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from megalite import checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
@@ -72,6 +74,7 @@ class Run:
         require_backend(config.optimizer)
         choose_kernels(config.kernels)
         require_device(config.profiling, device.local_device(place.local_rank))
+        self._owns_group = not dist.is_initialized()
         self.mesh = mesh = take_place(config.parallel, place)
         self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
         if config.profiling.record_memory_history:
@@ -96,7 +99,7 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
         if error[0] is None:
-            leave(self.mesh)
+            leave(self.mesh, all_groups=self._owns_group)
 
     def _begin(self) -> None:
         """Build the trainer, and load the newest checkpoint that is whole."""
