@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import secrets
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
@@ -106,15 +107,18 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
 
     Uses only the store and the world group: ranks that were started with different layouts share no other group.
     """
+    # A number of this run's own: a program may start one run after the other in the same processes.
+    own = torch.tensor([secrets.randbits(31) if mesh.rank == 0 else 0], device=mesh.device)
+    prefix = f"description/{int(collectives.all_reduce_(own, mesh.world()).item())}"
     if mesh.rank == 0:
-        store.set("description/0", description)
-    differs = store.get("description/0").decode() != description
+        store.set(f"{prefix}/0", description)
+    differs = store.get(f"{prefix}/0").decode() != description
     if differs:
-        store.set(f"description/{mesh.rank}", description)
+        store.set(f"{prefix}/{mesh.rank}", description)
     urgency = torch.tensor([mesh.world_size - mesh.rank if differs else 0], device=mesh.device)
     lowest = mesh.world_size - int(collectives.all_reduce_(urgency, mesh.world(), "max").item())
     if lowest < mesh.world_size:
-        theirs, first = (store.get(f"description/{rank}").decode().splitlines() for rank in (lowest, 0))
+        theirs, first = (store.get(f"{prefix}/{rank}").decode().splitlines() for rank in (lowest, 0))
         pairs = [(a.strip(), b.strip()) for a, b in zip_longest(theirs, first, fillvalue="nothing") if a != b]
         raise ConfigurationError(
             f"rank {lowest} was started with other flags than rank 0: "
@@ -124,6 +128,8 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
 
 def leave(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
     """Destroy the process groups at the end of a run. `all_groups`: that of all ranks, too."""
+    if mesh.world_size > 1 and not dist.is_initialized():  # the program has destroyed all groups
+        return
     mesh.close()
     if all_groups and dist.is_initialized():
         dist.destroy_process_group()
