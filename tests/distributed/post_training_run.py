@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalite.checkpoint import Saver, TrainingState
 from megalite.checkpoint.tensors import Kind
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import CheckpointError
 from megalite.inference.sampling import Sampling
 from megalite.model.batch import MicroBatch
@@ -34,8 +35,9 @@ from megalite.post_training.log_probabilities import (
     log_probabilities,
     totals,
 )
-from megalite.post_training.reference import Reference
+from megalite.post_training.reference import Reference, load_teacher
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
+from tests.distributed import layout_cell
 from tests.distributed.layout_cell import Cell, model_config, rates
 from tests.distributed.layout_run import (
     Held,
@@ -297,3 +299,28 @@ def _reference(policy: Policy) -> tuple[float, float, float, int]:
     refreshed = (of_reference() - of_network()).abs().max().item()
     parameters = nn.ModuleList(reference.chunks).parameters()
     return at_once, later, refreshed, sum(parameter.untyped_storage().size() for parameter in parameters)
+
+
+def teachers(cells: Sequence[Cell], folder: Path) -> list[Tensor]:
+    """Return, for each cell, the log-probabilities that a teacher from a folder gives its samples of step 0."""
+    found = []
+    for cell in cells:
+        policy = Policy.of(cell)
+        teacher = load_teacher(open_huggingface(folder), policy.chunks, policy.engine)
+        actions = policy.schedules.evaluation(len(policy.micro_batches))
+        outputs = teacher.log_probabilities(actions, policy.micro_batches)
+        found.append(torch.cat([each.log_probabilities for each in outputs]))
+    return found
+
+
+def exported(cell: Cell, folder: Path) -> Tensor:
+    """Export a cell's initial weights into a folder, with wider hidden states than others have, and return the
+    log-probabilities of its samples.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout_cell, "HIDDEN", 24)
+        policy = Policy.of(cell)
+    export_weights(policy.chunks, policy.optimizer, folder)
+    actions = policy.schedules.evaluation(len(policy.micro_batches))
+    found = log_probabilities(policy.chunks, policy.engine, actions, policy.micro_batches)
+    return torch.cat([each.log_probabilities for each in found])

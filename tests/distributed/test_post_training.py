@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite.conversion.huggingface import write_huggingface
 from megalite.conversion.native import open_megalite
+from megalite.errors import ConfigurationError
 from megalite.inference.sampling import Sampling
 from tests.distributed.layout_cell import VOCABULARIES, Cell, batch, network, oracle
 from tests.distributed.layout_expected import assemble, on_ranks
@@ -22,12 +23,14 @@ from tests.distributed.post_training_run import (
     EOD,
     LOSS,
     PROMPTS,
+    exported,
     exports,
     failing_export,
     loss_of,
     policy_steps,
     references,
     rollouts,
+    teachers,
 )
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
@@ -190,3 +193,14 @@ def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: Rank
         for at_once, later, refreshed, gathered in rank:
             assert at_once == later == refreshed == 0.0
             assert (gathered == 0) == (layout == "dp2-zero3")
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2-pp2"])
+def test_a_teacher_of_another_size_scores_the_samples(layout: str, tmp_path: Path, rank_pools: RankPools) -> None:
+    teacher = Cell("llama", key_values="gqa", tied=False, vocabulary="odd")
+    log_probabilities = exported(teacher, tmp_path / "teacher")
+    student = Cell("gpt2", vocabulary="odd", **LAYOUTS[layout])
+    for (found,) in on_ranks(rank_pools, student.world_size, teachers, [student], tmp_path / "teacher"):
+        torch.testing.assert_close(found, log_probabilities, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ConfigurationError, match="has 29 tokens, but the network that is trained has 32"):
+        teachers([Cell("gpt2", vocabulary="even")], tmp_path / "teacher")
