@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import RunConfig
@@ -45,7 +46,7 @@ from megalite.post_training.log_probabilities import (
 from megalite.post_training.receivers import Receiver
 from megalite.post_training.reference import Reference
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
-from megalite.process.place import place_from_environment
+from megalite.process.place import Place, place_from_environment
 from megalite.training.dataset_task import DatasetTask
 from megalite.training.display import Display
 from megalite.training.loop import TrainingLoop
@@ -147,7 +148,7 @@ class Trainer:
             ConfigurationError: settings do not fit together or do not fit the ranks.
             MegaliteError: the model or the data cannot be used as they are.
         """
-        place = place_from_environment()
+        place = _place()
         self._startup = startup = Startup(place)
         workers = settings.pop("num_workers", None)
 
@@ -191,7 +192,8 @@ class Trainer:
             }
         self.config = config = _configured(sections, settings, valid, place.world_size)
         startup.watch_stop_file(config.checkpoint.save)
-        startup.open_store()
+        if not dist.is_initialized():
+            startup.open_store()
         if isinstance(model, ModelConfig):
             assert isinstance(config, RunConfig)
             make_task: Callable[[ParallelMesh], Task] = partial(
@@ -522,6 +524,17 @@ class Trainer:
         self._last_record, self._loop = self.last_record, None
         files, self._loop_files = self._loop_files, ExitStack()
         files.close()
+
+
+def _place() -> Place:
+    """Return this process's place: that in the process group which the program has, or else that of the launcher."""
+    if not dist.is_initialized():
+        return place_from_environment()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = place_from_environment()
+    if told.world_size == size:
+        return replace(told, rank=rank)
+    return Place(rank, torch.cuda.current_device() if torch.cuda.is_available() else 0, size)
 
 
 def _configured(
