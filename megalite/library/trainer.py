@@ -33,7 +33,7 @@ from megalite.modules.records import decays as decays_by_shape
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
-from megalite.post_training.export import export_weights
+from megalite.post_training.export import export_tensors, export_weights
 from megalite.post_training.log_probabilities import (
     LOSS,
     LossFunction,
@@ -283,6 +283,13 @@ class Trainer:
         self._open(None)
         self._advance(lambda: self._trainer.step(batch))
         return self.last_record
+
+    def export(self, to: Path | str) -> None:
+        """Write the weights and buffers as safetensors under their own names, into a new folder.
+
+        No rank holds more than one tensor in addition to its own part. Called by all ranks together.
+        """
+        export_tensors(self._trainer.optimizer, to)
 
     def evaluate(self, dataset: Any = None) -> dict[str, float]:
         """Return the means of the loss and the metrics over `valid_dataset`, or over another dataset."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
+from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
 from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
 from megalite.config import ModelConfig
@@ -33,6 +33,8 @@ from megalite.parallel.collectives import Pending, all_gather_json, launch
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.post_training.receivers import FolderReceiver, Receiver, row_ranges
+
+EXPORTING = "exporting the weights"
 
 
 def export_weights(
@@ -76,27 +78,67 @@ def _export(
     dtype: torch.dtype | None,
     model_type: str | None,
 ) -> None:
-    is_root, doing = mesh.rank == 0, "exporting the weights"
-    device = mesh.device if is_root else torch.device("meta")  # the other ranks follow, without memory
-    with raise_on_all_ranks(mesh, doing):
+    with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
-        files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, device)
+        files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
         kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=numbers_as_numbers)}
+        config["torch_dtype"] = dtype_name(dtype or collected.dtype)
+    _stream(files.fill, kinds, config, receiver, mesh)
+
+
+def export_tensors(optimizer: Optimizer, to: Receiver | Path | str) -> None:
+    """Stream the weights and the state of modules under their own names to a receiver, or into a new folder.
+
+    All ranks call it together. Raises CheckpointError as `export_weights` does.
+    """
+    mesh = optimizer.mesh
+    receiver = FolderReceiver(Path(to)) if isinstance(to, (str, Path)) else to
+    own = {
+        region.part.name.removeprefix(MODEL): region.part.shape
+        for region in saved_regions(optimizer)
+        if not region.part.name.startswith(OPTIMIZER)
+    }
+    shapes = {name: tuple(shape) for those in all_gather_json(own, mesh) for name, shape in those.items()}
+    collected = Collected(optimizer, shapes)
+    names = {name.removeprefix(STATE): name for name in sorted(shapes, key=numbers_as_numbers)}
+    kinds = {name: collected.tensors[source] for name, source in names.items()}
+    try:
+        _stream(lambda name, box, values: collected.fill(names[name], box, values), kinds, {}, receiver, mesh)
+    except BaseException:
+        if mesh.rank == 0:
+            receiver.abandon()
+        raise
+
+
+def _device(mesh: ParallelMesh) -> torch.device:
+    """Return the device of boxes: the ranks that only send follow without memory."""
+    return mesh.device if mesh.rank == 0 else torch.device("meta")
+
+
+def _stream(
+    fill: Callable[[str, Box, Tensor], None],
+    kinds: Mapping[str, Kind],
+    config: Mapping[str, Any],
+    receiver: Receiver,
+    mesh: ParallelMesh,
+) -> None:
+    """Fill the boxes of all tensors, one after the other, and hand them to the receiver on rank 0."""
+    is_root, device = mesh.rank == 0, _device(mesh)
+    with raise_on_all_ranks(mesh, EXPORTING):
         if is_root:
-            config["torch_dtype"] = dtype_name(dtype or collected.dtype)
             receiver.begin(kinds, config)
     failure: Exception | None = None
     for name, kind in kinds.items():
         for start, stop in row_ranges(kind):
             box = Box((start, *(0,) * (len(kind.shape) - 1)), (stop - start, *kind.shape[1:]))
             values = torch.empty(box.size, dtype=kind.dtype, device=device)
-            files.fill(name, box, values)
+            fill(name, box, values)
             if is_root and failure is None:
                 try:
                     receiver.box(name, start, values)
                 except Exception as error:  # the other ranks still send, so that none waits for this one
                     failure = error
-    with raise_on_all_ranks(mesh, doing):
+    with raise_on_all_ranks(mesh, EXPORTING):
         if failure is not None:
             raise failure
         if is_root:
