@@ -1541,8 +1541,8 @@ MUTANTS = (
     Mutant(
         "only the stages that have such layers know of their term",
         "megalite/model/gpt.py",
-        "for layer in self.config.layers)\n        return (LM_LOSS",
-        "for layer in self.config.layers[: len(self.layers)])\n        return (LM_LOSS",
+        "for layer in self.config.layers)\n        return (self.main_term",
+        "for layer in self.config.layers[: len(self.layers)])\n        return (self.main_term",
         "tests/unit/test_declarations.py::test_terms_of_layers_are_the_networks_on_every_stage",
     ),
     Mutant(
@@ -2140,7 +2140,7 @@ MUTANTS = (
     Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/accumulator.py",
-        '("instances", self._groups.instances), ',
+        '        yield self._sum_over("instances", self._groups.instances)\n',
         "",
         _one_step("tp1-dp4"),
     ),

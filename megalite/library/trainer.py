@@ -31,6 +31,7 @@ from megalite.lifecycle.failure import leave_code, report_uncaught
 from megalite.lifecycle.startup import Startup
 from megalite.modules.records import decays as decays_by_shape
 from megalite.parallel import collectives
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.post_training.export import export_tensors, export_weights
@@ -44,7 +45,7 @@ from megalite.post_training.log_probabilities import (
     with_loss,
 )
 from megalite.post_training.receivers import Receiver
-from megalite.post_training.reference import Reference
+from megalite.post_training.reference import Reference, load_teacher
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
 from megalite.process.place import Place, place_from_environment
 from megalite.training.dataset_task import DatasetTask
@@ -52,6 +53,7 @@ from megalite.training.display import Display
 from megalite.training.loop import TrainingLoop
 from megalite.training.metrics import StepMetrics
 from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
+from megalite.training.resume import open_initial_model
 from megalite.training.run import Run
 from megalite.training.task import Task
 from megalite.training.token_task import TokenTask
@@ -361,6 +363,17 @@ class Trainer:
         """
         copy = Reference(self._gpt().chunks, self._trainer.engine, self._trainer.optimizer)
         return partial(self._logprobs, score=copy.log_probabilities)
+
+    def teacher(self, path: str | Path) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """Return a function like `logprobs` of another GPT: a checkpoint of megalite, or a Hugging Face folder.
+
+        It is split over tensor- and pipeline-parallel ranks as the network is.
+        """
+        with raise_on_all_ranks(self.mesh, f"opening {path}"):
+            opened = open_initial_model(Path(path))
+        return partial(
+            self._logprobs, score=load_teacher(opened, self._gpt().chunks, self._trainer.engine).log_probabilities
+        )
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""What tasks with a dataset of one's own share: loaders, the position in the data, and reports."""
+"""Parts that tasks with a dataset of one's own share: loaders, the position in the data, and reports."""
 
 from __future__ import annotations
 

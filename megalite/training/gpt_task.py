@@ -144,12 +144,15 @@ class GPTTask(Task):
         """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
         return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
 
-    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
+    def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)
         if self.config.checkpoint.moe_use_upcycling:
             opened = upcycled(opened, self.model, self.config.training.seed)
+        return opened
+
+    def check_weights(self, opened: OpenedModel) -> set[str]:
         checkpoint.check_same_function(opened.what, opened.config, self.model)
-        return opened, states_of_training(self.model)
+        return states_of_training(self.model)
 
     # ------------------------------------------------------------------------------------------------ reports
 

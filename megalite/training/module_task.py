@@ -18,9 +18,11 @@ from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.alike import check_alike
 from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
+from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, decays, give_records, matrix_names, value_setter
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -70,11 +72,10 @@ class ModuleTask(DatasetTask):
     ) -> None:
         super().__init__(config, mesh, train, valid)
         self.options = options
-        self._modules = self._build(mesh)
-        if any(not isinstance(each, nn.Module) for each in options.stages):
-            self._pristine = None  # other ranks' stages are built by the functions again
-        else:
-            self._pristine = copies_on_meta(self._modules)
+        self._ranges: list[range] = []  # the layers of each stage
+        plain = [each for each in options.stages if isinstance(each, nn.Module)]
+        self._modules = self._build(mesh, plain)
+        self._pristine = copies_on_meta(plain)  # for other ranks' stages; functions build theirs again
         self._example = self._first_batch()
         self._modules = self._into_stages(self._modules)
         self._plans = self._find_plans()
@@ -86,13 +87,18 @@ class ModuleTask(DatasetTask):
 
     # ------------------------------------------------------------------------------------------------ the network
 
-    def _build(self, mesh: ParallelMesh) -> list[nn.Module]:
-        parallel = self.config.parallel
+    def _build(self, mesh: ParallelMesh, plain: Sequence[nn.Module]) -> list[nn.Module]:
+        """Build the stages on a mesh's rank. `plain`: those of them that are given as modules."""
+        parallel, given = self.config.parallel, iter(plain)
         context = ParallelContext(mesh, parallel.sequence_parallel and mesh.size("tp") > 1, self.dtype)
-        found = [each if isinstance(each, nn.Module) else each(context) for each in self.options.stages]
+        self._splits_sequences = context.sequence_parallel and len(plain) < len(self.options.stages)
+        with mesh.device:
+            found = [next(given) if isinstance(each, nn.Module) else each(context) for each in self.options.stages]
         for number, module in enumerate(found):
             if not isinstance(module, nn.Module):
                 raise ConfigurationError(f"stage {number} was built as {type(module).__name__}, which is no module")
+            if any(getattr(each, "gradient_buffer", None) is not None for each in module.parameters()):
+                raise MegaliteError(f"stage {number}, {type(module).__name__}, is part of another run: build it again")
         return [module.to(self.dtype) for module in found]
 
     def stages(self) -> Stages:
@@ -106,24 +112,27 @@ class ModuleTask(DatasetTask):
         return self.config.parallel.num_virtual_stages_per_pipeline_rank or shape(self.config.parallel).chunks or 1
 
     def _into_stages(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        """Divide layers over the stages of the layout, if there are more layers than stages."""
+        """Divide layers over the stages of the layout. Tensors have the same names under any layout."""
         wanted = self.config.parallel.pipeline_model_parallel_size * self._chunks
-        layers = list(modules)
-        if len(layers) == 1 and wanted > 1 and isinstance(layers[0], nn.Sequential):
-            layers = list(layers[0])
-        if len(layers) == wanted:
-            return list(modules) if len(modules) == wanted else layers
+        is_sequence = len(modules) == 1 and type(modules[0]).forward is nn.Sequential.forward
+        if len(modules) == wanted == 1:
+            return list(modules)
+        named = modules[0]._modules if is_sequence else {str(number): each for number, each in enumerate(modules)}
+        layers = [(name, layer) for name, layer in named.items() if layer is not None]
         if len(layers) < wanted:
             raise ConfigurationError(
                 f"the layout has {wanted} pipeline stages, and the model is {len(layers)} module"
-                f"{'s' if len(layers) > 1 else ''}: give Trainer(stages=[...]) one module per stage, or an "
+                f"{'s' if len(layers) > 1 else ''}: give Trainer(stages=[...]) one module per stage or more, or an "
                 "nn.Sequential of as many layers or more"
             )
-        if not hasattr(self, "_ranges"):
-            self._ranges = balance(self._costs_of(layers), wanted)
-        return [
-            nn.Sequential(OrderedDict((str(number), layers[number]) for number in numbers)) for numbers in self._ranges
-        ]
+        if not self._ranges:
+            alone = wanted in (1, len(layers))
+            costs = [1.0] * len(layers) if alone else self._costs_of([layer for _, layer in layers])
+            self._ranges = balance(costs, wanted)
+        parts = [OrderedDict(layers[numbers.start : numbers.stop]) for numbers in self._ranges]
+        if is_sequence:
+            return [nn.Sequential(part) for part in parts]
+        return [Layers(part, is_last=part is parts[-1]) for part in parts]
 
     def _costs_of(self, layers: Sequence[nn.Module]) -> Sequence[float]:
         costs = self.options.costs
@@ -134,7 +143,9 @@ class ModuleTask(DatasetTask):
         if self._example is None:
             raise ConfigurationError("without a dataset, give Trainer(costs=[...]), the cost of each layer")
         values = self._example.values
-        return counted_costs(layers, values) if costs == "counted" else measured_costs(layers, values)
+        if costs == "counted":
+            return counted_costs(layers, values)
+        return all_gather_json(measured_costs(layers, values), self.mesh)[0]  # all ranks cut alike
 
     def _find_plans(self) -> list[StagePlan]:
         if self.options.messages is None and self._example is None:
@@ -148,14 +159,16 @@ class ModuleTask(DatasetTask):
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[ModuleStage]:
         own, options, training = mesh is self.mesh, self.options, self.config.training
-        if own:
-            modules = self._modules
-        else:
-            others = self._build(mesh) if self._pristine is None else copies_on_meta(self._pristine)
-            modules = self._into_stages(others)
+        modules = self._modules if own else self._into_stages(self._build(mesh, copies_on_meta(self._pristine)))
         numbers = stages.of_rank(mesh.coordinate("pp"))
         records = give_records(
-            modules, mesh, stages, weight_decay=options.decays, initial=options.initial, seed=training.seed
+            modules,
+            mesh,
+            stages,
+            weight_decay=options.decays,
+            initial=options.initial,
+            seed=training.seed,
+            splits_sequences=self._splits_sequences,
         )
         if own:
             check_alike([modules[number] for number in numbers], mesh)

@@ -19,6 +19,7 @@ from megalite.lifecycle.run_watchdog import run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
@@ -130,7 +131,10 @@ class Run:
         self.trainer = build()
         self.last = self.trainer.iterations
         if resume_point.model is not None:
-            self.how = f"new, with the weights of {self.trainer.load_weights(resume_point.model)}"
+            with raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
+                opened = self.task.open_weights(resume_point.model)
+            self.trainer.load_model(opened)
+            self.how = f"new, with the weights of {opened.what}"
         else:
             self.how = f"new; {config.checkpoint.load} has no checkpoint" if config.checkpoint.load else "new"
 

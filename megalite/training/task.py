@@ -110,12 +110,16 @@ class Task(ABC):
         """Return the names of tensors that a checkpoint may lack, or may have in addition."""
         return set()
 
-    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
-        """Open the weights of a model of another program. Returns them, and the names of tensors that it may lack.
+    def open_weights(self, path: AnyPath) -> OpenedModel:
+        """Open the weights of a model of another program.
 
-        Raises CheckpointError if they do not fit, ConfigurationError if the task reads none.
+        Raises CheckpointError if they cannot be read, ConfigurationError if the task reads none.
         """
         raise ConfigurationError(f"{path} has the weights of a GPT, and this run does not train one")
+
+    def check_weights(self, opened: OpenedModel) -> set[str]:
+        """Return the names of tensors that the model may lack. Raises CheckpointError if it is another network."""
+        raise ConfigurationError(f"{opened.what} is a GPT, and this run does not train one")
 
     # ------------------------------------------------------------------------------------------------ reports
 

@@ -165,10 +165,12 @@ class TokenTask(DatasetTask):
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
 
-    def open_weights(self, path: AnyPath) -> tuple[OpenedModel, set[str]]:
-        opened = open_initial_model(path)
+    def open_weights(self, path: AnyPath) -> OpenedModel:
+        return open_initial_model(path)
+
+    def check_weights(self, opened: OpenedModel) -> set[str]:
         checkpoint.check_same_function(opened.what, opened.config, self.model)
-        return opened, states_of_training(self.model)
+        return states_of_training(self.model)
 
     # ------------------------------------------------------------------------------------------------ reports
 

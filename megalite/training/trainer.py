@@ -16,6 +16,7 @@ from torch import nn
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
+from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
@@ -337,16 +338,15 @@ class Trainer:
             evaluated=due and as_before and not described.training.evaluation_left,
         )
 
-    def load_weights(self, path: AnyPath) -> str:
-        """Start from the weights of a model that another program has written. Returns its description.
+    def load_model(self, opened: OpenedModel) -> None:
+        """Start from the weights of a model that another program has written.
 
         Raises CheckpointError, the same on every rank, if the network differs or the model cannot be read.
         """
-        with raise_on_all_ranks(self.mesh, f"loading {path}"):
-            opened, fresh = self.task.open_weights(path)
+        with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
+            fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
         self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
-        return opened.what
 
     # ------------------------------------------------------------------------------------------------ metrics
 

@@ -1,0 +1,37 @@
+"""Every public name is on the page of the library, in an example that runs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import subprocess
+import sys
+from pathlib import Path
+
+import megalite
+
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("library.md", "parallel_layers.md")]
+
+
+def test_the_examples_of_the_page_run() -> None:
+    failed, tried = doctest.testfile(str(PAGES[0]), module_relative=False, optionflags=doctest.IGNORE_EXCEPTION_DETAIL)
+    assert tried > 40
+    assert failed == 0
+
+
+def test_every_public_name_is_in_an_example() -> None:
+    parser, used = doctest.DocTestParser(), set[str]()
+    for page in PAGES:
+        for example in parser.get_examples(page.read_text()):
+            tree = ast.walk(ast.parse(example.source))
+            used |= {
+                node.attr for node in tree if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "megalite"
+            }
+    assert set(megalite.__all__) <= used
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    program = "import sys, megalite; megalite.Layout(zero=1); print('torch' in sys.modules); megalite.Trainer; print(1)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["False", "1"]
+    assert set(megalite.__all__) <= set(dir(megalite))
