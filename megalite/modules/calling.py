@@ -21,13 +21,22 @@ def named(number: int, module: nn.Module) -> str:
     return f"stage {number} ({type(module).__name__})"
 
 
+def arguments_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments that a module's forward takes."""
+    return inspect.signature(module.forward).parameters
+
+
 def goes_by_position(name: str) -> bool:
     """Tell if a tensor is a result without a name, which goes to the next stage by its position."""
     return _BY_POSITION.fullmatch(name) is not None
 
 
 def arguments(
-    number: int, module: nn.Module, inputs: Mapping[str, Tensor], values: Any
+    number: int,
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    values: Any,
+    of_forward: Mapping[str, inspect.Parameter] | None = None,
 ) -> tuple[list[Any], dict[str, Any], set[str]]:
     """Return the arguments of a stage's forward, by position and by name, and the names of the inputs that it takes.
 
@@ -36,10 +45,13 @@ def arguments(
     the batch itself if it is a tensor, or its first element if it is a tuple or list. If none are left, results take
     the place of fields.
 
+    Args:
+        of_forward: the arguments that forward takes, if they are known.
+
     Raises:
         MegaliteError: an argument has no value, or the stage cannot take a tensor of the previous one.
     """
-    of_forward = inspect.signature(module.forward).parameters
+    of_forward = arguments_of(module) if of_forward is None else of_forward
     fields = dict(values) if isinstance(values, Mapping) else {}
     unnamed: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if goes_by_position(name)}
     if number == 0 and not isinstance(values, Mapping):

@@ -147,7 +147,7 @@ class _BlockWatch(TorchFunctionMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        parts = dict(_candidates(module))
+        parts = {name: part for name, part in parts_of(module) if next(part.parameters(), None) is not None}
         self._names = tuple(parts)
         of_parts = [{id(each): number for each in part.parameters()} for number, part in enumerate(parts.values())]
         self._part_of = {key: number for owned in of_parts for key, number in owned.items()}
@@ -182,12 +182,12 @@ class _BlockWatch(TorchFunctionMode):
         return result
 
 
-def _candidates(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children that have parameters. Containers are replaced by their elements."""
+def parts_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module with their names. Containers are replaced by their elements."""
     for name, child in module.named_children():
         if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            yield from _candidates(child, f"{prefix}{name}.")
-        elif next(child.parameters(), None) is not None:
+            yield from parts_of(child, f"{prefix}{name}.")
+        else:
             yield prefix + name, child
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
-from megalite.modules.calling import arguments, named, results
-from megalite.modules.messages import StagePlan
+from megalite.modules.calling import arguments, arguments_of, named, results
+from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
@@ -93,7 +93,14 @@ class ModuleStage(StageModule):
         for part in module.modules():
             if callable(bind := getattr(part, "bind", None)):
                 bind(mesh)
+        self._arguments = arguments_of(module)
         self._recomputed = self._to_recompute(recompute)
+        self._sample: int | None = None  # first sample of the micro-batch that runs forward
+        self._calls: Counter[str] = Counter()
+        within = {id(part) for top in self._recomputed for part in list(top.modules())[1:]}
+        for name, part in parts_of(module):
+            if id(part) not in within:
+                part.register_forward_pre_hook(partial(self._seed_part, name))
         for part in self._recomputed:
             part.forward = partial(_recomputing, part, part.forward)
 
@@ -129,7 +136,7 @@ class ModuleStage(StageModule):
         values = micro_batch.values
         if self.plan.changes_inputs:
             inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        by_position, by_name, _ = arguments(self.number, self.module, inputs, values)
+        by_position, by_name, _ = arguments(self.number, self.module, inputs, values, self._arguments)
         with self._seeded(micro_batch.sample_ids):
             if self._shared:
                 views = {name: _UseOf.apply(parameter, use) for name, (parameter, use) in self._shared.items()}
@@ -176,17 +183,30 @@ class ModuleStage(StageModule):
 
     @contextmanager
     def _seeded(self, sample_ids: Sequence[int]) -> Iterator[None]:
-        """Seed torch's random numbers by the micro-batch and the stage within the block, and then restore them."""
-        packed = struct.pack("<qqq", self._seed, sample_ids[0] if len(sample_ids) else 0, self.number)
-        seed = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+        """Seed torch's random numbers by the micro-batch within the block, and then restore them.
+
+        They are seeded again by the name of each part that runs, so that the same layers in other stages drop the same.
+        """
         states = [generator.get_state() for generator in self._generators]
+        self._sample = int(sample_ids[0]) if len(sample_ids) else 0
+        self._calls.clear()
         try:
-            for generator in self._generators:
-                generator.manual_seed(seed)
+            self._seed_generators(f"stage {self.number}")
             yield
         finally:
+            self._sample = None
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
+
+    def _seed_part(self, name: str, *_: object) -> None:
+        if self._sample is not None:  # otherwise it is recomputed, with the random numbers of its first forward
+            self._calls[name] += 1
+            self._seed_generators(f"{name}/{self._calls[name]}")
+
+    def _seed_generators(self, where: str) -> None:
+        digest = hashlib.blake2b(f"{self._seed}/{self._sample}/{where}".encode(), digest_size=8).digest()
+        for generator in self._generators:
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _to_recompute(self, recompute: bool | Sequence[str]) -> list[nn.Module]:
         if isinstance(recompute, bool):

@@ -235,11 +235,20 @@ class Accumulator:
             self._launch_reduction()
 
     def completion(self) -> Iterator[Collective[object]]:
-        """Yield the operations that complete this rank's slice, once per step, after its last reduction."""
+        """Yield the operations that complete this chunk's slice, once per step, after its last reduction."""
         yield Collective("wait for the gradients' reduction", self._groups.shards.ranks, self._finish)
-        for kind, group in (("instances", self._groups.instances), ("replicas", self._groups.replicas)):
-            summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)
-            yield Collective(f"sum of the gradients over {kind}", group.ranks, summed)
+        yield self._sum_over("instances", self._groups.instances)
+
+    def sum_over_replicas(self) -> Collective[object]:
+        """Return the operation that sums the slice over the replicas, once it has the uses in all chunks.
+
+        Replicas may have different numbers of uses.
+        """
+        return self._sum_over("replicas", self._groups.replicas)
+
+    def _sum_over(self, kind: str, group: Group) -> Collective[object]:
+        summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)
+        return Collective(f"sum of the gradients over {kind}", group.ranks, summed)
 
     def _finish(self) -> None:
         if self._rounds < self._rounds_due:

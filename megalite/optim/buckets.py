@@ -211,6 +211,7 @@ class Bucket(ParameterBucket):
             yield from accumulator.completion()
         for other in self.accumulators[1:]:
             yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
+        yield self.accumulators[0].sum_over_replicas()
 
     def gradient_gather(self) -> Collective[collectives.Pending]:
         """Return the collective that starts to gather the gradients from the ranks' slices."""

@@ -74,13 +74,24 @@ class OutOf(nn.Module):
         return self.own(hidden).tanh() @ self.weight.t()
 
 
+class Through(OutOf):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.own(super().forward(hidden) @ self.weight).tanh()
+
+
 def tied_layers() -> list[nn.Module]:
     first = Into()
-    return [first, nn.Linear(6, 6).double(), OutOf(first.weight)]
+    return [first, nn.Linear(6, 6).double(), Through(first.weight), OutOf(first.weight)]
 
 
 def trained(
-    kind: str, parts: Sequence[range], pp: int, zero: int, schedule: str = "1f1b", chunks: int = 1
+    kind: str,
+    parts: Sequence[range],
+    pp: int,
+    zero: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    recompute: bool = False,
 ) -> dict[str, Tensor] | None:
     """Train on these ranks. Returns the parameters and buffers of this rank's stages."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=pp)
@@ -93,7 +104,7 @@ def trained(
         return Batch({name: each[own] for name, each in of_data(step, number).items()}, range(samples))
 
     plans = find_messages(modules, batch(0, 0).values)
-    stages = Stages(pp, chunks, messages=tuple(plan.passes for plan in plans[:-1]))
+    stages = Stages(pp, chunks, v_shaped=schedule == "zb-v", messages=tuple(plan.passes for plan in plans[:-1]))
     records = give_records(modules, mesh, stages)
     mine = stages.of_rank(mesh.coordinate("pp"))
     check_alike([modules[number] for number in mine], mesh)
@@ -107,6 +118,7 @@ def trained(
             loss=loss if kind == "images" else square,
             kept=KeptBuffers(modules[number], mesh, frozen=record.frozen),
             uses=record.uses,
+            recompute=recompute,
         )
         for number, record in zip(mine, records, strict=True)
     ]
@@ -151,16 +163,21 @@ def plainly(kind: str) -> nn.Module:
     return network
 
 
-THREE = [range(1), range(1, 2), range(2, 3)]
+FOUR = [range(number, number + 1) for number in range(4)]
 LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "images on two ranks": (2, ("images", [range(7)], 1, 1)),
     "images, whole parameters gathered": (2, ("images", [range(7)], 1, 3)),
     "images in two stages": (2, ("images", [range(3), range(3, 7)], 2, 0)),
     "images in two stages on two ranks each": (4, ("images", [range(2), range(2, 7)], 2, 3)),
-    "tied in one": (2, ("tied", [range(3)], 1, 3)),
-    "tied on two ranks": (2, ("tied", [range(1), range(1, 3)], 2, 0)),
-    "tied on two ranks of two": (4, ("tied", [range(1), range(1, 3)], 2, 2)),
-    "tied over two of three": (3, ("tied", THREE, 3, 0)),
+    "images, recomputed": (2, ("images", [range(7)], 1, 3, "1f1b", 1, True)),
+    "images, gradients of weights later": (2, ("images", [range(3), range(3, 7)], 2, 0, "zb-h1")),
+    "tied in one": (2, ("tied", [range(4)], 1, 3)),
+    "tied on two ranks": (2, ("tied", [range(1), range(1, 4)], 2, 0)),
+    "tied on two ranks of two": (4, ("tied", [range(1), range(1, 4)], 2, 2)),
+    "tied over two of three": (3, ("tied", [range(1), range(1, 2), range(2, 4)], 3, 0)),
+    "tied over stages in turn": (2, ("tied", FOUR, 2, 0, "interleaved-1f1b", 2)),
+    "tied over stages in turn, recomputed": (4, ("tied", FOUR, 2, 3, "interleaved-1f1b", 2, True)),
+    "tied in V": (2, ("tied", FOUR, 2, 0, "zb-v", 2)),
 }
 
 

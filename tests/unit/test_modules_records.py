@@ -183,7 +183,7 @@ def test_the_number_of_modules_is_that_of_the_stages() -> None:
 
 def test_a_tie_over_pipeline_ranks_is_refused_under_tensor_parallelism() -> None:
     modules = numbered(nn.Linear(2, 2), nn.Linear(2, 2))
-    modules[1].get_submodule("1").weight = modules[0].get_parameter("0.weight")  # type: ignore[assignment]
+    modules[1].get_submodule("1").weight = modules[0].get_parameter("0.weight")
     mesh = UnconnectedMesh(world_size=4, tensor_parallel_size=2, pipeline_parallel_size=2)
     with pytest.raises(MegaliteError, match=r"0\.weight is shared by stages on different pipeline ranks"):
         give_records(modules, mesh, Stages(2, 1))

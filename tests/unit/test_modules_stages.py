@@ -19,7 +19,7 @@ from megalite.modules.stage import ModuleStage
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.stage import StageOutput, TensorSpec
-from tests.unit.test_modules_training import Batch, Run, assert_same_state
+from tests.unit.test_modules_training import Batch, Run, assert_same_state, cut
 
 
 class Residual(nn.Module):
@@ -398,3 +398,53 @@ def test_recomputed_dropout_drops_the_same() -> None:
         return found
 
     torch.testing.assert_close(gradient(True), gradient(False))
+
+
+class Whole(nn.Module):
+    """Module that is one part, so that all of it is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return (image * self.weight).exp()
+
+
+def test_a_whole_stage_that_is_recomputed_gets_its_arguments_by_name() -> None:
+    values = {"image": torch.ones(2, 3)}
+    stage = one_stage(Whole(), recompute=True, values=values, loss=lambda output, values: output.sum())
+    stage({}, Batch(values, range(2))).terms["loss"].backward()
+    assert stage.module.weight.grad is not None
+
+
+class Dropping(nn.Module):
+    """Module that uses one part twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat((self.dropout(input), self.dropout(input)))
+
+
+def test_the_same_layers_drop_the_same_in_other_stages() -> None:
+    ones = torch.ones(5, 30)
+
+    def run(*stages: nn.Module) -> Tensor:
+        hidden: dict[str, Tensor] = {}
+        for number, module in enumerate(stages):
+            plan = StagePlan((TensorSpec("hidden"),) if number < len(stages) - 1 else ())
+            stage = ModuleStage(module, ParallelMesh(), plan, number=number, count=len(stages), seed=3)
+            hidden = dict(stage(hidden, Batch(ones, [4])).tensors)
+        return hidden["hidden"]
+
+    def layers() -> list[nn.Module]:
+        return [nn.Dropout(), Dropping(), nn.Sequential(nn.Dropout(0.2), nn.Dropout(0.1))]
+
+    expected = run(*cut(layers(), [range(3)]))
+    for parts in ([range(1), range(1, 3)], [range(2), range(2, 3)], [range(1), range(1, 2), range(2, 3)]):
+        assert torch.equal(run(*cut(layers(), parts)), expected)
+    first, second = run(Dropping()).chunk(2)
+    assert not torch.equal(first, second)

@@ -88,7 +88,7 @@ def cut(made: Sequence[nn.Module], parts: Sequence[range]) -> list[nn.Module]:
 class Run:
     """Engine and optimizer of all stages on one rank."""
 
-    modules: list[nn.Module]
+    modules: Sequence[nn.Module]
     values: Any
     loss: Any = loss
     zero: int = 0
