@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megalite.errors import MegaliteError
-from megalite.modules.calling import arguments, goes_by_position, named, results
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.modules.calling import goes_by_position, named, results
+from megalite.modules.layers import arguments_of_stage
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import TensorSpec
 
@@ -89,7 +88,7 @@ def runs_on_meta(modules: Sequence[nn.Module], values: Any) -> Iterator[MetaRun]
         try:
             alike = copies_on_meta([module])[0]
             copied = {name: tensor.clone() for name, tensor in inputs.items()}
-            by_position, by_name, taken = arguments(number, alike, copied, values)
+            by_position, by_name, taken = arguments_of_stage(number, alike, copied, values)
             with torch.enable_grad(), META, _BlockWatch(alike) as watch:
                 output = alike(*by_position, **by_name)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -106,7 +105,7 @@ def runs_on_meta(modules: Sequence[nn.Module], values: Any) -> Iterator[MetaRun]
 def copies_on_meta(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """Copy modules without their values. A parameter that several have is one in the copies, too.
 
-    Groups of ranks become groups of this rank alone: the copies cannot communicate, and shapes remain the same.
+    Copies of layers that communicate have the shapes of the originals, since nothing is sent on the meta device.
     """
     known: dict[int, Any] = {}
     for part in (part for module in modules for part in module.modules()):
@@ -115,12 +114,9 @@ def copies_on_meta(modules: Sequence[nn.Module]) -> list[nn.Module]:
                 known[id(value)] = Parameter(value.sharding, value.dtype, META)
             elif isinstance(value, nn.Parameter):
                 known[id(value)] = nn.Parameter(torch.empty_like(value, device=META), value.requires_grad)
+                vars(known[id(value)]).update(vars(value))
             elif isinstance(value, Tensor):
                 known[id(value)] = torch.empty_like(value, device=META, requires_grad=False)
-            elif isinstance(value, Group):
-                known[id(value)] = Group(value.ranks[value.rank : value.rank + 1], 0)
-            elif isinstance(value, ParallelMesh | ParallelContext):
-                known[id(value)] = value
     return [copy.deepcopy(module, known) for module in modules]
 
 

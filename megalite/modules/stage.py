@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
-from megalite.modules.calling import arguments, arguments_of, named, results
+from megalite.modules.calling import arguments_of, named, results
+from megalite.modules.layers import arguments_of_stage
 from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
 from megalite.parallel.inside import Inside, inside_forward
@@ -136,7 +137,7 @@ class ModuleStage(StageModule):
         values = micro_batch.values
         if self.plan.changes_inputs:
             inputs = {name: tensor.clone() for name, tensor in inputs.items()}
-        by_position, by_name, _ = arguments(self.number, self.module, inputs, values, self._arguments)
+        by_position, by_name, _ = arguments_of_stage(self.number, self.module, inputs, values, self._arguments)
         with self._seeded(micro_batch.sample_ids):
             if self._shared:
                 views = {name: _UseOf.apply(parameter, use) for name, (parameter, use) in self._shared.items()}
