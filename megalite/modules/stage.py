@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,7 +104,9 @@ class ModuleStage(StageModule):
             if id(part) not in within:
                 part.register_forward_pre_hook(partial(self._seed_part, name))
         for part in self._recomputed:
-            part.forward = partial(_recomputing, part, part.forward)
+            call = partial(_recomputing, part, part.forward)
+            call.__signature__ = inspect.signature(part.forward)  # type: ignore[attr-defined]  # for `Layers`
+            part.forward = call
 
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
@@ -211,7 +214,7 @@ class ModuleStage(StageModule):
 
     def _to_recompute(self, recompute: bool | Sequence[str]) -> list[nn.Module]:
         if isinstance(recompute, bool):
-            return [part for _, part in self.parts()] if recompute else []
+            return [part for _, part in self.parts() if next(part.parameters(), None) is not None] if recompute else []
         parts = dict(self.module.named_modules())
         chosen: dict[str, nn.Module] = {}
         for pattern in recompute:
@@ -247,7 +250,22 @@ def _recomputing(module: nn.Module, forward: Callable[..., Any], *by_position: A
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _buffers_unchanged(module)
 
-    return checkpoint(forward, *by_position, use_reentrant=False, context_fn=contexts, **by_name)
+    versions = [(tensor, tensor._version) for tensor in _tensors((by_position, by_name))]
+    output = checkpoint(forward, *by_position, use_reentrant=False, context_fn=contexts, **by_name)
+    if any(tensor._version != version for tensor, version in versions):
+        raise MegaliteError(
+            f"a {type(module).__name__} changes its input in place, so it cannot be recomputed: let it work on a copy, "
+            "or give recompute=[...] without it"
+        )
+    return output
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping | tuple | list):
+        for each in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors(each)
 
 
 @contextmanager
