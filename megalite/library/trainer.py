@@ -537,8 +537,8 @@ class Trainer:
         """Finish the training to a given step."""
         assert self._loop is not None
         self._loop.finish()
+        self._run.finish(self._loop.display, self.iteration)
         self._close_loop()
-        self._run.mark_finished(self.iteration)
 
     def _close_loop(self) -> None:
         self._last_record, self._loop = self.last_record, None

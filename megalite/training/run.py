@@ -140,7 +140,7 @@ class Run:
 
     def train(self) -> int:
         """Train to the last step. Returns the exit code: `EXIT_FINISHED` or `EXIT_RESUMABLE`."""
-        trainer, directory, rank = self.trainer, self.directory, self.mesh.rank
+        trainer, rank = self.trainer, self.mesh.rank
         iteration = 0 if trainer is None else trainer.iteration
         display = Display(self.last, self.config.logging.log_interval, start_iteration=iteration, enabled=rank == 0)
         code = EXIT_FINISHED
@@ -148,21 +148,25 @@ class Run:
             self.begin(display)
             if trainer is not None:
                 code = TrainingLoop(trainer, display, self.startup).run()
-                if code == EXIT_FINISHED:
-                    display.message(f"finished after step {trainer.iteration}")
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
                 display.message(f"already finished: {self._loaded} is at step {at}. Raise --train-iters to continue")
-            if code == EXIT_FINISHED and directory is not None:
-                self.mark_finished(self.last)
-                display.message(f"everything is in {directory}")
+            if code == EXIT_FINISHED:
+                self.finish(display, self.last)
         return code
 
-    def mark_finished(self, last: int) -> None:
-        """Write DONE into the run directory: scripts need not start the run again. `last`: the number of steps."""
-        if self.directory is not None and self.mesh.rank == 0:
-            write_atomically(self.directory / "DONE", f"{last}\n".encode())
+    def finish(self, display: Display, last: int) -> None:
+        """Show that the run is finished, and write DONE into its directory, so that scripts do not start it again.
+
+        `last`: the number of the last step.
+        """
+        if self.trainer is not None:
+            display.message(f"finished after step {self.trainer.iteration}")
+        if self.directory is not None:
+            if self.mesh.rank == 0:
+                write_atomically(self.directory / "DONE", f"{last}\n".encode())
+            display.message(f"everything is in {self.directory}")
 
     def begin(self, display: Display) -> None:
         """Show how the run begins, and record that it is not finished. Called by all ranks together."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import doctest
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import megalite
 
-PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("library.md", "parallel_layers.md")]
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / name for name in ("library.md", "parallel_layers.md")]
 
 
 def test_the_examples_of_the_page_run() -> None:
@@ -35,3 +37,10 @@ def test_names_are_imported_when_they_are_used() -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ended.stdout.split() == ["False", "1"]
     assert set(megalite.__all__) <= set(dir(megalite))
+
+
+def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "finished after step 100" in ended.stdout
+    assert (tmp_path / "run/squares/DONE").exists()
