@@ -1,0 +1,111 @@
+"""Runs of cells of own_model.py on a rank: by megalite, and by torch's own ways of training on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.layout_run import Held, held, held_states, whole_gradients
+from tests.distributed.own_model import (
+    MODELS,
+    STEPS,
+    Cell,
+    Model,
+    Sums,
+    Values,
+    built,
+    micro_batches,
+    optimizer_of,
+    total,
+)
+from tests.harness.unsharded import unsharded_parameters
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """Result of a run on one rank."""
+
+    losses: list[dict[str, float]]
+    norms: list[float]
+    gradients: list[Held]
+    parameters: list[Held]
+    buffers: list[Held]
+
+
+def run_cells(cells: Sequence[Cell]) -> list[OfRank]:
+    return [run_cell(cell) for cell in cells]
+
+
+def run_cell(cell: Cell, steps: int = STEPS, **options: Any) -> OfRank:
+    run = cell.trainer(**options)
+    trainer = run._trainer
+    names = [term.name for term in trainer.terms]
+    losses, norms, gradients = [], [], list[Held]()
+    while run.iteration < steps:
+        record = run.step()
+        losses.append({name: record[name] for name in names})
+        norms.append(record["grad_norm"])
+        if run.iteration == 1:
+            gradients = whole_gradients(trainer.network, run.mesh, trainer.optimizer.buckets)
+    with unsharded_parameters(trainer.optimizer):
+        parameters = held(trainer.network, run.mesh, lambda parameter: parameter)
+    buffers = held_states(trainer.network, run.mesh)
+    run.close()
+    return OfRank(losses, norms, gradients, parameters, buffers)
+
+
+class _Network(nn.Module):
+    """Layers of a model as one module, whose forward returns the sums of the loss."""
+
+    def __init__(self, model: Model, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._model, self.layers = model, nn.ModuleList(layers)
+
+    def forward(self, values: Values) -> Sums:
+        return self._model.sums(list(self.layers), values)
+
+
+def by_torch(cell: Cell, steps: int = STEPS) -> list[dict[str, float]]:
+    """Train by DDP or, under ZeRO 3, by fully_shard; returns the means of the terms of the loss."""
+    model, layers = MODELS[cell.model], built(cell.model)
+    network = _Network(model, layers)
+    if cell.zero == 3:
+        ranks = (cell.instances, cell.dp // cell.instances)
+        mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("replicas", "shards"))
+        mesh = mesh if cell.instances > 1 else mesh["shards"]
+        for layer in layers if cell.model in ("conv", "vit") else ():
+            if any(p.requires_grad for p in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        wrapped: Any = fully_shard(network, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(network)
+    optimizer, losses = optimizer_of(cell, [p for p in wrapped.parameters() if p.requires_grad]), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        every = list(micro_batches(cell, step))
+        counts, sums = (
+            total([model.counts(values) for _, values in every]),
+            dict.fromkeys(model.counts(every[0][1]), 0.0),
+        )
+        own = [values for rank, values in every if rank == dist.get_rank()]
+        for number, values in enumerate(own):
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_backward_grad_sync = number == len(own) - 1
+            found = wrapped(values)
+            (model.loss(found, counts) * cell.dp).backward()  # torch averages gradients over ranks
+            sums = {name: sums[name] + each.item() for name, each in found.items()}
+        if cell.clip:
+            torch.nn.utils.clip_grad_norm_(wrapped.parameters(), cell.clip)
+        optimizer.step()
+        whole = torch.tensor(list(sums.values()), dtype=torch.float64)
+        dist.all_reduce(whole)
+        losses.append({name: each / counts[name] for name, each in zip(sums, whole.tolist(), strict=True)})
+    return losses
