@@ -204,7 +204,7 @@ def with_unused_branches(zero: int) -> dict[str, Tensor]:
         [stage],
         mesh,
         SGD,
-        DataParallel(torch.float64, zero, overlap_reduce=True, allow_unused=True),
+        DataParallel(torch.float64, zero, bucket_size=1, overlap_reduce=True, allow_unused=True),
         blocks=[stage.blocks()],
         set_values=value_setter([stage], seed=1),
     )
