@@ -228,3 +228,18 @@ def test_unused_parameters_are_named() -> None:
     run = Run([Sometimes()], numbers(0, 0).values, square)
     with pytest.raises(MegaliteError, match=r"never\.bias received 0 of the 2 gradients due.*also too few: never"):
         run.step([numbers(1, 0), numbers(1, 0)])
+
+
+def test_muon_updates_matrices_and_kernels_but_not_vectors() -> None:
+    """Each update of a kernel has singular values of about one, as a matrix [out, in * height * width]."""
+    muon = OptimizerConfig(lr=RATE, optimizer="muon", weight_decay=0.0, clip_grad=0.0, muon_scale_mode="unit_rms_norm")
+    run = Run([nn.Sequential(*layers())], images(0, 0).values, optimizer_config=muon)
+    before = {name: tensor.clone() for name, tensor in run.modules[0].state_dict().items()}
+    run.step([images(0, 0)])
+    after = run.modules[0].state_dict()
+    for name in ("0.weight", "5.weight"):
+        update = (before[name] - after[name]).flatten(1)
+        singular = torch.linalg.svdvals(update)[:SAMPLES]  # the gradient has no higher rank
+        assert singular.min() > 0.6 * singular.max(), name
+    steps = (before["6.bias"] - after["6.bias"]).abs()
+    torch.testing.assert_close(steps, torch.full_like(steps, RATE), rtol=1e-4, atol=0.0)  # the first step of AdamW
