@@ -57,11 +57,9 @@ from megalite.training.resume import open_initial_model
 from megalite.training.run import Run
 from megalite.training.task import Task
 from megalite.training.token_task import TokenTask
-from megalite.training.trainer import Gradients
+from megalite.training.trainer import ENDLESS, Gradients
 from megalite.watchdog.sections import EVALUATION
 
-ENDLESS = 2**62
-"""Number of steps of a run whose end the program decides."""
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
@@ -512,7 +510,7 @@ class Trainer:
         if last is not None or self._loop is None:
             self._trainer.iterations = ENDLESS if last is None else last
         if self._loop is None:
-            total = max(self._trainer.iterations if last is not None else self.iteration, 1)
+            total = None if last is None else max(last, 1)
             enabled = self.rank == 0 and not self._quiet
             interval = self.config.logging.log_interval
             display = Display(total, interval, start_iteration=self.iteration, enabled=enabled)

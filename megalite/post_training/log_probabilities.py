@@ -91,7 +91,8 @@ def _token_loss(loss_fn: LossFunction, batch: Any, entropies: bool) -> TokenLoss
                 f"the loss function returned {has or 'nothing'}: return a sum as a tensor, or a mapping of sums by "
                 f'name with "{LOSS}" among them'
             )
-        return {name: value if name == LOSS else value.detach() for name, value in named.items()}
+        wide = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in named.items()}
+        return {name: value if name == LOSS else value.detach() for name, value in wide.items()}
 
     return TokenLoss(sums, entropies)
 

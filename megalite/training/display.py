@@ -62,13 +62,13 @@ class Display:
     """Display of a run. A context manager: the bar is removed at the end of the block, also after an error.
 
     Args:
-        train_iterations: total number of steps.
+        train_iterations: total number of steps; None if it is not known.
         start_iteration: number of steps before this run resumed.
     """
 
     def __init__(
         self,
-        train_iterations: int,
+        train_iterations: int | None,
         log_interval: int,
         *,
         start_iteration: int = 0,
@@ -123,9 +123,9 @@ class Display:
             self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(escape, shown)]))
 
     def _line(self, metrics: StepMetrics) -> str:
-        digits = len(str(self._total))
+        digits, of_total = (0, "") if self._total is None else (len(str(self._total)), f"/{self._total}")
         parts = [
-            f"step {metrics.iteration:{digits}}/{self._total}",
+            f"step {metrics.iteration:{digits}}{of_total}",
             f"loss {metrics.loss:.4f}",
             f"learning rate {metrics.learning_rate:.3e}",
             f"grad norm {metrics.grad_norm:.3f}",
@@ -136,23 +136,31 @@ class Display:
             parts.append(f"loss scale {metrics.loss_scale:,.0f}")
         if (mfu := metrics.throughput.get("mfu")) is not None:
             parts.append(f"MFU {mfu:.1%}")
-        return " | ".join([*parts, "skipped: not finite" if metrics.skipped else f"ETA {self._remaining()}"])
+        if metrics.skipped:
+            parts.append("skipped: not finite")
+        elif self._total is not None:
+            parts.append(f"ETA {self._remaining(self._total)}")
+        return " | ".join(parts)
 
-    def _remaining(self) -> timedelta:
+    def _remaining(self, total: int) -> timedelta:
         mean = sum(self._times) / len(self._times)
-        return timedelta(seconds=round(mean * (self._total - self._iteration)))
+        return timedelta(seconds=round(mean * (total - self._iteration)))
 
     def _show(self, metrics: StepMetrics) -> None:
-        column = min((self._iteration - 1) * _WIDTH // self._total, _WIDTH - 1)
-        end = max(column + 1, self._iteration * _WIDTH // self._total)
-        self._losses[column:end] = [metrics.loss] * (end - column)
         figures = Table.grid(padding=(0, 2))
-        figures.add_row(
-            ProgressBar(total=self._total, completed=self._iteration, width=_WIDTH),
-            f"[bold]{self._iteration / self._total:4.0%}[/]",
-            f"{self._iteration}/{self._total}",
-            f"ETA [cyan]{self._remaining()}[/]",
-        )
+        if (total := self._total) is None:
+            self._losses = [*self._losses[1:], metrics.loss]
+            figures.add_row("", "step", f"[bold]{self._iteration}[/]", "")
+        else:
+            column = min((self._iteration - 1) * _WIDTH // total, _WIDTH - 1)
+            end = max(column + 1, self._iteration * _WIDTH // total)
+            self._losses[column:end] = [metrics.loss] * (end - column)
+            figures.add_row(
+                ProgressBar(total=total, completed=self._iteration, width=_WIDTH),
+                f"[bold]{self._iteration / total:4.0%}[/]",
+                f"{self._iteration}/{total}",
+                f"ETA [cyan]{self._remaining(total)}[/]",
+            )
         figures.add_row(
             Text("" if self._console.options.ascii_only else curve(self._losses), style="green"),
             "loss",

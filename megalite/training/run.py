@@ -66,6 +66,7 @@ class Run:
         self.config, self._make_task, self._place, self.startup = config, make_task, place, startup
         self._notes = (*startup.notes, *notes)
         self._loaded: AnyPath | None = None
+        self._shown = False
         self._stack = ExitStack()
         save = config.checkpoint.save
         self.directory = None if save is None else open_directory(save)
@@ -169,15 +170,17 @@ class Run:
             display.message(f"everything is in {self.directory}")
 
     def begin(self, display: Display) -> None:
-        """Show how the run begins, and record that it is not finished. Called by all ranks together."""
+        """Show how the run begins, once, and record that it is not finished. Called by all ranks together."""
         notes, self._notes = self._notes, ()
         for note in notes:
             display.message(note)
         if self.trainer is not None:
             with self.sections(START):
-                for note in self.trainer.notes():
-                    display.message(note)
-                display.summary("megalite", {**self.task.summary(self.trainer), "start": self.how})
+                if not self._shown:
+                    for note in self.trainer.notes():
+                        display.message(note)
+                    display.summary("megalite", {**self.task.summary(self.trainer), "start": self.how})
+                    self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:
                     _record_run(self.directory, self.config)
 

@@ -23,7 +23,7 @@ from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.trainer import Trainer
+from megalite.training.trainer import ENDLESS, Trainer
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
 
@@ -51,7 +51,8 @@ def training_line(trainer: Trainer) -> str:
     """Return the length of the run as text."""
     batch, tokens = trainer.batch_size, trainer.task.tokens_per_sample
     growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
-    return f"{trainer.iterations} steps of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
+    steps = "steps" if trainer.iterations == ENDLESS else f"{trainer.iterations} steps"
+    return f"{steps} of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
 
 
 def common_lines(trainer: Trainer) -> dict[str, object]:

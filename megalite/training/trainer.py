@@ -42,6 +42,9 @@ from megalite.training.resume import ResumePoint, check_schedule_unit
 from megalite.training.task import Loader, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
+ENDLESS = 2**62
+"""Number of steps of a run whose end its program decides."""
+
 
 @dataclass(frozen=True)
 class Gradients:

@@ -57,6 +57,16 @@ def test_a_skipped_step_is_always_said() -> None:
     assert "skipped" in stream.getvalue().splitlines()[1]
 
 
+def test_without_a_last_step_no_end_is_shown() -> None:
+    stream = io.StringIO()
+    with Display(None, 10, stream=stream, start_iteration=5) as display:
+        for iteration in range(6, 21):
+            display.step(step(iteration))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("|")[0] for line in lines] == ["step 6 ", "step 10 ", "step 20 "]
+    assert lines[-1].endswith("2,000 ms")
+
+
 def test_a_loss_scale_is_shown() -> None:
     """Show skipped steps of --fp16, which occur until the loss scale is small enough."""
     stream = io.StringIO()
@@ -128,6 +138,18 @@ def test_on_a_terminal_the_bar_is_drawn_and_taken_down_even_by_an_error(monkeypa
     assert "2/4" in shown
     assert "█" * 10 + "▁" * 10 in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_on_a_terminal_a_run_without_a_last_step_has_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    primary, secondary = os.openpty()
+    with os.fdopen(secondary, "w", encoding="utf-8") as terminal, Display(None, 100, stream=terminal) as display:
+        display.step(step(1, loss=4.0))
+        display.step(step(2, loss=8.0))
+    shown = read_to_end(primary)
+    os.close(primary)
+    assert "▁█" in shown
+    assert "ETA" not in shown
 
 
 def test_the_curve_runs_from_its_least_to_its_greatest_and_leaves_gaps() -> None:

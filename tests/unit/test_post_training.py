@@ -55,13 +55,18 @@ def test_a_loss_function_returns_a_loss(found: object) -> None:
 def test_only_the_loss_is_differentiated() -> None:
     def sums(outputs: TokenOutputs, batch: str) -> Mapping[str, Tensor]:
         assert batch == "mine"
-        return {LOSS: outputs.log_probabilities.sum(), "other": outputs.log_probabilities.exp().sum()}
+        return {
+            LOSS: outputs.log_probabilities.sum(),
+            "other": outputs.log_probabilities.exp().sum(),
+            "items": torch.tensor(4),
+        }
 
     (micro_batch,) = with_loss([PLAIN], sums, ["mine"])
     assert micro_batch.token_loss is not None
     found = micro_batch.token_loss.sums(torch.zeros(1, 4, requires_grad=True), None)
     assert found[LOSS].requires_grad
     assert not found["other"].requires_grad
+    assert found["items"].dtype == torch.float32  # the engine adds up nothing narrower, and no whole numbers
 
 
 def test_the_entropys_gradient_is_that_of_torch() -> None:
