@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-WORDS = """END zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
-seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand""".split()
+ALL = """END zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand"""
+WORDS = ALL.split()
 DIGITS, LENGTH = 6, 10  # the longest name has nine words, and END
 
 
