@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import all_gather_json
@@ -45,6 +47,35 @@ def check_same(tensors: Mapping[str, Tensor], mesh: ParallelMesh, advice: str) -
             other, expected = first.setdefault(name, (rank, digest))
             if digest != expected:
                 raise MegaliteError(f"{name} has other values on rank {rank} than on rank {other}: {advice}")
+
+
+def check_apart(modules: Iterable[nn.Module]) -> None:
+    """Check that no parameter has memory in common with another tensor: training would give each its own.
+
+    Raises:
+        MegaliteError: one does. The same parameter object in several places is one tied weight, and is allowed.
+    """
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for number, module in enumerate(modules):
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
+                tensors.setdefault(id(tensor), (f"{name} of stage {number} ({type(module).__name__})", tensor))
+    places = sorted(
+        ((tensor.device.type, *_addresses(tensor), name, tensor) for name, tensor in tensors.values()),
+        key=lambda place: place[:3],
+    )
+    for (device, _, end, name, one), (other_device, start, _, other_name, other) in pairwise(places):
+        if device == other_device and start < end and any(isinstance(each, nn.Parameter) for each in (one, other)):
+            raise MegaliteError(
+                f"{name} and {other_name} share memory and are two tensors: for a tied weight, let both modules have "
+                "the same parameter (a.weight = b.weight); otherwise clone one"
+            )
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the one after its last."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def _whole(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megalite.modules.calling import arguments, arguments_of, goes_by_position, results
+from megalite.modules.calling import arguments, arguments_of, goes_by_position, named, results
 from megalite.parallel.stage import NO_SUMS, StageOutput, TermSums, add_sums
 
 
@@ -19,8 +19,13 @@ class Layers(nn.Module):
         """`is_last`: the network ends with these layers, so that the output is the last layer's alone."""
         super().__init__()
         self._is_last = is_last
+        self._running = ""
         for number, layer in layers.items():
             self.add_module(number, layer)
+
+    def running(self) -> str:
+        """Return the name of the layer that ran last, for messages."""
+        return named(int(self._running), self.get_submodule(self._running))
 
     def forward(self, inputs: Mapping[str, Tensor], values: Any, taken: set[str]) -> Any:
         """Run the layers. `inputs`: tensors of earlier stages; the names of those that are used are added to `taken`.
@@ -33,6 +38,7 @@ class Layers(nn.Module):
         live = dict(inputs)
         for name, layer in self._modules.items():
             assert layer is not None
+            self._running = name
             by_position, by_name, used = arguments(int(name), layer, live, values, arguments_of(layer))
             taken |= {each for each in used if live.get(each) is inputs.get(each)}
             output = layer(*by_position, **by_name)

@@ -13,12 +13,16 @@ from torch.overrides import TorchFunctionMode
 
 from megalite.errors import MegaliteError
 from megalite.modules.calling import goes_by_position, named, results
-from megalite.modules.layers import arguments_of_stage
+from megalite.modules.layers import Layers, arguments_of_stage
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import TensorSpec
 
 META = torch.device("meta")
 Message = tuple[TensorSpec, ...]
+
+
+class NotOnMetaError(MegaliteError):
+    """A stage cannot run on the meta device, or does not fit its inputs."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,16 @@ def runs_on_meta(modules: Sequence[nn.Module], values: Any) -> Iterator[MetaRun]
     """Run copies of the stages on the meta device, one after the other."""
     values, inputs = _to_meta(values), dict[str, Tensor]()
     for number, module in enumerate(modules):
+        alike = copies_on_meta([module])[0]
         try:
-            alike = copies_on_meta([module])[0]
             copied = {name: tensor.clone() for name, tensor in inputs.items()}
             by_position, by_name, taken = arguments_of_stage(number, alike, copied, values)
             with torch.enable_grad(), META, _BlockWatch(alike) as watch:
                 output = alike(*by_position, **by_name)
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise MegaliteError(
-                f"{named(number, module)} failed on the meta device, where the tensors that stages pass on are found: "
+            where = alike.running() if isinstance(alike, Layers) else named(number, module)
+            raise NotOnMetaError(
+                f"{where} failed on the meta device, where the tensors that stages pass on are found: "
                 f"{str(error).splitlines()[0]}. If it runs on real tensors, declare the messages between stages instead"
             ) from error
         found = results(number, module, output)

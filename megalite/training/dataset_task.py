@@ -119,7 +119,15 @@ class DatasetTask(Task):
 
     def notes(self) -> tuple[str, ...]:
         sources = [source for source in (self.train, self.valid) if source is not None]
-        return (*dict.fromkeys(note for source in sources for note in source.notes), *self._data_notes)
+        found = (*dict.fromkeys(note for source in sources for note in source.notes), *self._data_notes)
+        training, length = self.config.training, None if self.valid is None else self.valid.length
+        size = training.evaluation_batch_size or self.batch_size.final
+        if length is None or training.eval_iters * size == length:
+            return found
+        return (
+            *found,
+            f"note: evaluations take {training.eval_iters * size:,} samples, and their dataset has {length:,}",
+        )
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         per_second = batch_size / seconds

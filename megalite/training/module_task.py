@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,11 @@ from megalite.config.run import TaskConfig
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.modules.alike import check_alike
+from megalite.modules.alike import check_alike, check_apart
 from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
 from megalite.modules.layers import Layers
-from megalite.modules.messages import Message, StagePlan, copies_on_meta, find_messages
+from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, decays, give_records, matrix_names, value_setter
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
 from megalite.parallel.collectives import all_gather_json
@@ -74,6 +75,7 @@ class ModuleTask(DatasetTask):
         self.options = options
         self._ranges: list[range] = []  # the layers of each stage
         plain = [each for each in options.stages if isinstance(each, nn.Module)]
+        check_apart(plain)
         self._modules = self._build(mesh, plain)
         self._pristine = copies_on_meta(plain)  # for other ranks' stages; functions build theirs again
         self._example = self._first_batch()
@@ -155,7 +157,12 @@ class ModuleTask(DatasetTask):
                 )
             return [StagePlan()]
         values = None if self._example is None else self._example.values
-        return find_messages(self._modules, values, self.options.messages)
+        try:
+            return find_messages(self._modules, values, self.options.messages)
+        except NotOnMetaError:
+            if len(self._modules) > 1:
+                raise
+            return [StagePlan()]  # a network in one stage needs no messages, and is one block
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[ModuleStage]:
         own, options, training = mesh is self.mesh, self.options, self.config.training
@@ -173,10 +180,16 @@ class ModuleTask(DatasetTask):
         if own:
             check_alike([modules[number] for number in numbers], mesh)
             self._set_values = value_setter([modules[number] for number in numbers], training.seed)
+        buffers = [[name for name, _ in module.named_buffers()] for module in modules]
+        parts = [[name for name, _ in module.named_modules() if name] for module in modules]
+        recompute: Sequence[str] = () if isinstance(options.recompute, bool) else options.recompute
+        _require_matches(options.buffers, buffers, "no buffer is called {}, for which there is a rule")
+        _require_matches(recompute, parts, "no submodule is called {}, to be recomputed")
         chunks = []
         for number, of_stage in zip(numbers, records, strict=True):
-            module = modules[number]
-            kept = KeptBuffers(module, mesh, _rules_of(module, options.buffers), frozen=of_stage.frozen)
+            module, of_buffers = modules[number], _matching(options.buffers, buffers[number])
+            rules = {each: options.buffers[each] for each in of_buffers}
+            kept = KeptBuffers(module, mesh, rules, frozen=of_stage.frozen)
             chunks.append(
                 ModuleStage(
                     module,
@@ -190,7 +203,7 @@ class ModuleTask(DatasetTask):
                     kept=kept,
                     uses=of_stage.uses,
                     seed=training.seed,
-                    recompute=options.recompute,
+                    recompute=options.recompute is True or _matching(recompute, parts[number]),
                     one_block=options.allow_unused,
                 )
             )
@@ -200,8 +213,10 @@ class ModuleTask(DatasetTask):
         return chunks
 
     def _require_matrices(self, modules: Sequence[nn.Module]) -> None:
+        if self.config.optimizer.optimizer != "muon":
+            return
         own = [modules[number] for number in self.stages().of_rank(self.mesh.coordinate("pp"))]
-        if self.config.optimizer.optimizer == "muon" and self.mesh.size("pp") == 1 and not matrix_names(own):
+        if not any(all_gather_json(bool(matrix_names(own)), self.mesh)):  # a stage may have none
             raise ConfigurationError("the model has no matrix that Muon could update: choose megalite.AdamW")
 
     @property
@@ -262,12 +277,17 @@ class ModuleTask(DatasetTask):
         return (*super().notes(), *([f"{note} count=..., it is a sum"] if mean else []))
 
 
-def _rules_of(module: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rules that name a buffer of this stage; the others are for other stages."""
-    from fnmatch import fnmatchcase
+def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the patterns that name something of this stage; the others are for other stages."""
+    return [each for each in patterns if any(fnmatchcase(name, each) for name in names)]
 
-    names = [name for name, _ in module.named_buffers()]
-    return {each: rule for each, rule in rules.items() if any(fnmatchcase(name, each) for name in names)}
+
+def _require_matches(patterns: Iterable[str], of_stages: Sequence[Sequence[str]], message: str) -> None:
+    names = [name for names in of_stages for name in names]
+    for each in patterns:
+        if not _matching([each], names):
+            shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+            raise ConfigurationError(f"{message.format(each)}: there {'are' if names else 'is'} {shown or 'none'}")
 
 
 def _counted(count: Count, name: str) -> Callable[[Batch], Tensor]:
