@@ -21,9 +21,10 @@ from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
 from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
-from megalite.modules.records import Initial, decays, give_records, matrix_names, value_setter
+from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
 from megalite.parallel.collectives import all_gather_json
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -222,6 +223,15 @@ class ModuleTask(DatasetTask):
     @property
     def set_values(self) -> Callable[[Parameter], None] | None:
         return self._set_values
+
+    def check(self, optimizer: Optimizer) -> None:
+        check_tied_buckets(optimizer.buckets, self.mesh)
+
+    def saved_config(self) -> dict[str, Any]:
+        for chunk in self.chunks:
+            if chunk.kept is not None:
+                chunk.kept.check()  # one rank saves what must be the same on all
+        return super().saved_config()
 
     def model_section(self) -> dict[str, Any]:
         return {"kind": "a model of one's own"}

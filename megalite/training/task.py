@@ -11,6 +11,7 @@ from megalite.checkpoint import Manifest
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import ConfigurationError
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
@@ -69,6 +70,10 @@ class Task(ABC):
     @abstractmethod
     def set_values(self) -> Callable[[Parameter], None] | None:
         """A function that sets the initial values of a parameter; None if parameters have them already."""
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise MegaliteError if the buckets of the optimizer do not fit the network. Called by all ranks together."""
+        return
 
     # ------------------------------------------------------------------------------------------------ the data
 
