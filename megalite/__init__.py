@@ -11,48 +11,72 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig as GPTConfig
     from megalite.errors import MegaliteError
+    from megalite.library.experts import Experts
+    from megalite.library.layers import (
+        ColumnParallelLinear,
+        LayerNorm,
+        ParallelAttention,
+        RMSNorm,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        gather_sequence,
+        split_sequence,
+        vocab_parallel_cross_entropy,
+    )
     from megalite.library.settings import SGD, AdamW, Layout, Muon
     from megalite.library.trainer import Trainer
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
-    from megalite.parallel.embedding import VocabParallelEmbedding
-    from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
     from megalite.parallel.stage import LossTerm, StageOutput, TensorSpec
 
 __all__ = [
     "SGD",
     "AdamW",
     "ColumnParallelLinear",
+    "Experts",
     "GPTConfig",
+    "LayerNorm",
     "Layout",
     "LossTerm",
     "MegaliteError",
     "Muon",
+    "ParallelAttention",
     "ParallelContext",
+    "RMSNorm",
     "RowParallelLinear",
     "StageOutput",
     "SyncBatchNorm",
     "TensorSpec",
     "Trainer",
     "VocabParallelEmbedding",
+    "gather_sequence",
+    "split_sequence",
+    "vocab_parallel_cross_entropy",
 ]
 
 _MODULES = {
     "SGD": "library.settings",
     "AdamW": "library.settings",
-    "ColumnParallelLinear": "parallel.linear",
+    "ColumnParallelLinear": "library.layers",
+    "Experts": "library.experts",
     "GPTConfig": "config.model",
+    "LayerNorm": "library.layers",
     "Layout": "library.settings",
     "LossTerm": "parallel.stage",
     "MegaliteError": "errors",
     "Muon": "library.settings",
+    "ParallelAttention": "library.layers",
     "ParallelContext": "parallel.context",
-    "RowParallelLinear": "parallel.linear",
+    "RMSNorm": "library.layers",
+    "RowParallelLinear": "library.layers",
     "StageOutput": "parallel.stage",
     "SyncBatchNorm": "modules.batch_norm",
     "TensorSpec": "parallel.stage",
     "Trainer": "library.trainer",
-    "VocabParallelEmbedding": "parallel.embedding",
+    "VocabParallelEmbedding": "library.layers",
+    "gather_sequence": "library.layers",
+    "split_sequence": "library.layers",
+    "vocab_parallel_cross_entropy": "library.layers",
 }
 _OTHER_NAMES = {"GPTConfig": "ModelConfig"}
 

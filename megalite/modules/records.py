@@ -24,6 +24,8 @@ from megalite.pipeline.stages import Stages
 
 Initial = Callable[[str, torch.Generator, tuple[int, ...]], Tensor]
 """Function from a name, a generator on the CPU and a shape to initial values."""
+SEQUENCE_PARALLEL = "sequence_parallel"
+"""Attribute of a plain parameter, as in Megatron-LM: true if each tensor-parallel rank applies it to its own tokens."""
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -74,8 +76,9 @@ def give_records(
     matrices: Callable[[nn.Module, Tensor], str | None] = matrix_pattern,
     initial: Initial | None = None,
     seed: int = 0,
+    splits_sequences: bool = False,
 ) -> list[Records]:
-    """Replace each plain parameter of this rank's stages, in place. Parameters with a `Sharding` stay.
+    """Replace each plain parameter of this rank's stages, in place. Those with a `Sharding`, of parallel layers, stay.
 
     A parameter that requires no gradient becomes a buffer. A parameter object in several stages is a tied weight.
 
@@ -85,6 +88,8 @@ def give_records(
         stages: their placement on ranks; None: all are on this rank.
         initial: draws initial values; None: values are those that the modules have. Buffers on the meta device are
             drawn too, with `seed`.
+        splits_sequences: tensor-parallel ranks have parts of the sequences between layers. Each plain parameter then
+            has the attribute `sequence_parallel`, which tells if its gradient is of the rank's part.
 
     Returns:
         Facts about each stage of this rank, by chunk.
@@ -96,6 +101,14 @@ def give_records(
     if len(modules) != stages.count:
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
     holders = _holders(modules, name_prefix)
+    for each in holders.values():
+        plain = each.parameter.requires_grad and not isinstance(each.parameter, Parameter)
+        if splits_sequences and plain and not hasattr(each.parameter, SEQUENCE_PARALLEL):
+            raise MegaliteError(
+                f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
+                "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
+                "attribute sequence_parallel, True if it has a part and False if it has whole sequences"
+            )
     own = stages.of_rank(mesh.coordinate("pp"))
     made: dict[int, tuple[nn.Parameter, Parameter]] = {}  # by the id of the old one, which must stay alive
     found = []
@@ -104,6 +117,8 @@ def give_records(
         for owner, key, name, old in _parameters_of(modules[number], name_prefix):
             where = holders[id(old)]
             if not old.requires_grad:
+                if isinstance(old, Parameter):
+                    raise MegaliteError(f"{old.sharding.name} of a parallel layer cannot be frozen: let it be trained")
                 if id(old) not in frozen:
                     frozen[id(old)] = _values(name, old, mesh, initial, seed)
                     records.frozen.append(name)
@@ -111,14 +126,18 @@ def give_records(
                 owner.register_buffer(key, frozen[id(old)])
                 continue
             if isinstance(old, Parameter) and id(old) not in made:
+                old.sharding = _by_rules(old, weight_decay, initial)
                 continue
             if id(old) not in made:
                 decay, pattern = weight_decay(where.name, old), matrices(owner, old)
-                draw = AsBuilt() if initial is None else _drawn(initial, where.name, old)
+                draw = AsBuilt() if initial is None else _drawn(initial, where.name, old.shape)
                 is_table = isinstance(owner, EMBEDDINGS)
                 shape = tuple(old.shape) or (1,)
                 tensor = LogicalTensor(where.name, shape, draw, decay, pattern, is_embedding_or_output=is_table)
-                made[id(old)] = old, _parameter(old, _sharding(tensor, where.stages, mesh, stages), mesh)
+                sharding = _sharding(tensor, where.stages, mesh, stages)
+                if splits_sequences and getattr(old, SEQUENCE_PARALLEL):
+                    sharding = replace(sharding, grad_is_partial=True)
+                made[id(old)] = old, _parameter(old, sharding, mesh)
             setattr(owner, key, made[id(old)][1])
             before = [stage for stage in own if stage in where.stages].index(number)
             if before:
@@ -183,6 +202,7 @@ class _Holders:
     parameter: nn.Parameter
     name: str
     stages: list[int]
+    places: int = 0
 
 
 def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
@@ -192,7 +212,13 @@ def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
         for _, _, name, parameter in _parameters_of(module, prefix):
             where = found.setdefault(id(parameter), _Holders(parameter, name, []))
             where.stages += [stage] if stage not in where.stages else []
+            where.places += 1
             pieces = parameter.sharding.pieces if isinstance(parameter, Parameter) else ()
+            if isinstance(parameter, Parameter) and where.places > len(parameter.sharding.uses):
+                raise MegaliteError(
+                    f"{parameter.sharding.name} of a parallel layer is in several places: only plain modules can share "
+                    "a weight"
+                )
             for each in [piece.tensor.name for piece in pieces] or [where.name]:
                 other, earlier = named.setdefault(each, (id(parameter), stage))
                 if other != id(parameter):
@@ -228,6 +254,19 @@ def _sharding(tensor: LogicalTensor, holders: Sequence[int], mesh: ParallelMesh,
     return Sharding(tensor.shape, (piece,), replicas, grad_is_partial=len(ranks) > 1, uses=uses)
 
 
+def _by_rules(parameter: Parameter, weight_decay: Callable[[str, Tensor], bool], initial: Initial | None) -> Sharding:
+    """Return the record of a parallel layer's parameter with the weight decay and the initial values of the rules."""
+    pieces = []
+    for piece in parameter.sharding.pieces:
+        tensor = piece.tensor
+        if weight_decay is not decays:
+            tensor = replace(tensor, weight_decay=weight_decay(tensor.name, parameter))
+        if initial is not None:
+            tensor = replace(tensor, initial=_drawn(initial, tensor.name, tensor.shape))
+        pieces.append(replace(piece, tensor=tensor))
+    return replace(parameter.sharding, pieces=tuple(pieces))
+
+
 def _parameter(old: nn.Parameter, sharding: Sharding, mesh: ParallelMesh) -> Parameter:
     name, scalar = sharding.name, not old.dim()
     if not old.is_floating_point():
@@ -251,8 +290,8 @@ def _check_place(name: str, tensor: Tensor, mesh: ParallelMesh) -> None:
     raise MegaliteError(f"{name} is on {tensor.device}, and this rank computes on {mesh.device}: move the module there")
 
 
-def _drawn(initial: Initial, name: str, old: Tensor) -> Drawn:
-    return Drawn(lambda generator: initial(name, generator, tuple(old.shape)))
+def _drawn(initial: Initial, name: str, shape: Sequence[int]) -> Drawn:
+    return Drawn(lambda generator: initial(name, generator, tuple(shape)))
 
 
 def _values(name: str, old: Tensor, mesh: ParallelMesh, initial: Initial | None, seed: int) -> Tensor:
@@ -261,7 +300,7 @@ def _values(name: str, old: Tensor, mesh: ParallelMesh, initial: Initial | None,
         _check_place(name, old, mesh)
         return old.detach().contiguous()
     shape = tuple(old.shape)
-    tensor = LogicalTensor(name, shape, _drawn(initial, name, old), weight_decay=False)
+    tensor = LogicalTensor(name, shape, _drawn(initial, name, old.shape), weight_decay=False)
     return initial_values(tensor, Box.whole(shape), seed).to(mesh.device, old.dtype)
 
 

@@ -1,7 +1,7 @@
 """Collectives over a `Group`. They gather and scatter along dimension 0, and do nothing in a group of one rank.
 
 They are out of place, except functions with a trailing underscore. The asynchronous forms return a `Pending`, and its
-`wait()` returns the result.
+`wait()` returns the result. Tensors on the meta device are not sent; their results have the right shapes.
 
 On gloo, reduce-scatter is an all-to-all followed by a sum in rank order. This costs a third of gloo's own
 reduce-scatter, and the order of the sum is always the same.
@@ -98,7 +98,7 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
-    if group.size == 1:
+    if group.size == 1 or tensor.is_meta:
         return completed(tensor)
     if group.size == 2 and op == "sum" and _is_gloo(group):
         return _gather_and_add(tensor, group)  # as many bytes as gloo's own, in one phase, not two: half the cost
@@ -116,7 +116,7 @@ def all_reduce_in_rank_order_(tensor: Tensor, group: Group) -> Tensor:
     gloo's own all-reduce adds the ranks' values in an order that changes along the tensor. Use this only for small or
     rare sums on gloo: each rank receives the tensors of all ranks.
     """
-    if group.size == 1 or not _is_gloo(group):
+    if group.size == 1 or tensor.is_meta or not _is_gloo(group):
         return all_reduce_(tensor, group)
     return _gather_and_add(tensor, group).wait()
 
@@ -143,6 +143,8 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
+    if tensor.is_meta:
+        return completed(gathered)
     work = launch(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
     return Pending(work, lambda: gathered, group.waits)
 
@@ -200,6 +202,8 @@ def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[
         return completed(rows)
     rows = rows.contiguous()
     result = rows.new_empty(sum(received), *rows.shape[1:])
+    if rows.is_meta:
+        return completed(result)
     process_group = group.process_group
     work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
     return Pending(work, lambda: result, group.waits)
@@ -214,6 +218,8 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
+    if tensor.is_meta:
+        return completed(result)
     if not _is_gloo(group):
         work = launch(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
         return Pending(work, lambda: result, group.waits)

@@ -45,6 +45,10 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __deepcopy__(self, known: dict[int, Any]) -> Group:
+        """Return the group itself: a copy of a module communicates as the module does."""
+        return self
+
 
 class ParallelMesh:
     """The ranks of a run as a grid. Tensor-parallel ranks are adjacent (Megatron's order tp-cp-ep-dp-pp).
@@ -191,6 +195,10 @@ class ParallelMesh:
                 f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
                 f"{str(error).splitlines()[0]}"
             ) from error
+
+    def __deepcopy__(self, known: dict[int, Any]) -> ParallelMesh:
+        """Return the mesh itself, as for `Group`."""
+        return self
 
     def close(self) -> None:
         """Destroy the process groups that this mesh has made, but not the default group."""
