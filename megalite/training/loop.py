@@ -59,6 +59,8 @@ class TrainingLoop:
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
         self._stack = ExitStack()
+        self.saved = trainer.iteration
+        """Last step that a checkpoint has, or is to have."""
         self.metrics: StepMetrics | None = None
         """Record of the last step."""
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
@@ -209,6 +211,7 @@ class TrainingLoop:
         with self.sections(SAVE):
             self._writer.publish()
             self.trainer.save(self.display, last=last)
+        self.saved = self.trainer.iteration
 
     def _settle(self) -> None:
         if self.trainer.checkpoints is not None:
