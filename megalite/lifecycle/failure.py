@@ -87,7 +87,8 @@ def report_uncaught() -> None:
     Stop signals end the program from now on.
     """
     exit_on_stop_signals()
-    sys.excepthook = lambda kind, error, trace: _fail(_describe(error), exit_code_of(error))
+    found = "the program ended by an error"  # whose code has it, the traceback tells
+    sys.excepthook = lambda kind, error, trace: _fail(_describe(error, found), exit_code_of(error))
 
 
 def run_tool(main: Callable[[], None]) -> None:
@@ -141,8 +142,8 @@ def _output_written() -> Iterator[None]:
         raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
 
 
-def _describe(error: BaseException) -> str:
-    """Return the message for an error, without the rank."""
+def _describe(error: BaseException, otherwise: str = "a defect in megalite or a library, please report it") -> str:
+    """Return the message for an error, without the rank. `otherwise`: text above the traceback of an unknown error."""
     if isinstance(error, MegaliteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -159,7 +160,7 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return f"this machine is out of memory: {error}\n{_innermost(error)}"
     trace = "".join(traceback.format_exception(error))
-    return f"a defect in megalite or a library, please report it:\n{trace.rstrip()}"
+    return f"{otherwise}:\n{trace.rstrip()}"
 
 
 def _innermost(error: BaseException) -> str:
