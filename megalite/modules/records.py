@@ -21,6 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import AsBuilt, Box, Drawn, LogicalTensor, Piece, Sharding, Use
 from megalite.pipeline.stages import Stages
+from megalite.torch_internals import storage_identity
 
 Initial = Callable[[str, torch.Generator, tuple[int, ...]], Tensor]
 """Function from a name, a generator on the CPU and a shape to initial values."""
@@ -102,8 +103,10 @@ def give_records(
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
     holders = _holders(modules, name_prefix)
     for each in holders.values():
-        plain = each.parameter.requires_grad and not isinstance(each.parameter, Parameter)
-        if splits_sequences and plain and not hasattr(each.parameter, SEQUENCE_PARALLEL):
+        old, trained = each.parameter, each.parameter.requires_grad
+        if isinstance(old, Parameter) and not trained:
+            raise MegaliteError(f"{old.sharding.name} of a parallel layer cannot be frozen: let it be trained")
+        if splits_sequences and trained and not isinstance(old, Parameter) and not hasattr(old, SEQUENCE_PARALLEL):
             raise MegaliteError(
                 f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
                 "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
@@ -117,8 +120,6 @@ def give_records(
         for owner, key, name, old in _parameters_of(modules[number], name_prefix):
             where = holders[id(old)]
             if not old.requires_grad:
-                if isinstance(old, Parameter):
-                    raise MegaliteError(f"{old.sharding.name} of a parallel layer cannot be frozen: let it be trained")
                 if id(old) not in frozen:
                     frozen[id(old)] = _values(name, old, mesh, initial, seed)
                     records.frozen.append(name)
@@ -226,7 +227,21 @@ def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
                         f"two parameters are called {each}, in stage {earlier} and in stage {stage}: name the parts of "
                         "each stage as in the whole network, for example by their numbers in it"
                     )
+    _require_own_memory(found.values())
     return found
+
+
+def _require_own_memory(holders: Iterable[_Holders]) -> None:
+    """Raise MegaliteError if two parameters share memory: each of them would go its own way without a word."""
+    owners: dict[int, str] = {}
+    for each in holders:
+        if each.parameter.numel() and each.parameter.device.type != "meta" and not isinstance(each.parameter, Parameter):
+            other = owners.setdefault(storage_identity(each.parameter), each.name)
+            if other != each.name:
+                raise MegaliteError(
+                    f"{each.name} and {other} are two parameters that share memory: assign one parameter to both "
+                    "modules to tie them, or give each its own values, for example by clone()"
+                )
 
 
 def _parameters_of(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:

@@ -295,6 +295,7 @@ def initial(name: str, _: torch.Generator, shape: Sequence[int]) -> Tensor:
 def trainer(model: str, optimizer: str, layout: Mapping[str, Any], **options: Any) -> megalite.Trainer:
     """Start a run of a model on this rank."""
     chosen = MODELS[model]
+    options = {"initial": initial} | options
     return megalite.Trainer(
         stages=chosen.stages(),
         loss=lambda losses, values: losses.sum(),
@@ -307,8 +308,8 @@ def trainer(model: str, optimizer: str, layout: Mapping[str, Any], **options: An
         precision="fp64",
         micro_batch_size=MICRO,
         global_batch_size=BATCH,
-        initial=initial,
         quiet=True,
+        watchdog=False,
         **options,
     )
 
