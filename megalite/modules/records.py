@@ -235,7 +235,11 @@ def _require_own_memory(holders: Iterable[_Holders]) -> None:
     """Raise MegaliteError if two parameters share memory: each of them would go its own way without a word."""
     owners: dict[int, str] = {}
     for each in holders:
-        if each.parameter.numel() and each.parameter.device.type != "meta" and not isinstance(each.parameter, Parameter):
+        if (
+            each.parameter.numel()
+            and each.parameter.device.type != "meta"
+            and not isinstance(each.parameter, Parameter)
+        ):
             other = owners.setdefault(storage_identity(each.parameter), each.name)
             if other != each.name:
                 raise MegaliteError(

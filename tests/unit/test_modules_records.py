@@ -383,3 +383,10 @@ def test_measured_costs_are_seconds() -> None:
     first, _, third = measured_costs(layers, torch.randn(500, 10))
     assert 0 < first < third < 10
     assert layers[0].weight.grad is None
+
+
+def test_two_parameters_that_share_memory_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight.data = module[0].weight.data
+    with pytest.raises(MegaliteError, match=r"1\.weight and 0\.weight are two parameters that share memory"):
+        give_records([module], ParallelMesh())
