@@ -58,7 +58,12 @@ def check_apart(modules: Iterable[nn.Module]) -> None:
     tensors: dict[int, tuple[str, Tensor]] = {}
     for number, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if not is_lazy(tensor) and tensor.device.type != "meta" and tensor.numel():
+            if (
+                not is_lazy(tensor)
+                and tensor.device.type != "meta"
+                and tensor.untyped_storage().nbytes()
+                and tensor.numel()
+            ):
                 tensors.setdefault(id(tensor), (f"{name} of stage {number} ({type(module).__name__})", tensor))
     places = sorted(
         ((tensor.device.type, *_addresses(tensor), name, tensor) for name, tensor in tensors.values()),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from megalite.errors import MegaliteError
+from megalite.modules.alike import check_apart
 from megalite.optim.buckets import Bucket
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.initialization import initial_values, set_initial_values
@@ -21,7 +22,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import AsBuilt, Box, Drawn, LogicalTensor, Piece, Sharding, Use
 from megalite.pipeline.stages import Stages
-from megalite.torch_internals import storage_identity
 
 Initial = Callable[[str, torch.Generator, tuple[int, ...]], Tensor]
 """Function from a name, a generator on the CPU and a shape to initial values."""
@@ -101,6 +101,7 @@ def give_records(
     stages = stages or Stages(1, len(modules))
     if len(modules) != stages.count:
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
+    check_apart(modules)
     holders = _holders(modules, name_prefix)
     for each in holders.values():
         old, trained = each.parameter, each.parameter.requires_grad
@@ -227,25 +228,7 @@ def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
                         f"two parameters are called {each}, in stage {earlier} and in stage {stage}: name the parts of "
                         "each stage as in the whole network, for example by their numbers in it"
                     )
-    _require_own_memory(found.values())
     return found
-
-
-def _require_own_memory(holders: Iterable[_Holders]) -> None:
-    """Raise MegaliteError if two parameters share memory: each of them would go its own way without a word."""
-    owners: dict[int, str] = {}
-    for each in holders:
-        if (
-            each.parameter.numel()
-            and each.parameter.device.type != "meta"
-            and not isinstance(each.parameter, Parameter)
-        ):
-            other = owners.setdefault(storage_identity(each.parameter), each.name)
-            if other != each.name:
-                raise MegaliteError(
-                    f"{each.name} and {other} are two parameters that share memory: assign one parameter to both "
-                    "modules to tie them, or give each its own values, for example by clone()"
-                )
 
 
 def _parameters_of(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -215,16 +216,20 @@ def make_optimizer(
     mesh: ParallelMesh,
     stages: Stages,
     set_values: Callable[[Parameter], None] | None,
+    *,
+    allow_unused: bool = False,
 ) -> Optimizer:
     """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard.
 
-    `set_values`: sets the initial values of a parameter. None: the parameters already have them.
+    Args:
+        set_values: sets the initial values of a parameter. None: the parameters already have them.
+        allow_unused: parameters that a step does not use have a gradient of zero, instead of an error.
     """
     return optim.make_optimizer(
         chunks,
         mesh,
         config.optimizer,
-        data_parallel(config, mesh, stages),
+        replace(data_parallel(config, mesh, stages), allow_unused=allow_unused),
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=set_values,
     )

@@ -23,8 +23,8 @@ from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
-from megalite.parallel.collectives import all_gather_json
 from megalite.optim.optimizer import Optimizer
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -73,7 +73,7 @@ class ModuleTask(DatasetTask):
         valid: SampleSource | None = None,
     ) -> None:
         super().__init__(config, mesh, train, valid)
-        self.options = options
+        self.options, self.allow_unused = options, options.allow_unused
         self._ranges: list[range] = []  # the layers of each stage
         plain = [each for each in options.stages if isinstance(each, nn.Module)]
         check_apart(plain)

@@ -86,7 +86,9 @@ class Trainer:
         self.chunks = task.make_chunks(mesh, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
-        self.optimizer = builder.make_optimizer(config, self.chunks, mesh, stages, task.set_values)
+        self.optimizer = builder.make_optimizer(
+            config, self.chunks, mesh, stages, task.set_values, allow_unused=task.allow_unused
+        )
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
