@@ -325,6 +325,8 @@ class Cell:
     clip: float = 0.0
     recompute: bool = False
     precision: str = "fp64"
+    spoiled: bool = False
+    """One of the buffers has other values."""
 
     @property
     def world_size(self) -> int:
@@ -347,6 +349,8 @@ class Cell:
     def trainer(self, **options: Any) -> megalite.Trainer:
         """Start the run on this rank. Called on all ranks together."""
         model, layers = MODELS[self.model], built(self.model)
+        if self.spoiled:
+            next(buffer for layer in reversed(layers) for buffer in layer.buffers()).add_(1)
         network = {"model": nn.Sequential(*layers)} if model.as_sequence else {"stages": layers}
         of_optimizer: dict[str, Any] = {"lr": RATE, "weight_decay": DECAY, "clip_grad": self.clip}
         optimizer: Any = megalite.AdamW(**of_optimizer)

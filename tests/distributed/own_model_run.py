@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from megalite.errors import MegaliteError
 from tests.distributed.layout_run import Held, held, held_states, whole_gradients
 from tests.distributed.own_model import (
     MODELS,
@@ -109,3 +110,52 @@ def by_torch(cell: Cell, steps: int = STEPS) -> list[dict[str, float]]:
         dist.all_reduce(whole)
         losses.append({name: each / counts[name] for name, each in zip(sums, whole.tolist(), strict=True)})
     return losses
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a run that was saved and continued: where it began and ended, on one rank."""
+
+    began: list[Held]
+    ended: list[Held]
+    """Parameters and buffers."""
+    losses: list[dict[str, float]]
+
+
+def part_of_run(cell: Cell, steps: int, **options: Any) -> Part:
+    """Train up to a step of the run, save, and end."""
+    run = cell.trainer(**options)
+    trainer, losses = run._trainer, list[dict[str, float]]()
+
+    def tensors() -> list[Held]:
+        with unsharded_parameters(trainer.optimizer):
+            parameters = held(trainer.network, run.mesh, lambda parameter: parameter)
+        return parameters + held_states(trainer.network, run.mesh)
+
+    began = tensors()
+    for batch in run.batches(steps=steps):
+        record = run.step(batch)
+        losses.append({term.name: record[term.name] for term in trainer.terms})
+    ended = tensors()
+    run.close()
+    return Part(began, ended, losses)
+
+
+def evaluated(cell: Cell, **options: Any) -> dict[str, float]:
+    run = cell.trainer(**options)
+    run.step()
+    found = run.evaluate()
+    run.close()
+    return found
+
+
+def message_of(cell: Cell, *, other: int | None = None, **options: Any) -> str:
+    """Return the message of the error that a run ends with, on this rank. `other`: a rank whose buffers differ."""
+    if other == dist.get_rank():
+        cell = replace(cell, spoiled=True)
+    try:
+        with cell.trainer(**options) as run:
+            run.step()
+            return ""
+    except MegaliteError as error:
+        return str(error)

@@ -1,0 +1,187 @@
+"""Runs of models of one's own: saved and continued, evaluated, in narrow numbers, and refused with one message."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.layout_expected import assemble
+from tests.distributed.own_model import (
+    EVALUATED,
+    MODELS,
+    Block,
+    Cell,
+    batch_of,
+    built,
+    correct_classes,
+    plainly,
+)
+from tests.distributed.own_model_run import Part, evaluated, message_of, part_of_run, run_cell
+from tests.harness.close import assert_bits_equal, assert_number_close
+from tests.harness.rank_pool import RankPools
+
+
+def run_parts(cells: list[tuple[Cell, int]], rank_pools: RankPools, **options: Any) -> list[list[Part]]:
+    """Continue a run under one layout after the other, each up to its step."""
+    return [rank_pools(cell.world_size).run(part_of_run, cell, steps, **options) for cell, steps in cells]
+
+
+SAVED = {
+    "conv, ZeRO 2": Cell("conv", dp=2, zero=2),
+    "vit, two stages, fp16": Cell("vit", pp=2, precision="fp16", clip=0.5),
+    "translator, ZeRO 3, bf16": Cell("translator", dp=2, zero=3, precision="bf16", overlap=True),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+def test_a_run_goes_on_bit_for_bit(name: str, shuffle: bool, tmp_path: Path, rank_pools: RankPools) -> None:
+    cell = SAVED[name]
+    options = {"shuffle": shuffle, **({"initial_loss_scale": 2.0**17} if cell.precision == "fp16" else {})}
+    ((whole, *_),) = run_parts([(cell, 5)], rank_pools, **options)
+    first, second = run_parts([(cell, 2), (cell, 5)], rank_pools, save=tmp_path, **options)
+    assert first[0].losses + second[0].losses == whole.losses
+    assert whole.losses[3:] != whole.losses[:2]
+    for found, wanted in zip(second[0].ended, whole.ended, strict=True):
+        assert found.digest == wanted.digest, found.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "translator",
+        pytest.param("mlp", marks=pytest.mark.wide),
+        pytest.param("vit", marks=pytest.mark.wide),
+    ],
+)
+def test_a_run_goes_on_under_other_layouts(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
+    layouts = [
+        (Cell(name, dp=2, zero=3), 2),
+        (Cell(name, pp=3, schedule="interleaved-1f1b", micro_batches=3), 3),
+        (Cell(name, dp=2, pp=2, zero=1, schedule="zb-v"), 4),
+        (Cell(name), 5),
+        (Cell(name, dp=4, zero=2, instances=2, micro_batches=1), 6),
+    ]
+    wanted = plainly(Cell(name), 6)
+    losses: list[dict[str, float]] = []
+    before: dict[str, Tensor] = {}
+    for ranks in run_parts(layouts, rank_pools, save=tmp_path):
+        losses += ranks[0].losses
+        began = assemble(rank.began for rank in ranks)
+        for tensor, values in before.items():
+            assert_bits_equal(began[tensor], values, tensor)
+        before = assemble(rank.ended for rank in ranks)
+    for found, expected in zip(losses, wanted.losses, strict=True):
+        for term, loss in expected.items():
+            assert_number_close(found[term], loss, term, relative=1e-9)
+    for tensor, values in wanted.parameters.items():
+        torch.testing.assert_close(before[tensor].view(values.shape), values, rtol=1e-8, atol=1e-9, msg=tensor)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"}], ids=["zero3", "zb-h1"])
+def test_narrow_numbers_train_nearly_the_same(layout: dict[str, Any], precision: str, rank_pools: RankPools) -> None:
+    cell = Cell("vit", precision=precision, **layout)
+    wanted, options = plainly(cell), {"initial_loss_scale": 2.0**14} if precision == "fp16" else {}
+    for result in rank_pools(2).run(run_cell, cell, **options):
+        for found, losses in zip(result.losses, wanted.losses, strict=True):
+            for term, loss in losses.items():
+                assert_number_close(found[term], loss, term, relative=1e-5 if precision == "fp32" else 0.03)
+        for norm, expected in zip(result.norms, wanted.norms, strict=True):
+            assert_number_close(norm, expected, relative=1e-4 if precision == "fp32" else 0.1)  # without the scale
+
+
+def expected_evaluation(cell: Cell) -> dict[str, float]:
+    """Return the means over all samples after a step, in evaluation mode."""
+    trained = plainly(cell, 1)
+    network = nn.ModuleList(built(cell.model)).eval()
+    network.load_state_dict({**network.state_dict(), **trained.parameters, **trained.buffers})
+    model, values = MODELS[cell.model], batch_of(range(len(EVALUATED)), EVALUATED)
+    with torch.no_grad():
+        output, _ = model.run(list(network), values)
+        sums, counts = model.sums(list(network), values), model.counts(values)
+    found = {name: each.item() / counts[name] for name, each in sums.items()}
+    return {**found, "correct": correct_classes(output, values).item() / len(EVALUATED)}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("conv", dp=3, zero=2),
+        Cell("vit", dp=2, pp=2, zero=3, schedule="interleaved-1f1b"),
+        Cell("vit", pp=4, schedule="zb-v", micro_batches=4),
+    ],
+    ids=str,
+)
+def test_evaluation_is_of_all_samples_and_reduced_once(cell: Cell, rank_pools: RankPools) -> None:
+    wanted, options = expected_evaluation(cell), {"valid_dataset": EVALUATED, "metrics": {"correct": correct_classes}}
+    for found in rank_pools(cell.world_size).run(evaluated, cell, **options):
+        assert found.keys() == wanted.keys()
+        for name, mean in wanted.items():
+            assert_number_close(found[name], mean, name, relative=1e-9)
+
+
+def test_statistics_may_be_averaged_over_ranks(rank_pools: RankPools) -> None:
+    """The mean over ranks of what each has seen is that of a batch of all of them."""
+    cell = Cell("conv", dp=3, micro_batches=1)
+    seen = [MODELS["conv"].layers() for _ in range(3)]
+    for rank in range(3):
+        seen[rank] = built("conv")
+        MODELS["conv"].run(seen[rank], batch_of(range(4 * rank, 4 * rank + 4)))
+    wanted = torch.stack([layers[1].running_mean for layers in seen]).mean(0)
+    of_ranks = rank_pools(3).run(run_cell, cell, 1, buffers={"1.running_*": "average"})
+    found = assemble(rank.buffers for rank in of_ranks)
+    torch.testing.assert_close(found["1.running_mean"], wanted, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(found["4.running_mean"], seen[0][4].running_mean, rtol=1e-12, atol=0.0)
+    assert found["1.num_batches_tracked"].item() == 1
+
+
+def drawn(name: str, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return 0.1 * torch.randn(shape, generator=generator) + 0.01 * len(name)
+
+
+def test_initial_values_are_drawn_alike_on_any_layout(rank_pools: RankPools) -> None:
+    layouts = [Cell("mlp"), Cell("mlp", dp=2, zero=3), Cell("mlp", pp=2, schedule="zb-v"), Cell("mlp", pp=3)]
+    one, *others = [
+        assemble(part.began for part in rank_pools(cell.world_size).run(part_of_run, cell, 1, initial=drawn))
+        for cell in layouts
+    ]
+    assert abs(one["3.up.weight"].std().item() - 0.1) < 0.03
+    for other in others:
+        assert other.keys() == one.keys()
+        for name, values in one.items():
+            assert_bits_equal(other[name], values, name)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = Block(), Block()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.used(hidden)
+
+
+def with_branches() -> list[nn.Module]:
+    layers = built("mlp")
+    layers[2] = Branches().double()
+    return layers
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_parameters_that_are_not_used_are_named(zero: int, rank_pools: RankPools) -> None:
+    for message in rank_pools(2).run(message_of, Cell("mlp", dp=2, zero=zero), stages=with_branches()):
+        assert message.startswith("2.unused.down.bias received 0 of the ")
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 3, "overlap": True}, {"pp": 2}], ids=str)
+def test_parameters_that_are_not_used_may_be_allowed(layout: dict[str, Any], rank_pools: RankPools) -> None:
+    cell = Cell("mlp", optimizer="sgd", **layout)
+    ranks = rank_pools(2).run(run_cell, cell, 1, stages=with_branches(), allow_unused=True)
+    gradients = assemble(rank.gradients for rank in ranks)
+    assert not gradients["2.unused.up.weight"].any()
+    assert gradients["2.used.up.weight"].any()
