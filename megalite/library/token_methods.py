@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from megalite.errors import ConfigurationError, MegaliteError
 from megalite.inference.sampling import Sampling
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.post_training.export import export_weights
 from megalite.post_training.log_probabilities import (
@@ -35,6 +36,8 @@ from megalite.training.run import Run
 from megalite.training.token_task import TokenTask
 from megalite.training.trainer import Gradients
 from megalite.training.trainer import Trainer as TrainingState
+
+Samples = TypeVar("Samples", Sequence[Any], Tensor)
 
 
 class TokenMethods:
@@ -66,15 +69,31 @@ class TokenMethods:
         terms = (LossTerm(LOSS, task.counted(count)), *trainer.terms[1:])
         self._gradients = trainer.forward_backward(micro_batches, terms, Multipliers)
 
-    def optimizer_step(self, **figures: float) -> dict[str, Any]:
-        """Update the weights by the gradients of `forward_backward`. Returns the step's record, with `figures`."""
+    def optimizer_step(self, **figures: float | Tensor) -> dict[str, Any]:
+        """Update the weights by the gradients of `forward_backward`. Returns the step's record.
+
+        `figures`: numbers of this data-parallel rank, whose means over the ranks are recorded, too.
+        """
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             raise MegaliteError("there are no gradients: call run.forward_backward first")
         own = [term.name for term in gradients.terms]
         sums = totals(gradients.sums, self._run.mesh, without=own)
         means = {name: value / (gradients.counts[LOSS] or 1.0) for name, value in sums.items()}
-        return self._run_step(lambda: self._trainer.update(gradients, {**means, **figures}))
+        means |= _means(figures, self._run.mesh)
+        return self._run_step(lambda: self._trainer.update(gradients, means))
+
+    def share(self, samples: Samples) -> Samples:
+        """Return this data-parallel rank's part of a list or a tensor: every n-th of its elements, for n ranks.
+
+        What `generate` samples after these prompts is then the same under any layout, except for rounding.
+        """
+        mesh = self._run.mesh
+        return samples[mesh.coordinate("dp") :: mesh.size("dp")]
+
+    def mean(self, number: float | Tensor) -> float:
+        """Return the mean of a number over data-parallel ranks. Called by all ranks together."""
+        return _means({"number": number}, self._run.mesh)["number"]
 
     def logprobs(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the log-probabilities of the labels of this data-parallel rank's samples, [samples, sequence], in fp32
@@ -198,3 +217,9 @@ class TokenMethods:
         if not schedules.has(micro_batches, backward=backward):
             numbers = {"training" if backward else "evaluation": [micro_batches]}
             schedules.prove(mesh=self._run.mesh, **numbers)
+
+
+def _means(figures: Mapping[str, float | Tensor], mesh: ParallelMesh) -> dict[str, float]:
+    """Return the means of figures over data-parallel ranks, which must all have them."""
+    of_ranks = collectives.all_gather_json({name: float(value) for name, value in figures.items()}, mesh, "dp")
+    return {name: sum(of_rank[name] for of_rank in of_ranks) / len(of_ranks) for name in figures}
