@@ -168,6 +168,12 @@ class ModuleStage(StageModule):
                     f"returned {', '.join(own) or 'nothing'}"
                 )
             tensor = own.get(spec.name)
+            if tensor is not None and tensor.requires_grad and not spec.gradient:
+                raise MegaliteError(
+                    f"{named(self.number, self.module)} returned {spec.name} of {tensor.dtype} that needs a gradient, "
+                    f"and its message of {spec.dtype} is declared without one: declare it with gradient=True and its "
+                    "dtype, or detach it"
+                )
             # A view, so that what is passed through has an edge of its own in the graph.
             passed[spec.name] = tensor if tensor is not None else inputs[spec.name].view_as(inputs[spec.name])
         return passed

@@ -251,7 +251,7 @@ class ModuleTask(DatasetTask):
         if self._example is not None and isinstance(found := count(self._example.values), Mapping):
             names = tuple(found)
         own = tuple(LossTerm(name, _counted(count, name)) for name in names)
-        return (*own, *self.options.terms), loss
+        return (*own, *self.options.terms), _with_terms(loss, names)
 
     def _metric(self, outputs: Any, values: Any) -> dict[str, Tensor]:
         return {name: function(outputs, values) for name, function in self.options.metrics.items()}
@@ -310,6 +310,22 @@ def _counted(count: Count, name: str) -> Callable[[Batch], Tensor]:
         return torch.as_tensor(found, dtype=torch.float64)
 
     return of_micro_batch
+
+
+def _with_terms(loss: Function, names: Sequence[str]) -> Function:
+    """Return a function with the sums of a loss that has all terms which are counted."""
+
+    def total(outputs: Any, values: Any) -> Any:
+        sums = loss(outputs, values)
+        found = tuple(sums) if isinstance(sums, Mapping) else (LOSS,)
+        if missing := [name for name in names if name not in found]:
+            raise MegaliteError(
+                f"the loss returned {', '.join(found) or 'no terms'} and lacks {', '.join(missing)}, of which count "
+                "returns the number of items: let both return the same names"
+            )
+        return sums
+
+    return total
 
 
 def _sum_of_mean(loss: Function) -> Function:

@@ -149,8 +149,13 @@ def evaluated(cell: Cell, **options: Any) -> dict[str, float]:
     return found
 
 
-def message_of(cell: Cell, *, other: int | None = None, **options: Any) -> str:
-    """Return the message of the error that a run ends with, on this rank. `other`: a rank whose buffers differ."""
+def message_of(cell: Cell, *, other: int | None = None, raises: bool = False, **options: Any) -> str:
+    """Return the message of the error that a run ends with, on this rank.
+
+    Args:
+        other: a rank whose buffers differ.
+        raises: raise the error, since other ranks do not meet it and wait for this one.
+    """
     if other == dist.get_rank():
         cell = replace(cell, spoiled=True)
     try:
@@ -158,4 +163,6 @@ def message_of(cell: Cell, *, other: int | None = None, **options: Any) -> str:
             run.step()
             return ""
     except MegaliteError as error:
+        if raises:
+            raise
         return str(error)
