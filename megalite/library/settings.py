@@ -60,8 +60,8 @@ overlap=False)
         if self.dp is not None and self.dp * self.tp * self.pp != world_size:
             raise ConfigurationError(
                 f"Layout(dp={self.dp}, tp={self.tp}, pp={self.pp}) needs {self.dp * self.tp * self.pp} ranks, and "
-                f"{world_size} {'is' if world_size == 1 else 'are'} running: start as many (torchrun "
-                f"--nproc-per-node {self.dp * self.tp * self.pp} on one machine), or leave dp out"
+                f"{world_size} {'is' if world_size == 1 else 'are'} running: start as many "
+                "(docs/launchers.md), or leave dp out"
             )
         if world_size % (self.tp * self.pp):
             raise ConfigurationError(
