@@ -57,6 +57,7 @@ _AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm
 _COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_PARALLEL_LAYERS = "tests/distributed/test_parallel_layers.py::test_parallel_layers_train_as_plain_torch["
 _POST_TRAINING = "tests/distributed/test_post_training.py::test_"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
@@ -5942,6 +5943,48 @@ MUTANTS = (
         "if not hmac.compare_digest(code, bytes(self._exactly(_CODE))):",
         "if code == self._exactly(_CODE):",
         "tests/unit/test_post_training_receivers.py::test_the_wrong_secret_ends_both_sides",
+    ),
+    Mutant(
+        "a plain norm on a part of the sequence has the gradient of that part",
+        "megalite/modules/records.py",
+        "sharding = replace(sharding, grad_is_partial=True)",
+        "sharding = replace(sharding, grad_is_partial=False)",
+        f"{_PARALLEL_LAYERS}encoder-decoder-clipped-tp=2-sequence_parallel=True-dp=2-zero=3-overlap=True]",
+    ),
+    Mutant(
+        "layers that communicate pass on whole sequences on the meta device",
+        "megalite/parallel/collectives.py",
+        "    if tensor.is_meta:\n        return completed(result)",
+        "    if tensor.is_meta:\n        return completed(tensor)",
+        f"{_PARALLEL_LAYERS}encoder-decoder-clipped-tp=2-sequence_parallel=True-pp=2-schedule=zb-v-stages_per_rank=2]",
+    ),
+    Mutant(
+        "the terms of experts are those of a part of the sequence",
+        "megalite/library/experts.py",
+        "return collectives.all_reduce_(part.clone(), group)",
+        "return part.clone()",
+        f"{_PARALLEL_LAYERS}experts-adamw-tp=2-sequence_parallel=True-ep=2-expert_tensor_parallel_size=1]",
+    ),
+    Mutant(
+        "a part of a sequence has no gradient from the other ranks' use of the whole",
+        "megalite/library/layers.py",
+        'return collectives.all_gather(gradients[0], ctx.context.mesh.group("tp")), None',
+        "return gradients[0].repeat(ctx.context.shards, *[1] * (gradients[0].dim() - 1)), None",
+        f"{_PARALLEL_LAYERS}encoder-decoder-clipped-tp=2-sequence_parallel=True-dp=2-zero=3-overlap=True]",
+    ),
+    Mutant(
+        "queries, keys and values of a layer are in another order than its heads are cut in",
+        "megalite/library/layers.py",
+        "weights, vectors = ([make(*part) for part in parts.items()] for make in (weight, vector))",
+        "weights, vectors = ([make(*part) for part in sorted(parts.items())] for make in (weight, vector))",
+        f"{_PARALLEL_LAYERS}encoder-decoder-sgd-tp=2]",
+    ),
+    Mutant(
+        "a tied weight of a parallel layer is accepted",
+        "megalite/modules/records.py",
+        "isinstance(parameter, Parameter) and where.places > len(parameter.sharding.uses)",
+        "isinstance(parameter, Parameter) and where.places > 1 + len(parameter.sharding.uses)",
+        "tests/unit/test_modules_parallel.py::test_tied_and_frozen_weights_of_parallel_layers_are_refused",
     ),
     Mutant(
         "a reference takes the weights of another time",
