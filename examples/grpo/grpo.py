@@ -17,7 +17,7 @@ from torch import Tensor
 import megalite
 
 DIGITS, SORT, END, LENGTH = 3, 10, 11, 8  # a text: three digits, SORT, the same digits in order, END
-EXAMPLE_STEPS, GRPO_STEPS = 60, 100
+EXAMPLE_STEPS, GRPO_STEPS = 80, 80
 PROMPTS, ANSWERS, CLIP = 32, 8, 0.2  # prompts per step, the answers to each, and how far a probability may move
 
 

@@ -50,8 +50,8 @@ run = megalite.Trainer(
     valid_dataset=data[:512],
     micro_batch_size=32,
     global_batch_size=64,
-    optimizer=megalite.AdamW(lr=2e-3, clip_grad=1.0, schedule="cosine", steps=120),
+    optimizer=megalite.AdamW(lr=2e-3, clip_grad=1.0, schedule="cosine", steps=100),
     layout=megalite.Layout(**{name: int(size) for name, size in (word.split("=") for word in sys.argv[1:])}),
 )
-run.train(steps=120)
+run.train(steps=100)
 assert run.evaluate()["accuracy"] >= 0.95

@@ -1,4 +1,4 @@
-"""A vision transformer reads handwritten digits: at least 97 of 100 that it has not seen.
+"""A vision transformer reads handwritten digits: at least 96 of 100 that it has not seen.
 
 python examples/vision/vit.py, or torchrun --standalone --max-restarts=0 --nproc-per-node 2 examples/vision/vit.py pp=2
 """
@@ -33,8 +33,8 @@ run = megalite.Trainer(
     dataset=torch.utils.data.DataLoader(train, batch_size=32, shuffle=True),
     valid_dataset=valid,
     global_batch_size=64,
-    optimizer=megalite.AdamW(lr=1e-3, weight_decay=0.1, schedule="cosine", steps=200),
+    optimizer=megalite.AdamW(lr=1e-3, weight_decay=0.1, schedule="cosine", steps=150),
     layout=megalite.Layout(**{name: int(size) for name, size in (word.split("=") for word in sys.argv[1:])}),
 )
-run.train(steps=200)
-assert run.evaluate()["accuracy"] >= 0.97
+run.train(steps=150)
+assert run.evaluate()["accuracy"] >= 0.96

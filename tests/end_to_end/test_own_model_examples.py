@@ -1,0 +1,95 @@
+"""The examples of the library run as a user starts them, and reach what they state: they end by an error if not."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VIT, RESNET, TRANSLATE = "vision/vit.py", "vision/resnet.py", "translation/translate.py"
+DPO, GRPO = "preference/dpo.py", "grpo/grpo.py"
+FOLDERS = ("vision", "translation", "preference", "grpo")
+
+
+def run(example: str, *layout: str, ranks: int = 1) -> str:
+    """Run an example with a layout, and return its output."""
+    started = [str(EXAMPLES / example), *layout]
+    if ranks > 1:
+        options = ("--standalone", "--max-restarts=0", "--nproc-per-node", str(ranks))
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *started]
+    else:
+        command = [sys.executable, *started]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def reached(output: str) -> list[str]:
+    """Return the figures that do not depend on the speed: those of the steps, and the last line's."""
+    return re.findall(r"(?:loss|reward|accuracy|is|in) -?([0-9.]+)", output)
+
+
+@pytest.mark.parametrize("example", [VIT, RESNET, TRANSLATE, DPO, GRPO])
+def test_an_example_reaches_what_it_states(example: str) -> None:
+    assert reached(run(example))
+
+
+@pytest.mark.parametrize(
+    ("example", "layout", "ranks"),
+    [
+        pytest.param(VIT, ["zero=3"], 2, id="vit-zero3", marks=pytest.mark.wide),
+        pytest.param(TRANSLATE, ["pp=2"], 2, id="translate-pp2"),
+        pytest.param(TRANSLATE, ["pp=4"], 4, id="translate-pp4", marks=pytest.mark.wide),
+        pytest.param(VIT, ["pp=2", "stages_per_rank=2"], 2, id="vit-interleaved", marks=pytest.mark.wide),
+        pytest.param(RESNET, ["pp=2"], 2, id="resnet-pp2", marks=pytest.mark.wide),
+        pytest.param(DPO, ["zero=3"], 2, id="dpo-zero3", marks=pytest.mark.wide),
+        pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2", marks=pytest.mark.wide),
+        pytest.param(GRPO, ["zero=3"], 2, id="grpo-zero3", marks=pytest.mark.wide),
+    ],
+)
+def test_an_example_reaches_it_on_several_ranks(example: str, layout: list[str], ranks: int) -> None:
+    assert reached(run(example, *layout, ranks=ranks))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("example", [VIT, RESNET, TRANSLATE, DPO, GRPO])
+def test_an_example_gives_the_same_numbers_again(example: str) -> None:
+    assert reached(run(example)) == reached(run(example))
+
+
+@pytest.mark.parametrize(("example", "most"), [(VIT, 40), (TRANSLATE, 60)])
+def test_examples_are_short(example: str, most: int) -> None:
+    assert len((EXAMPLES / example).read_text().splitlines()) <= most
+
+
+def test_examples_import_nothing_below_megalite() -> None:
+    paths = [path for folder in FOLDERS for path in (EXAMPLES / folder).glob("*.py")]
+    assert len(paths) == 7
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        imported += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert [name for name in imported if name.startswith("megalite")] in ([], ["megalite"]), path
+
+
+def test_the_commands_in_a_docstring_are_those_of_its_file() -> None:
+    for example in (VIT, RESNET, TRANSLATE, DPO, GRPO):
+        text = ast.get_docstring(ast.parse((EXAMPLES / example).read_text())) or ""
+        assert text.count(f"examples/{example}") == 2
+        assert "torchrun --standalone --max-restarts=0 --nproc-per-node 2 " in text
+
+
+def test_without_scikit_learn_the_package_to_install_is_said(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ImportError('no module')\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    program = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(EXAMPLES / 'vision')!r}]; import digits"
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "the digits come with scikit-learn: pip install scikit-learn\n"
