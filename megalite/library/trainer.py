@@ -134,6 +134,8 @@ class Trainer(TokenMethods):
             MegaliteError: the model or the data cannot be used as they are.
         """
         place = _place()
+        if place.world_size > 1 or save is not None:
+            report_uncaught()
         self._startup = startup = Startup(place)
         workers = settings.pop("num_workers", None)
 
@@ -202,8 +204,6 @@ class Trainer(TokenMethods):
                 costs=costs,
             )
             make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
-        if place.world_size > 1 or save is not None:
-            report_uncaught()
         self._files = ExitStack()
         self._run = self._files.enter_context(Run(config, make_task, place, startup))
         assert self._run.trainer is not None  # without a length, no run has ended

@@ -87,8 +87,13 @@ def report_uncaught() -> None:
     Stop signals end the program from now on.
     """
     exit_on_stop_signals()
-    found = "the program ended by an error"  # whose code has it, the traceback tells
-    sys.excepthook = lambda kind, error, trace: _fail(_describe(error, found), exit_code_of(error))
+    stream = sys.stderr
+
+    def fail(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        sys.stderr = stream  # torch.distributed collects the output of this function, and would never print it
+        _fail(_describe(error, "the program ended by an error"), exit_code_of(error))  # whose, the traceback tells
+
+    sys.excepthook = fail
 
 
 def run_tool(main: Callable[[], None]) -> None:
