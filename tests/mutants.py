@@ -59,6 +59,8 @@ _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _PARALLEL_LAYERS = "tests/distributed/test_parallel_layers.py::test_parallel_layers_train_as_plain_torch["
 _POST_TRAINING = "tests/distributed/test_post_training.py::test_"
+_OWN = "tests/distributed/test_own_model"
+_LIBRARY = "tests/end_to_end/test_library.py::test_"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
@@ -5992,6 +5994,113 @@ MUTANTS = (
         "own.parameter_shard.copy_(trained.parameter_shard)",
         "own.parameter_shard.zero_()",
         f"{_POST_TRAINING}a_reference_keeps_the_weights_of_its_time[dp2-zero3]",
+    ),
+    Mutant(
+        "what a layer returns by name does not leave its stage",
+        "megalite/modules/layers.py",
+        "found, live = _without_positions(found) | made,",
+        "found, live = made,",
+        f"{_OWN}_runs.py::test_a_run_goes_on_under_other_layouts[translator]",
+    ),
+    Mutant(
+        "layers of a list are called by their numbers in their stage",
+        "megalite/training/module_task.py",
+        "return [Layers(part, is_last=part is parts[-1]) for part in parts]",
+        """return [
+            Layers({str(n): each for n, each in enumerate(part.values())}, is_last=part is parts[-1]) for part in parts
+        ]""",
+        f"{_OWN}_runs.py::test_initial_values_are_drawn_alike_on_any_layout",
+    ),
+    Mutant(
+        "the optimizer is not told that parameters may be unused",
+        "megalite/training/builder.py",
+        "allow_unused=allow_unused),",
+        "allow_unused=False),",
+        f"{_OWN}_runs.py::test_parameters_that_are_not_used_may_be_allowed",
+    ),
+    Mutant(
+        "a loss that is a mean over a micro-batch counts as a sum",
+        "megalite/training/module_task.py",
+        "return mean * _number_of_samples(values)",
+        "return mean",
+        f"{_OWN}.py::test_losses_are_those_of_ddp_and_fully_shard[conv-dp4-pp1-zero0-adamw]",
+    ),
+    Mutant(
+        "a mean of buffers is their sum",
+        "megalite/modules/buffers.py",
+        "collectives.all_reduce_(flat, self._group).div_(self._group.size)",
+        "collectives.all_reduce_(flat, self._group)",
+        f"{_OWN}_runs.py::test_statistics_may_be_averaged_over_ranks",
+    ),
+    Mutant(
+        "recomputed layers of a list get no argument by name",
+        "megalite/modules/stage.py",
+        "call.__signature__ = inspect.signature(part.forward)",
+        "call.__signature__ = inspect.signature(call)",
+        f"{_OWN}.py::test_a_layout_trains_as_plain_torch[vit-dp1-pp2-zero0-sgd-gpipe-clip-recompute]",
+    ),
+    Mutant(
+        "a gradient that a message cannot have is dropped without a word",
+        "megalite/modules/stage.py",
+        "if tensor is not None and tensor.requires_grad and not spec.gradient:",
+        "if tensor is None and spec.gradient and not own:",
+        f"{_OWN}_refused.py::test_a_gradient_that_a_message_cannot_have_is_refused[no gradient]",
+    ),
+    Mutant(
+        "two weights that share memory part without a word",
+        "megalite/modules/alike.py",
+        "if device == other_device and start < end and any(",
+        "if device == other_device and start < end < 0 and any(",
+        f"{_OWN}_refused.py::test_a_tensor_that_cannot_be_trained_or_saved_is_named[memory]",
+    ),
+    Mutant(
+        "buffers may differ between ranks at the start",
+        "megalite/modules/alike.py",
+        "    yield from module.named_buffers()\n",
+        "",
+        f"{_OWN}_refused.py::test_buffers_that_differ_at_the_start_are_named",
+    ),
+    Mutant(
+        "Muon without a matrix is AdamW if there are several stages",
+        "megalite/training/module_task.py",
+        "if not any(all_gather_json(bool(matrix_names(own)), self.mesh)):",
+        'if self.mesh.size("pp") == 1 and not matrix_names(own):',
+        f"{_OWN}_refused.py::test_muon_is_refused_for_a_model_without_matrices[2]",
+    ),
+    Mutant(
+        "a term that is counted and not returned is left out of the loss",
+        "megalite/training/module_task.py",
+        "if missing := [name for name in names if name not in found]:",
+        "if missing := [name for name in names if name not in (*found, LOSS)]:",
+        f"{_OWN}_refused.py::test_a_loss_that_cannot_be_reduced_is_refused[missing-True]",
+    ),
+    Mutant(
+        "a dataset may have another length after a resume",
+        "megalite/training/dataset_task.py",
+        'self._data_notes = check(self.train, described.config.get("data", {}))',
+        "self._data_notes = check(self.train, {})",
+        f"{_OWN}_refused.py::test_a_dataset_of_another_length_is_refused",
+    ),
+    Mutant(
+        "an evaluation takes the samples of the first data-parallel rank on all of them",
+        "megalite/training/dataset_task.py",
+        'data_parallel_rank=self.mesh.coordinate("dp"),',
+        'data_parallel_rank=0 if source is self.valid else self.mesh.coordinate("dp"),',
+        f"{_OWN}_runs.py::test_evaluation_is_of_all_samples_and_reduced_once[conv-dp3-pp1-zero2-adamw]",
+    ),
+    Mutant(
+        "torch keeps the message of an error that ends a program of one's own",
+        "megalite/lifecycle/failure.py",
+        "        sys.stderr = stream  #",
+        "        #",
+        f"{_LIBRARY}an_error_is_reported_once_with_its_code[loss]",
+    ),
+    Mutant(
+        "wrong settings of a program of one's own are reported by each rank",
+        "megalite/library/trainer.py",
+        "        if place.world_size > 1 or save is not None:\n            report_uncaught()\n",
+        "",
+        f"{_LIBRARY}an_error_is_reported_once_with_its_code[layout]",
     ),
 )
 
