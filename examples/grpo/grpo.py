@@ -60,7 +60,7 @@ run = megalite.Trainer(
 )
 run.train(steps=EXAMPLE_STEPS)
 
-for step in range(GRPO_STEPS):
+for step in range(run.iteration - EXAMPLE_STEPS, GRPO_STEPS):  # with save=..., a stopped run goes on where it was
     first = 256 + PROMPTS * step % 480
     prompts = run.share([prompt(n) for n in numbers[first : first + PROMPTS]]) * ANSWERS
     rollouts = run.generate(prompts, max_new_tokens=DIGITS + 1, eod=END)

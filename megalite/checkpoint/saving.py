@@ -82,7 +82,8 @@ class Saver:
         self._directory, self._optimizer, self._plan, self._format = directory, optimizer, plan, file_format
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._asynchronous = asynchronous
+        self._thread: ThreadPoolExecutor | None = None
         self._phases: Iterator[AnyPath | None] | None = None
         """Remaining phases of the save in progress."""
         self._work: Future[Any] = Future()
@@ -92,10 +93,11 @@ class Saver:
         self._closed = Event()
 
     def close(self) -> None:
-        """Stop background writing at the end of the run. An incomplete checkpoint is never used."""
+        """Stop background writing until the next save begins. An incomplete checkpoint is never used."""
         self._closed.set()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
+            self._thread = None
 
     def save(self, training: TrainingState, config: dict[str, Any]) -> AnyPath:
         """Write a checkpoint into the run directory, make it the latest, and return its folder.
@@ -116,6 +118,10 @@ class Saver:
         """Complete the save in progress, if any, and begin a save of the current state. Raises as `save` does."""
         while self.under_way:
             self.advance()
+        if self._closed.is_set():  # a program may train on after the end of a training
+            self._closed = Event()
+        if self._asynchronous and self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._optimizer.finish_parameter_gather()
         transaction = new_transaction(self._directory, training.iteration, self._mesh)
         self._phases = self._save(transaction, training, config)

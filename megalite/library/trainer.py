@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +24,7 @@ from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate, validate_task
 from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
-from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
 from megalite.library.settings import Layout, Optimizer
 from megalite.library.token_methods import TokenMethods
 from megalite.lifecycle.failure import leave_code, report_uncaught
@@ -33,6 +33,8 @@ from megalite.modules.records import decays as decays_by_shape
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.post_training.export import export_tensors
+from megalite.process.ending import at_exit
+from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
 from megalite.training.dataset_task import DatasetTask
 from megalite.training.display import Display
@@ -212,7 +214,8 @@ class Trainer(TokenMethods):
         self._gradients: Gradients | None = None
         self._last_record: dict[str, Any] = {}
         self._loop_files = ExitStack()
-        atexit.register(self._at_exit)
+        self._ended = False
+        at_exit(self._at_exit)
 
     # ------------------------------------------------------------------------------------------------ where it stands
 
@@ -303,7 +306,7 @@ class Trainer(TokenMethods):
 
         It happens by itself when a program ends, except by an error.
         """
-        atexit.unregister(self._at_exit)
+        self._ended = True
         if self._loop is not None:
             if self.config.checkpoint.save is not None and self._loop.saved < self.iteration:
                 self._loop.save()
@@ -313,8 +316,16 @@ class Trainer(TokenMethods):
             leave_code(EXIT_FINISHED)
 
     def _at_exit(self) -> None:
-        if not hasattr(sys, "last_value"):  # the program does not end by an error
+        if self._ended or hasattr(sys, "last_value"):  # the program ends by an error
+            return
+        try:
             self.close()
+        except BaseException as error:  # Python would report it, and end as if nothing was wrong
+            try:
+                sys.excepthook(type(error), error, error.__traceback__)
+            finally:
+                write_out()
+                os._exit(exit_code_of(error))
 
     def __enter__(self) -> Trainer:
         return self
@@ -366,7 +377,7 @@ class Trainer(TokenMethods):
         self._stopped = True
         self._close_loop()
         self._files.close()
-        atexit.unregister(self._at_exit)
+        self._ended = True
         if self.rank == 0:
             leave_code(EXIT_RESUMABLE)
         raise SystemExit(EXIT_RESUMABLE)

@@ -1,0 +1,53 @@
+"""The end of a program with a loop of its own: what it has trained is saved, or the program fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.errors import EXIT_FATAL
+
+PROGRAM = """
+import sys, torch, megalite
+torch.manual_seed(0)
+model = torch.nn.Linear(256, 256)  # which is larger than what is written without a thread for checksums
+data = [(torch.randn(256), torch.randn(256)) for _ in range(8)]
+run = megalite.Trainer(
+    model,
+    loss=lambda outputs, batch: torch.nn.functional.mse_loss(outputs, batch[1]),
+    dataset=data,
+    micro_batch_size=4,
+    optimizer=megalite.AdamW(lr=1e-3),
+    save="run",
+    async_save="async_save" in sys.argv,
+)
+if "train" in sys.argv:
+    run.train(steps=2)
+for _ in range(3):
+    run.step()
+if "fail" in sys.argv:
+    from pathlib import Path
+    Path("run/iter_0000003.tmp").write_text("in the way")
+    Path("run/iter_0000003").write_text("in the way")
+"""
+
+
+def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROGRAM, *words], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [(), ("train",), ("train", "async_save")], ids=" ".join)
+def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, words: tuple[str, ...]) -> None:
+    ended = program(tmp_path, *words)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    last = 5 if words else 3
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+
+
+def test_a_program_that_cannot_save_at_its_end_fails(tmp_path: Path) -> None:
+    ended = program(tmp_path, "fail")
+    assert ended.returncode == EXIT_FATAL, ended.stdout + ended.stderr
+    assert "saving iteration 3" in ended.stderr
