@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -87,6 +88,19 @@ QUICK = every_value_once(ROWS)
 def test_a_layout_trains_as_plain_torch(row: Row, rank_pools: RankPools) -> None:
     cell = cell_of(row)
     assert_trained(cell, [result for (result,) in rank_pools(cell.world_size).run(run_cells, [cell])])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", FACTORS["split"], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_trains_as_plain_torch(model: str, split: tuple[int, int], rank_pools: RankPools) -> None:
+    """Run the full product: hours."""
+    rows = (dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values()))
+    cells = [cell_of(row) for row in rows if (row["model"], row["split"]) == (model, split) and possible(row)]
+    for some in (cells[start : start + 50] for start in range(0, len(cells), 50)):
+        by_rank = rank_pools(math.prod(split)).run(run_cells, some)
+        for cell, ranks in zip(some, zip(*by_rank, strict=True), strict=True):
+            assert_trained(cell, list(ranks))
 
 
 OF_TORCH = [

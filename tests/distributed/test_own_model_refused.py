@@ -1,4 +1,4 @@
-"""What a run of a model of one's own cannot take: one message that names the module, on every rank that meets it."""
+"""Refusals of models, losses and data of one's own: one message that names the module, on each rank that meets it."""
 
 from __future__ import annotations
 
