@@ -8,6 +8,7 @@ import itertools
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
-from megalite.optim.buckets import DataParallel
+from megalite.optim import accumulator
+from megalite.optim.buckets import DataParallel, make_buckets
+from megalite.optim.flat import free_storage
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize, set_initial_values
@@ -258,21 +261,30 @@ def test_the_report_at_the_start_is_right(
 
 
 def largest_construction(stage: int) -> tuple[float, float]:
-    """Return bytes per element of the parameters: kept after construction, and the peak during initialization."""
+    """Return bytes per element of the parameters: the peak during construction without state, and of a block."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="float32")
     gc.freeze()
     seen = []
     network = GPT(model_config(cell), mesh, dtype=torch.float32)
 
-    def set_values(parameter: Parameter) -> None:
-        set_initial_values(parameter, seed=1)
+    def look() -> None:
         seen.append(sum(live_storages().values()))
 
-    options, config = DataParallel(torch.float32, stage), OptimizerConfig(lr=0.01)
-    optimizer = make_optimizer([network], mesh, config, options, blocks=[network.blocks()], set_values=set_values)
-    elements = sum(bucket.length for bucket in optimizer.buckets)
-    block = max(bucket.length for bucket in optimizer.buckets)
+    def set_values(parameter: Parameter) -> None:
+        set_initial_values(parameter, seed=1)
+        look()
+
+    def free(flat: torch.Tensor) -> None:
+        look()
+        free_storage(flat)
+
+    options = DataParallel(torch.float32, stage)
+    with mock.patch.object(accumulator, "free_storage", free):
+        found = make_buckets([network], mesh, options, blocks=[network.blocks()], set_values=set_values)
+    look()
+    elements = sum(bucket.length for bucket in found)
+    block = max(bucket.length for bucket in found)
     return max(seen) / elements, block / elements
 
 

@@ -270,7 +270,7 @@ def test_nan_is_told_from_infinity_in_every_precision(dtype: str, rank_pools: Ra
 def test_a_loss_mask_that_is_not_finite_is_told(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 2, "pp": 2})
     (text,) = told(rank_pools, cell, Fault("mask", sample=3))
-    assert "NaN came first on rank 3, in micro-batch 1 (sample 3), forward, in the loss times the loss" in text
+    assert "NaN came first on rank 3, in micro-batch 1 (sample 3), forward, in the sums of the loss" in text
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
