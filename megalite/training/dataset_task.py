@@ -119,15 +119,16 @@ class DatasetTask(Task):
 
     def notes(self) -> tuple[str, ...]:
         sources = [source for source in (self.train, self.valid) if source is not None]
-        found = (*dict.fromkeys(note for source in sources for note in source.notes), *self._data_notes)
-        training, length = self.config.training, None if self.valid is None else self.valid.length
-        size = training.evaluation_batch_size or self.batch_size.final
-        if length is None or training.eval_iters * size == length:
-            return found
-        return (
-            *found,
-            f"note: evaluations take {training.eval_iters * size:,} samples, and their dataset has {length:,}",
-        )
+        of_sources = dict.fromkeys(note for source in sources for note in source.notes)
+        return (*of_sources, *self._left_out(), *self._data_notes)
+
+    def _left_out(self) -> tuple[str, ...]:
+        """Return a note if evaluations leave out samples that do not fill a batch of all ranks."""
+        training = self.config.training
+        evaluated = training.eval_iters * (training.evaluation_batch_size or 0)
+        if self.valid is None or self.valid.length is None or evaluated >= self.valid.length:
+            return ()
+        return (f"note: evaluations use the first {evaluated} of {self.valid.length} samples, which fill all batches",)
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         per_second = batch_size / seconds
