@@ -4,12 +4,12 @@
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
 ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
-parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of about
-1.3 billion parameters in bf16, with the kernels and without; the kernels beside their rivals; bits after a resume; in
-float64 the losses of ten steps on every layout against the CPU's. What is measured is written as it comes, to
-benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
-the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note. `--device cpu` tries the
-parts that can be tried without a GPU.
+parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of one's
+own against the CPU; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels beside
+their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is measured
+is written as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out:
+--only takes the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
+`--device cpu` tries the parts that can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import kernels
+from benchmarks import gpu_own_model, kernels
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
 from benchmarks.gpu_experts import (
     ALLOWED,
@@ -184,11 +184,22 @@ def check_layouts(report: Report) -> None:
             report.fail(f"layouts: {row['family']} {row['optimizer']} {row['layout']}")
 
 
+def check_own_model(report: Report) -> None:
+    """Losses of a plain model against the CPU's, and log-probabilities of generation against training's."""
+    row = gpu_own_model.compare(report.deadline)
+    report.tell("own model", row, _words(row))
+    if not row["largest relative difference"] <= gpu_own_model.TOLERANCE:
+        report.fail("own model: losses")
+    if not row["log-probability difference"] <= gpu_own_model.LOG_PROBABILITIES:
+        report.fail("own model: log-probabilities")
+
+
 PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
     "operations": check_operations,
     "experts": check_experts,
     "context": check_context,
+    "own-model": check_own_model,
     "training": check_training,
     "benchmark": check_benchmark,
     "resume": check_resume,

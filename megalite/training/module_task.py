@@ -102,7 +102,12 @@ class ModuleTask(DatasetTask):
                 raise ConfigurationError(f"stage {number} was built as {type(module).__name__}, which is no module")
             if any(getattr(each, "gradient_buffer", None) is not None for each in module.parameters()):
                 raise MegaliteError(f"stage {number}, {type(module).__name__}, is part of another run: build it again")
-        return [module.to(self.dtype) for module in found]
+        return [self._placed(module) for module in found]
+
+    def _placed(self, module: nn.Module) -> nn.Module:
+        """Move a module that is on the CPU to the device of the run, and to its precision."""
+        on_cpu = all(each.device.type == "cpu" for each in (*module.parameters(), *module.buffers()))
+        return module.to(self.mesh.device if on_cpu else None, self.dtype)
 
     def stages(self) -> Stages:
         parallel = self.config.parallel

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_context, gpu_experts, gpu_training
+from benchmarks import gpu_check, gpu_context, gpu_experts, gpu_own_model, gpu_training
 from benchmarks.gpu_check import Report
 
 RUN = ["--device", "cpu", "--results"]
@@ -173,6 +173,19 @@ def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert report.wrong == ["context: attention by parts, unfused", "context: losses by a2a"]
     ring = report.found["context"][-1]["ring"]
     assert (ring["ring over attention alone"], ring["ring without overlap over attention alone"]) == (1.5, 2.0)
+
+
+def test_a_model_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, found = run(monkeypatch, tmp_path, {"own model": gpu_check.check_own_model})
+    assert code == 0
+    (row,) = found["own model"]
+    assert row["largest relative difference"] == 0.0
+    assert row["log-probability difference"] < gpu_own_model.LOG_PROBABILITIES
+    wrong = {"largest relative difference": 1e-3, "log-probability difference": 1e-3}
+    monkeypatch.setattr(gpu_own_model, "compare", lambda deadline: wrong)
+    report = Report(tmp_path / "report.json", "cuda")
+    gpu_check.check_own_model(report)
+    assert report.wrong == ["own model: losses", "own model: log-probabilities"]
 
 
 def test_layouts_of_several_gpus_include_context_parallelism() -> None:
