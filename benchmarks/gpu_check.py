@@ -5,10 +5,10 @@
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
 ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
 parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of one's
-own against the CPU; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels beside
-their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is measured
-is written as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out:
---only takes the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
+own against the CPU; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels
+beside their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is
+measured is written as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left
+out: --only takes the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
 `--device cpu` tries the parts that can be tried without a GPU.
 """
 

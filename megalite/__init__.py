@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
     from megalite.parallel.stage import LossTerm, StageOutput, TensorSpec
+    from megalite.post_training.receivers import SGLangReceiver, VLLMReceiver
+    from megalite.post_training.weight_link import LinkReceiver, receive_weights
 
 __all__ = [
     "SGD",
@@ -37,6 +39,7 @@ __all__ = [
     "GPTConfig",
     "LayerNorm",
     "Layout",
+    "LinkReceiver",
     "LossTerm",
     "MegaliteError",
     "Muon",
@@ -44,12 +47,15 @@ __all__ = [
     "ParallelContext",
     "RMSNorm",
     "RowParallelLinear",
+    "SGLangReceiver",
     "StageOutput",
     "SyncBatchNorm",
     "TensorSpec",
     "Trainer",
+    "VLLMReceiver",
     "VocabParallelEmbedding",
     "gather_sequence",
+    "receive_weights",
     "split_sequence",
     "vocab_parallel_cross_entropy",
 ]
@@ -62,6 +68,7 @@ _MODULES = {
     "GPTConfig": "config.model",
     "LayerNorm": "library.layers",
     "Layout": "library.settings",
+    "LinkReceiver": "post_training.weight_link",
     "LossTerm": "parallel.stage",
     "MegaliteError": "errors",
     "Muon": "library.settings",
@@ -70,13 +77,16 @@ _MODULES = {
     "RMSNorm": "library.layers",
     "RowParallelLinear": "library.layers",
     "StageOutput": "parallel.stage",
+    "SGLangReceiver": "post_training.receivers",
     "SyncBatchNorm": "modules.batch_norm",
     "TensorSpec": "parallel.stage",
     "Trainer": "library.trainer",
+    "VLLMReceiver": "post_training.receivers",
     "VocabParallelEmbedding": "library.layers",
     "gather_sequence": "library.layers",
     "split_sequence": "library.layers",
     "vocab_parallel_cross_entropy": "library.layers",
+    "receive_weights": "post_training.weight_link",
 }
 _OTHER_NAMES = {"GPTConfig": "ModelConfig"}
 
