@@ -101,6 +101,11 @@ class Accumulator:
         self._groups, self._in_flight, self._stage, self._overlap = groups, in_flight, stage, overlap
         self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
+        self._views = {  # made once: there is one look-up per gradient
+            (id(slot.parameter), use): flat[slot.start : slot.stop].view(slot.parameter.shape)
+            for use, flat in self.flats.items()
+            for slot in layout.slots
+        }
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -117,8 +122,7 @@ class Accumulator:
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
         """Return the summed gradient of one parameter from one of its uses, in the parameter's shape."""
-        slot = self._slot_of[id(parameter)]
-        return self.flats[use][slot.start : slot.stop].view(parameter.shape)
+        return self._views[id(parameter), use]
 
     def begin_step(self, micro_batches: int) -> None:
         """Reset the counts and expect the gradients of this number of micro-batches."""
