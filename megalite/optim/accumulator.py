@@ -94,6 +94,11 @@ class Accumulator:
         """Flat sum of the first use. Once the reduction has started, it is the sum of all uses."""
         self.gradient_shard = owned(self.gradients, groups.shards)
         """Slice of the gradients that this rank owns."""
+        self._views = {  # made once, and as long as there is memory: there is one look-up per gradient
+            (id(slot.parameter), use): flat[slot.start : slot.stop].view(slot.parameter.shape)
+            for use, flat in self.flats.items()
+            for slot in layout.slots
+        }
         if stage >= 2:
             self.gradient_shard = self.gradient_shard.clone()
             for flat in self.flats.values():
@@ -101,11 +106,6 @@ class Accumulator:
         self._groups, self._in_flight, self._stage, self._overlap = groups, in_flight, stage, overlap
         self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
-        self._views = {  # made once: there is one look-up per gradient
-            (id(slot.parameter), use): flat[slot.start : slot.stop].view(slot.parameter.shape)
-            for use, flat in self.flats.items()
-            for slot in layout.slots
-        }
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
