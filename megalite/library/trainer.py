@@ -19,12 +19,10 @@ from megalite.config import RunConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
-from megalite.config.run import TaskConfig, fields_by_name, fits
 from megalite.config.training import TrainingConfig
-from megalite.config.validate import validate, validate_task
-from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
+from megalite.library.configuration import configured, whole_batches
 from megalite.library.settings import Layout, Optimizer
 from megalite.library.token_methods import TokenMethods
 from megalite.lifecycle.failure import leave_code, report_uncaught
@@ -168,7 +166,19 @@ class Trainer(TokenMethods):
                 save=None if save is None else str(save), resume=None if save is None else "auto"
             ),
         }
+        of_modules = {
+            "stages": stages,
+            "metrics": metrics,
+            "terms": terms,
+            "initial": initial,
+            "buffers": buffers,
+            "recompute": recompute,
+            "allow_unused": allow_unused,
+            "messages": messages,
+        }
         if isinstance(model, ModelConfig):
+            if given := [name for name, value in of_modules.items() if value]:
+                raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
             if seq_length is None:
                 raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
             sections |= {
@@ -179,7 +189,9 @@ class Trainer(TokenMethods):
                     mock_data=True,  # the samples come from the program
                 ),
             }
-        self.config = config = _configured(sections, settings, valid, place.world_size)
+        elif seq_length is not None:
+            raise ConfigurationError(f"seq_length={seq_length} is for a GPTConfig, not for modules")
+        self.config = config = configured(sections, settings, valid, place.world_size)
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
             startup.open_store()
@@ -287,7 +299,7 @@ class Trainer(TokenMethods):
             source = SampleSource.of(dataset, seed=seed, shuffle=False, collate=collate)
         if source is None:
             raise ConfigurationError("there is nothing to evaluate: give Trainer(valid_dataset=...)")
-        batches = _whole_batches(source, trainer.evaluation_batch_size)
+        batches = whole_batches(source, trainer.evaluation_batch_size)
         with trainer.sections(EVALUATION):
             means = trainer.evaluate(loader=task.loader(source), batches=batches)
         assert means is not None
@@ -404,46 +416,3 @@ def _place() -> Place:
     if told.world_size == size:
         return replace(told, rank=rank)
     return Place(rank, torch.cuda.current_device() if torch.cuda.is_available() else 0, size)
-
-
-def _configured(
-    sections: dict[str, Any], settings: Mapping[str, Any], valid: SampleSource | None, world_size: int
-) -> TaskConfig:
-    """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError."""
-    kind = RunConfig if "model" in sections else TaskConfig
-    config = kind(**sections)
-    places = fields_by_name()
-    for name, value in settings.items():
-        if name not in places or not hasattr(config, places[name].section):
-            raise ConfigurationError(f"Trainer has no setting {name}{nearest(name, places)}")
-        place = places[name]
-        if not fits(value, place.kind):
-            raise ConfigurationError(f"{name}={value!r}: the type of this setting is {place.kind}")
-        section = replace(getattr(config, place.section), **{name: value})
-        config = replace(config, **{place.section: section})
-    training, copies = config.training, config.parallel.data_parallel_size(world_size)
-    evaluation = training.eval_global_batch_size or training.micro_batch_size * copies
-    training = replace(
-        training,
-        global_batch_size=training.global_batch_size or training.micro_batch_size * copies,
-        eval_global_batch_size=evaluation,
-    )
-    if valid is not None and not training.eval_iters:
-        training = replace(training, eval_iters=_whole_batches(valid, evaluation))
-    config = replace(config, training=training)
-    if isinstance(config, RunConfig):
-        validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
-    else:
-        validate_task(config, world_size)
-    return config
-
-
-def _whole_batches(source: SampleSource, batch_size: int) -> int:
-    """Return how many batches of an evaluation a dataset fills. Raises ConfigurationError."""
-    if source.length is None:
-        raise ConfigurationError("the dataset of evaluations has no length: give Trainer(eval_iters=...)")
-    if source.length < batch_size:
-        raise ConfigurationError(
-            f"the dataset of evaluations has {source.length} samples, fewer than one batch of all ranks, {batch_size}"
-        )
-    return source.length // batch_size

@@ -1,0 +1,90 @@
+"""The configuration of a program's run: its own settings, and any others under the names of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from megalite.config import RunConfig
+from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
+from megalite.config.validate import validate, validate_task
+from megalite.config.yaml_file import nearest
+from megalite.data.sample_source import SampleSource
+from megalite.errors import ConfigurationError
+
+_TAKEN = {
+    "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
+    "microbatch_group_size_per_virtual_pipeline_stage distributed_backend distributed_timeout_minutes",
+    "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
+    "initial_loss_scale min_loss_scale loss_scale_window hysteresis rerun_mode deterministic_mode "
+    "empty_unused_memory_level manual_gc manual_gc_interval manual_gc_eval",
+    "kernels": "kernels",
+}
+"""Settings of these sections that any model takes. Of other sections it takes all, but for those of `_REFUSED`."""
+_OF_A_GPT = {
+    "training": "recompute_granularity recompute_modules recompute_method recompute_num_layers",
+    "kernels": "persist_layer_norm bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion rope_fusion "
+    "cross_entropy_loss_fusion fused_linear_cross_entropy",
+}
+_REFUSED = {
+    "checkpoint": "save resume moe_use_upcycling use_checkpoint_args use_checkpoint_opt_param_scheduler",
+    "optimizer": "optimizer lr",
+    "logging": "log_validation_ppl_to_tensorboard",
+}
+
+
+def configured(
+    sections: Mapping[str, Any], settings: Mapping[str, Any], valid: SampleSource | None, world_size: int
+) -> TaskConfig:
+    """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError."""
+    of_gpt = "model" in sections
+    config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
+    taken = _taken(of_gpt=of_gpt)
+    for name, value in settings.items():
+        if name not in taken:
+            why = "changes nothing here" if name in fields_by_name() else f"is unknown{nearest(name, taken)}"
+            raise ConfigurationError(f"{name}={value!r} {why}: docs/library.md lists what Trainer takes")
+        place = fields_by_name()[name]
+        if not fits(value, place.kind):
+            raise ConfigurationError(f"{name}={value!r}: the type of this setting is {place.kind}")
+        section = replace(getattr(config, place.section), **{name: value})
+        config = replace(config, **{place.section: section})
+    training, copies = config.training, config.parallel.data_parallel_size(world_size)
+    evaluation = training.eval_global_batch_size or training.micro_batch_size * copies
+    training = replace(
+        training,
+        global_batch_size=training.global_batch_size or training.micro_batch_size * copies,
+        eval_global_batch_size=evaluation,
+    )
+    if valid is not None and not training.eval_iters:
+        training = replace(training, eval_iters=whole_batches(valid, evaluation))
+    config = replace(config, training=training)
+    if isinstance(config, RunConfig):
+        validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
+    else:
+        validate_task(config, world_size)
+    return config
+
+
+def _taken(*, of_gpt: bool) -> set[str]:
+    """Return the names of the settings that a run takes under the names of flags."""
+    names = set[str]()
+    for section, kind in section_types().items():
+        if section in ("model", "data"):
+            continue
+        all_names = {entry.name for entry in fields(kind)}
+        some = " ".join(each[section] for each in (_TAKEN, _OF_A_GPT if of_gpt else {}) if section in each).split()
+        names |= (all_names & set(some) if section in _TAKEN else all_names) - set(_REFUSED.get(section, "").split())
+    return names
+
+
+def whole_batches(source: SampleSource, batch_size: int) -> int:
+    """Return how many batches of an evaluation a dataset fills. Raises ConfigurationError."""
+    if source.length is None:
+        raise ConfigurationError("the dataset of evaluations has no length: give Trainer(eval_iters=...)")
+    if source.length < batch_size:
+        raise ConfigurationError(
+            f"the dataset of evaluations has {source.length} samples, fewer than one batch of all ranks, {batch_size}"
+        )
+    return source.length // batch_size
