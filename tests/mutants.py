@@ -2199,7 +2199,7 @@ MUTANTS = (
     Mutant(
         "a buffer that a module assigns is not saved",
         "megalite/modules/buffers.py",
-        "                state.values.copy_(buffer.detach())\n",
+        "                state.values.copy_(values)\n",
         "",
         "tests/unit/test_modules_records.py::test_buffers_are_states_that_share_memory_with_the_module",
     ),
@@ -6020,9 +6020,9 @@ MUTANTS = (
     ),
     Mutant(
         "a loss that is a mean over a micro-batch counts as a sum",
-        "megalite/training/module_task.py",
-        "return mean * _number_of_samples(values)",
-        "return mean",
+        "megalite/modules/stage.py",
+        "mean * len(micro_batch.sample_ids) for",
+        "mean for",
         f"{_OWN}.py::test_losses_are_those_of_ddp_and_fully_shard[conv-dp4-pp1-zero0-adamw]",
     ),
     Mutant(

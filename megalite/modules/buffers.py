@@ -65,7 +65,8 @@ class KeptBuffers(nn.Module):
                 unused -= set(matching)
                 rule: Rule = "keep" if name in frozen else rules[matching[0]] if matching else "first rank"
                 state = _state(name, buffer, rule, mesh)
-                setattr(owner, key, state.values)
+                if buffer.dtype in SAVED:
+                    setattr(owner, key, state.values)
                 self.states.append(state)
                 self._buffers_of.append((owner, key, state, rule))
         if unused:
@@ -82,6 +83,7 @@ class KeptBuffers(nn.Module):
                 _broadcast_first_(flat, self._group)
             for each, new in zip(values, flat.split([each.numel() for each in values]), strict=True):
                 each.copy_(new.view(each.shape))
+        self.restore()
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and ranks of the collectives of `synchronize`, in order."""
@@ -100,12 +102,25 @@ class KeptBuffers(nn.Module):
         for owner, key, state, _ in self._buffers_of:
             buffer = getattr(owner, key)
             if buffer is not state.values:
-                if buffer.shape != state.values.shape:
+                values = _storable(buffer.detach())
+                if values.shape != state.values.shape:
                     raise MegaliteError(
-                        f"the buffer {state.sharding.name} has become {tuple(buffer.shape)} from "
+                        f"the buffer {state.sharding.name} has become {tuple(values.shape)} from "
                         f"{tuple(state.values.shape)}: it must keep its shape to be saved, or be persistent=False"
                     )
-                state.values.copy_(buffer.detach())
+                state.values.copy_(values)
+                if buffer.dtype in SAVED:
+                    setattr(owner, key, state.values)
+
+    def restore(self) -> None:
+        """Set the buffers from their states."""
+        for owner, key, state, _ in self._buffers_of:
+            buffer = getattr(owner, key)
+            if buffer.is_complex():
+                buffer.copy_(torch.view_as_complex(state.values))
+            elif buffer.dtype not in SAVED:
+                buffer.copy_(state.values)
+            elif buffer is not state.values:
                 setattr(owner, key, state.values)
 
     def _messages(self) -> list[tuple[Rule, list[Tensor]]]:
@@ -120,17 +135,26 @@ class KeptBuffers(nn.Module):
 
 
 def _state(name: str, buffer: Tensor, rule: Rule, mesh: ParallelMesh) -> State:
-    if buffer.dtype not in SAVED:
+    is_complex = buffer.is_complex()
+    if buffer.is_floating_point() and buffer.dtype not in SAVED:
         raise MegaliteError(
             f"the buffer {name} is of {buffer.dtype}, which a checkpoint cannot have: register it with "
-            "persistent=False, or as int64 or floating-point numbers"
+            "persistent=False, or in another dtype"
         )
-    if rule == "average" and not buffer.is_floating_point():
+    if rule == "average" and not (buffer.is_floating_point() or is_complex):
         raise MegaliteError(f'the buffer {name} of {buffer.dtype} has no average: use the rule "first rank" or "keep"')
-    shape = tuple(buffer.shape) or (1,)
+    values = _storable(buffer.detach())
+    shape = tuple(values.shape) or (1,)
     piece = Piece(LogicalTensor(name, shape, AsBuilt(), weight_decay=False), Box.whole(shape), 0, shape[0])
-    sharding = Sharding(tuple(buffer.shape), (piece,), mesh.ranks("tp"), grad_is_partial=False)
-    return State(sharding, buffer.dtype, buffer.device, buffer.detach().contiguous())
+    sharding = Sharding(tuple(values.shape), (piece,), mesh.ranks("tp"), grad_is_partial=False)
+    return State(sharding, values.dtype, values.device, values)
+
+
+def _storable(values: Tensor) -> Tensor:
+    """Return values in a dtype that a checkpoint can have: complex numbers as pairs, small integers as int64."""
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj()).clone()
+    return values.contiguous() if values.is_floating_point() else values.to(torch.int64).contiguous()
 
 
 def _broadcast_first_(flat: Tensor, group: Group) -> None:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from megalite.errors import MegaliteError
 from megalite.modules.calling import goes_by_position, named, results
 from megalite.modules.layers import Layers, arguments_of_stage
+from megalite.parallel.nested import map_tensors
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import TensorSpec
 
@@ -122,15 +123,17 @@ def copies_on_meta(modules: Sequence[nn.Module]) -> list[nn.Module]:
                 vars(known[id(value)]).update(vars(value))
             elif isinstance(value, Tensor):
                 known[id(value)] = torch.empty_like(value, device=META, requires_grad=False)
-    return [copy.deepcopy(module, known) for module in modules]
+    try:
+        return [copy.deepcopy(module, known) for module in modules]
+    except TypeError as error:
+        raise MegaliteError(
+            f"a module of {', '.join(type(module).__name__ for module in modules)} cannot be copied ({error}): keep "
+            "such an object out of its attributes, or give a function that builds the module"
+        ) from error
 
 
 def _to_meta(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return torch.empty_like(values, device=META, requires_grad=False)
-    if isinstance(values, Mapping):
-        return {name: _to_meta(value) for name, value in values.items()}
-    return type(values)(map(_to_meta, values)) if type(values) in (tuple, list) else values
+    return map_tensors(lambda tensor: torch.empty_like(tensor, device=META, requires_grad=False), values)
 
 
 def _check_declared(modules: Sequence[nn.Module], declared: Sequence[Message]) -> None:

@@ -23,6 +23,7 @@ from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums
 from megalite.parallel.stage_module import StageModule
@@ -60,6 +61,7 @@ class ModuleStage(StageModule):
         number: int = 0,
         count: int = 1,
         loss: Sums | None = None,
+        loss_is_mean: bool = False,
         metric: Sums | None = None,
         terms: Sequence[LossTerm] | None = None,
         kept: KeptBuffers | None = None,
@@ -67,6 +69,7 @@ class ModuleStage(StageModule):
         seed: int = 0,
         recompute: bool | Sequence[str] = False,
         one_block: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Wrap a module, in place.
 
@@ -74,11 +77,14 @@ class ModuleStage(StageModule):
             plan: what the stage passes on, and its blocks (`find_messages`).
             number: the number of the stage among `count`.
             loss: returns the sums of the terms of the loss, in the last stage.
+            loss_is_mean: True if `loss` returns a mean over the samples instead.
             metric: returns further sums, in evaluations only.
             terms: the terms of the loss; None for one that is a mean over samples.
             kept: the module's buffers.
             uses: the numbers of uses of tied weights (`Records.uses`).
             recompute: True to recompute each block in backward, or patterns of names of submodules to recompute.
+            dtype: dtype in which the module gets floating-point fields of the batch; the loss gets them as they are.
+                None: the module does, too.
             one_block: keep the parameters of the whole stage together, as unused parameters require under ZeRO 3.
 
         Raises:
@@ -88,6 +94,7 @@ class ModuleStage(StageModule):
         self.module, self.kept = module, kept
         self.plan, self.number, self.count = plan or StagePlan(), number, count
         self._loss, self._metric, self._seed = loss, metric, seed
+        self._loss_is_mean, self._dtype = loss_is_mean, dtype
         self._terms = tuple(terms) if terms is not None else (mean_over_samples(),)
         self._shared = {name: (module.get_parameter(name), use) for name, use in (uses or {}).items()}
         self._one_block = one_block or not self.plan.blocks
@@ -137,7 +144,7 @@ class ModuleStage(StageModule):
         Raises:
             MegaliteError: the module does not fit its inputs, or its outputs do not fit the next stage or the loss.
         """
-        values = micro_batch.values
+        values = micro_batch.values if self._dtype is None else in_dtype(micro_batch.values, self._dtype)
         if self.plan.changes_inputs:
             inputs = {name: tensor.clone() for name, tensor in inputs.items()}
         by_position, by_name, _ = arguments_of_stage(self.number, self.module, inputs, values, self._arguments)
@@ -153,9 +160,12 @@ class ModuleStage(StageModule):
             if self._loss is None:
                 return StageOutput(results(self.number, self.module, output), own)
             result = output.tensors if isinstance(output, StageOutput) else output
-            sums = add_sums(own, self._wide(self._loss(result, values)))
+            found = self._wide(self._loss(result, micro_batch.values))
+            if self._loss_is_mean:
+                found = {name: mean * len(micro_batch.sample_ids) for name, mean in found.items()}
+            sums = add_sums(own, found)
             if self._metric is not None and not self.training:
-                sums = add_sums(sums, self._wide(self._metric(result, values)))
+                sums = add_sums(sums, self._wide(self._metric(result, micro_batch.values)))
         return StageOutput({}, sums)
 
     def _passed_on(self, inputs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,6 +178,11 @@ class ModuleStage(StageModule):
                     f"returned {', '.join(own) or 'nothing'}"
                 )
             tensor = own.get(spec.name)
+            if tensor is not None and spec.shape is not None and tensor.shape != spec.shape:
+                raise MegaliteError(
+                    f"{named(self.number, self.module)} returned {spec.name} {tuple(tensor.shape)}, but stages "
+                    f"exchange tensors of one shape, {spec.shape}: pad samples to one length in collate"
+                )
             if tensor is not None and tensor.requires_grad and not spec.gradient:
                 raise MegaliteError(
                     f"{named(self.number, self.module)} returned {spec.name} of {tensor.dtype} that needs a gradient, "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.checkpoint import Manifest
@@ -15,7 +16,9 @@ from megalite.data.any_dataset import AnyDatasetLoader, Batch, check
 from megalite.data.sample_source import SampleSource
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.nested import map_tensors
 from megalite.storage import AnyPath
 from megalite.training import builder, memory, summary
 from megalite.training.task import Figures, Task
@@ -46,11 +49,14 @@ class DatasetTask(Task):
         self, config: TaskConfig, mesh: ParallelMesh, train: SampleSource | None, valid: SampleSource | None
     ) -> None:
         assert config.training.global_batch_size is not None
+        for name, source in (("dataset", train), ("valid_dataset", valid)):
+            _require_equal(name, source, mesh)
         self.config, self.mesh, self.train, self.valid = config, mesh, train, valid
         self.dtype = builder.model_dtype(config)
         self.batch_size = GlobalBatchSize(config.training.global_batch_size)
         self.has_validation = valid is not None
         self._train_loader: AnyDatasetLoader | None = None
+        self._data_notes: tuple[str, ...] = ()
 
     @abstractmethod
     def to_micro_batch(self, batch: Batch) -> Any:
@@ -61,15 +67,13 @@ class DatasetTask(Task):
         """Return the description of the network that checkpoints keep."""
 
     def on_device(self, values: Any) -> Any:
-        """Move the tensors of collated samples to the device, and floating-point ones to the run's precision."""
-        if isinstance(values, Tensor):
-            dtype = self.dtype if values.is_floating_point() else values.dtype
-            return values.to(self.mesh.device, dtype, non_blocking=True)
-        if isinstance(values, Mapping):
-            return {name: self.on_device(value) for name, value in values.items()}
-        if isinstance(values, tuple) and hasattr(values, "_fields"):
-            return type(values)(*map(self.on_device, values))
-        return type(values)(map(self.on_device, values)) if isinstance(values, tuple | list) else values
+        """Move the tensors of collated samples to the device. Floating-point ones get no narrower than the model's."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            wide = torch.promote_types(tensor.dtype, self.dtype) if tensor.is_floating_point() else tensor.dtype
+            return tensor.to(self.mesh.device, wide, non_blocking=True)
+
+        return map_tensors(moved, values)
 
     def _loader_of(self, source: SampleSource) -> AnyDatasetLoader:
         return AnyDatasetLoader(
@@ -95,16 +99,9 @@ class DatasetTask(Task):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def saved_config(self) -> dict[str, Any]:
-        data: dict[str, Any] = {}
-        if self._train_loader is not None:
-            data = self._train_loader.remember(self._consumed)
+    def saved_config(self, consumed_samples: int) -> dict[str, Any]:
+        data = {} if self._train_loader is None else self._train_loader.remember(consumed_samples)
         return {**asdict(self.config), "model": self.model_section(), "data": data}
-
-    _consumed = 0
-
-    def remember(self, consumed_samples: int) -> None:
-        self._consumed = consumed_samples
 
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:
         saved, own = described.config.get("model", {}), self.model_section()
@@ -112,8 +109,6 @@ class DatasetTask(Task):
             raise CheckpointError(f"{path} is of {theirs or 'a GPT'}, and this run trains {own['kind']}")
         if self.train is not None:
             self._data_notes = check(self.train, described.config.get("data", {}))
-
-    _data_notes: tuple[str, ...] = ()
 
     # ------------------------------------------------------------------------------------------------ reports
 
@@ -140,6 +135,7 @@ class DatasetTask(Task):
     def lines(self, trainer: Trainer, micro_batch: Any) -> dict[str, object]:
         """Return the lines of the summary on the layout and the memory, measured by a forward on a micro-batch."""
         measured = summary.measured_by(trainer, micro_batch)
+        self.loaded()  # a forward may change buffers
         kinds = {f"  {kind}": memory.in_words(size) for kind, size in asdict(measured).items()}
         return {
             "layout": summary.layout_line(trainer),
@@ -159,3 +155,15 @@ class _NoData(AnyDatasetLoader):
 
     def close(self) -> None:
         pass
+
+
+def _require_equal(name: str, source: SampleSource | None, mesh: ParallelMesh) -> None:
+    """Raise ConfigurationError on all ranks if their datasets differ in kind or length."""
+    own = None if source is None else [source.is_stream, source.length]
+    for rank, other in enumerate(found := all_gather_json(own, mesh)):
+        if other != found[0]:
+            lengths = [None if each is None else each[1] for each in (found[0], other)]
+            raise ConfigurationError(
+                f"{name} has {lengths[0]} samples on rank 0 and {lengths[1]} on rank {rank}: give all ranks the whole "
+                "dataset, from which each takes its samples"
+            )

@@ -128,7 +128,7 @@ class GPTTask(Task):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def saved_config(self) -> dict[str, Any]:
+    def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         return asdict(replace(self.config, model=self.model))
 
     def remember(self, consumed_samples: int) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
@@ -106,8 +107,20 @@ class ModuleTask(DatasetTask):
 
     def _placed(self, module: nn.Module) -> nn.Module:
         """Move a module that is on the CPU to the device of the run, and to its precision."""
-        on_cpu = all(each.device.type == "cpu" for each in (*module.parameters(), *module.buffers()))
-        return module.to(self.mesh.device if on_cpu else None, self.dtype)
+        tensors = (*module.parameters(), *module.buffers())
+        device = self.mesh.device if all(each.device.type == "cpu" for each in tensors) else None
+
+        def placed(tensor: Tensor) -> Tensor:
+            if tensor.is_complex():  # a real dtype would drop the imaginary part
+                return tensor.to(device, torch.complex128 if self.dtype == torch.float64 else tensor.dtype)
+            return tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+
+        for parameter in module.parameters():
+            parameter.data = placed(parameter.data)
+        for part in module.modules():
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, placed(buffer))
+        return module
 
     def stages(self) -> Stages:
         parallel = self.config.parallel
@@ -150,7 +163,7 @@ class ModuleTask(DatasetTask):
             return costs
         if self._example is None:
             raise ConfigurationError("without a dataset, give Trainer(costs=[...]), the cost of each layer")
-        values = self._example.values
+        values = in_dtype(self._example.values, self.dtype)
         if costs == "counted":
             return counted_costs(layers, values)
         return all_gather_json(measured_costs(layers, values), self.mesh)[0]  # all ranks cut alike
@@ -162,7 +175,7 @@ class ModuleTask(DatasetTask):
                     "without a dataset, give Trainer(messages=[...]), the tensors between stages (megalite.TensorSpec)"
                 )
             return [StagePlan()]
-        values = None if self._example is None else self._example.values
+        values = None if self._example is None else in_dtype(self._example.values, self.dtype)
         try:
             return find_messages(self._modules, values, self.options.messages)
         except NotOnMetaError:
@@ -204,6 +217,7 @@ class ModuleTask(DatasetTask):
                     number=number,
                     count=stages.count,
                     loss=self._loss,
+                    loss_is_mean=options.loss is not None and options.count is None,
                     metric=self._metric if options.metrics else None,
                     terms=self.terms,
                     kept=kept,
@@ -211,6 +225,7 @@ class ModuleTask(DatasetTask):
                     seed=training.seed,
                     recompute=options.recompute is True or _matching(recompute, parts[number]),
                     one_block=options.allow_unused,
+                    dtype=self.dtype,
                 )
             )
         if own:
@@ -232,11 +247,16 @@ class ModuleTask(DatasetTask):
     def check(self, optimizer: Optimizer) -> None:
         check_tied_buckets(optimizer.buckets, self.mesh)
 
-    def saved_config(self) -> dict[str, Any]:
+    def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         for chunk in self.chunks:
             if chunk.kept is not None:
                 chunk.kept.check()  # one rank saves what must be the same on all
-        return super().saved_config()
+        return super().saved_config(consumed_samples)
+
+    def loaded(self) -> None:
+        for chunk in self.chunks:
+            if chunk.kept is not None:
+                chunk.kept.restore()
 
     def model_section(self) -> dict[str, Any]:
         return {"kind": "a model of one's own"}
@@ -251,7 +271,7 @@ class ModuleTask(DatasetTask):
                 raise ConfigurationError("the run has no loss: give Trainer(loss=...), or terms that a stage returns")
             return tuple(self.options.terms), None
         if count is None:
-            return (mean_over_samples(), *self.options.terms), _sum_of_mean(loss)
+            return (mean_over_samples(), *self.options.terms), _checked_mean(loss)
         names: Sequence[str] = (LOSS,)
         if self._example is not None and isinstance(found := count(self._example.values), Mapping):
             names = tuple(found)
@@ -333,10 +353,10 @@ def _with_terms(loss: Function, names: Sequence[str]) -> Function:
     return total
 
 
-def _sum_of_mean(loss: Function) -> Function:
-    """Return a function with the sum over samples of a loss that returns their mean."""
+def _checked_mean(loss: Function) -> Function:
+    """Return a loss that returns the mean over samples, with checks."""
 
-    def total(outputs: Any, values: Any) -> Tensor:
+    def checked(outputs: Any, values: Any) -> Tensor:
         mean = loss(outputs, values)
         if isinstance(mean, Mapping):
             raise MegaliteError(
@@ -346,14 +366,6 @@ def _sum_of_mean(loss: Function) -> Function:
         if not isinstance(mean, Tensor) or mean.dim():
             shown = f"a tensor {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
             raise MegaliteError(f"the loss returned {shown}: return a mean, a tensor without dimensions")
-        return mean * _number_of_samples(values)
+        return mean
 
-    return total
-
-
-def _number_of_samples(values: Any) -> int:
-    """Return the first dimension of the first tensor of a batch."""
-    if isinstance(values, Tensor):
-        return values.shape[0]
-    parts = values.values() if isinstance(values, Mapping) else values
-    return next(_number_of_samples(part) for part in parts if isinstance(part, Tensor | Mapping | tuple | list))
+    return checked

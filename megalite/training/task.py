@@ -98,7 +98,7 @@ class Task(ABC):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     @abstractmethod
-    def saved_config(self) -> dict[str, Any]:
+    def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         """Return the configuration of the run, by section, for checkpoints."""
 
     def remember(self, consumed_samples: int) -> Any:
@@ -108,6 +108,10 @@ class Task(ABC):
     def order_notes(self, remembered: Any) -> tuple[str, ...]:
         """Return notes on samples that are not those which a checkpoint remembers. Called on rank 0."""
         return ()
+
+    def loaded(self) -> None:
+        """Take over the state that a checkpoint has set."""
+        return
 
     @abstractmethod
     def check_compatible(self, path: AnyPath, described: Manifest) -> None:

@@ -153,8 +153,9 @@ class TokenTask(DatasetTask):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def saved_config(self) -> dict[str, Any]:
-        return {**super().saved_config(), "model": asdict(self.model), "data": asdict(self.run_config.data)}
+    def saved_config(self, consumed_samples: int) -> dict[str, Any]:
+        own = {"model": asdict(self.model), "data": asdict(self.run_config.data)}
+        return {**super().saved_config(consumed_samples), **own}
 
     def model_section(self) -> dict[str, Any]:
         return asdict(self.model)

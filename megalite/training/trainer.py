@@ -286,7 +286,7 @@ class Trainer:
         state = checkpoint.TrainingState(
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
-        self.checkpoints.save(state, self.task.saved_config(), display, last=last)
+        self.checkpoints.save(state, self.task.saved_config(self.consumed_samples), display, last=last)
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint of this model, which may have been written under any layout.
@@ -317,6 +317,7 @@ class Trainer:
             casts=self.config.checkpoint.load_casts,
             optional=self.task.optional_tensors(path, described),
         )
+        self.task.loaded()
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         )

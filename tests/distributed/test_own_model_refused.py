@@ -60,15 +60,12 @@ def with_other_placement(kind: str) -> dict[str, Any]:
     elif kind == "integers":
         layers[4].register_parameter("steps", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
         layers[4].steps.requires_grad = False
-    elif kind == "bytes":
-        layers[4].register_buffer("mask", torch.ones(2, dtype=torch.uint8))
     return {"stages": layers}
 
 
 PLACED = {
     "meta": r"3\.scale is on the meta device and has no values: give initial=",
     "memory": r"up\.weight of stage 3 \(Block\) and up\.weight of stage 4 \(Block\) share memory",
-    "bytes": r"the buffer 4\.mask is of torch\.uint8",
 }
 
 

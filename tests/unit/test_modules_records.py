@@ -299,7 +299,7 @@ class OneBuffer(nn.Module):
     [
         (torch.ones(2), {"counts": "sum"}, "'sum' is no rule for buffers: use one of keep, average, first rank"),
         (torch.ones(2), {"other*": "keep"}, r"no buffer is called other\*, for which there is a rule"),
-        (torch.ones(2).bool(), {}, "the buffer counts is of torch.bool, which a checkpoint cannot have: register it"),
+        (torch.ones(2).to(torch.float8_e4m3fn), {}, "the buffer counts is of torch.float8_e4m3fn, which a checkpoint"),
         (torch.tensor(1), {"*": "average"}, "the buffer counts of torch.int64 has no average: use the rule"),
     ],
 )
@@ -390,3 +390,22 @@ def test_two_parameters_that_share_memory_are_refused() -> None:
     module[1].weight.data = module[0].weight.data
     with pytest.raises(MegaliteError, match=r"0\.weight of stage 0 \(Sequential\) and 1\.weight of .* share memory"):
         give_records([module], ParallelMesh())
+
+
+def test_a_checkpoint_has_buffers_of_any_dtype_of_numbers() -> None:
+    """Small integers are saved as int64, complex numbers as pairs; the module keeps its own dtypes."""
+    module = nn.Module()
+    values = [torch.tensor([True, False]), torch.tensor(3, dtype=torch.int32), torch.tensor([1 + 2j, 3 - 1j])]
+    for number, value in enumerate(values):
+        module.register_buffer(f"b{number}", value.clone())
+    kept = KeptBuffers(module, ParallelMesh())
+    saved = {state.sharding.name: state.values.clone() for state in states_of(nn.ModuleList([kept]))}
+    assert [saved[f"b{number}"].tolist() for number in range(3)] == [[1, 0], 3, [[1.0, 2.0], [3.0, -1.0]]]
+    for buffer in module.buffers():
+        buffer.zero_()
+    kept.synchronize()
+    for state in states_of(nn.ModuleList([kept])):
+        state.values.copy_(saved[state.sharding.name])
+    kept.restore()
+    assert all(map(torch.equal, module.buffers(), values))
+    assert [buffer.dtype for buffer in module.buffers()] == [value.dtype for value in values]
