@@ -86,8 +86,10 @@ def _export(
     _stream(files.fill, kinds, config, receiver, mesh)
 
 
-def export_tensors(optimizer: Optimizer, to: Receiver | Path | str) -> None:
+def export_tensors(optimizer: Optimizer, to: Receiver | Path | str, aliases: Mapping[str, str]) -> None:
     """Stream the weights and the state of modules under their own names to a receiver, or into a new folder.
+
+    `aliases`: other names of tied weights, each with the name that its weight has.
 
     All ranks call it together. Raises CheckpointError as `export_weights` does.
     """
@@ -100,7 +102,9 @@ def export_tensors(optimizer: Optimizer, to: Receiver | Path | str) -> None:
     }
     shapes = {name: tuple(shape) for those in all_gather_json(own, mesh) for name, shape in those.items()}
     collected = Collected(optimizer, shapes)
-    names = {name.removeprefix(STATE): name for name in sorted(shapes, key=numbers_as_numbers)}
+    found = {name.removeprefix(STATE): name for name in shapes}
+    found |= {alias: found[name] for alias, name in aliases.items()}
+    names = {name: found[name] for name in sorted(found, key=numbers_as_numbers)}
     kinds = {name: collected.tensors[source] for name, source in names.items()}
     try:
         _stream(lambda name, box, values: collected.fill(names[name], box, values), kinds, {}, receiver, mesh)

@@ -88,6 +88,8 @@ class ModuleTask(DatasetTask):
         size = mean_over_samples().count
         self.evaluated = (*self.terms, *(LossTerm(name, size) for name in options.metrics))
         self._set_values: Callable[[Parameter], None] | None = None
+        self.aliases: dict[str, str] = {}
+        """Further names of tied weights, each with the name in checkpoints."""
 
     # ------------------------------------------------------------------------------------------------ the network
 
@@ -187,6 +189,8 @@ class ModuleTask(DatasetTask):
         own, options, training = mesh is self.mesh, self.options, self.config.training
         modules = self._modules if own else self._into_stages(self._build(mesh, copies_on_meta(self._pristine)))
         numbers = stages.of_rank(mesh.coordinate("pp"))
+        if own:
+            self.aliases = _aliases(modules)
         records = give_records(
             modules,
             mesh,
@@ -310,6 +314,13 @@ class ModuleTask(DatasetTask):
         mean = self.options.loss is not None and self.options.count is None
         note = "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with"
         return (*super().notes(), *([f"{note} count=..., it is a sum"] if mean else []))
+
+
+def _aliases(modules: Sequence[nn.Module]) -> dict[str, str]:
+    """Return the further names of parameters that are in several places, each with the first name."""
+    first: dict[int, str] = {}
+    names = ((name, each) for module in modules for name, each in module.named_parameters(remove_duplicate=False))
+    return {name: first[id(each)] for name, each in names if first.setdefault(id(each), name) != name}
 
 
 def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:

