@@ -6102,6 +6102,20 @@ MUTANTS = (
         "",
         f"{_LIBRARY}an_error_is_reported_once_with_its_code[layout]",
     ),
+    Mutant(
+        "a rank whose program ends saves while the others go on",
+        "megalite/library/trainer.py",
+        "                self._common_end.require(self.iteration)\n",
+        "                pass\n",
+        f"{_LIBRARY}an_end_on_one_rank_neither_saves_nor_hangs",
+    ),
+    Mutant(
+        "a program after an error in a notebook is not saved at its end",
+        "megalite/library/trainer.py",
+        'getattr(sys, "last_value", None) is not self._earlier_error',
+        'getattr(sys, "last_value", None) is not None',
+        "tests/end_to_end/test_own_model_end.py::test_what_a_loop_has_trained_is_saved_when_the_program_ends[notebook]",
+    ),
 )
 
 

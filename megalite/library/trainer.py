@@ -25,6 +25,7 @@ from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, M
 from megalite.library.configuration import configured, whole_batches
 from megalite.library.settings import Layout, Optimizer
 from megalite.library.token_methods import TokenMethods
+from megalite.lifecycle.common_end import CommonEnd
 from megalite.lifecycle.failure import leave_code, report_uncaught
 from megalite.lifecycle.startup import Startup
 from megalite.modules.records import decays as decays_by_shape
@@ -145,7 +146,7 @@ class Trainer(TokenMethods):
             return SampleSource.of(given, seed=seed, shuffle=shuffle, collate=collate, num_workers=workers)
 
         train, valid = source(dataset, shuffle), source(valid_dataset, shuffle=False)
-        micro = micro_batch_size or (train.batch_size if train is not None else None)
+        micro = train.batch_size if micro_batch_size is None and train is not None else micro_batch_size
         if micro is None:
             raise ConfigurationError("give Trainer(micro_batch_size=...), the samples that a rank processes at once")
         if precision not in get_args(Precision):
@@ -227,6 +228,8 @@ class Trainer(TokenMethods):
         self._last_record: dict[str, Any] = {}
         self._loop_files = ExitStack()
         self._ended = False
+        self._common_end = CommonEnd(self.mesh)
+        self._earlier_error = getattr(sys, "last_value", None)  # a notebook goes on after an error
         at_exit(self._at_exit)
 
     # ------------------------------------------------------------------------------------------------ where it stands
@@ -255,7 +258,7 @@ class Trainer(TokenMethods):
     # ------------------------------------------------------------------------------------------------ training
 
     def train(self, steps: int | None = None, *, epochs: float | None = None) -> None:
-        """Train until the run has had this many steps, or epochs of the dataset, in all; then save.
+        """Train until the run has had this many steps, or whole steps of this many epochs, in all; then save.
 
         Raises SystemExit, with the code 85, if the run is asked to stop before: it is saved then, and the program
         continues it when it is started again.
@@ -283,14 +286,19 @@ class Trainer(TokenMethods):
         return self._run_step(lambda: self._trainer.step(batch))
 
     def export(self, to: Path | str) -> None:
-        """Write the weights and buffers as safetensors under their own names, into a new folder.
+        """Write the weights and buffers as safetensors under their own names, into a new folder; tied ones under each.
 
         No rank holds more than one tensor in addition to its own part. Called by all ranks together.
         """
-        export_tensors(self._trainer.optimizer, to)
+        task = self._run.task
+        export_tensors(self._trainer.optimizer, to, task.aliases if isinstance(task, ModuleTask) else {})
 
     def evaluate(self, dataset: Any = None) -> dict[str, float]:
-        """Return the means of the loss and the metrics over `valid_dataset`, or over another dataset."""
+        """Return the means of the loss and the metrics over `valid_dataset`, or over another dataset.
+
+        They are over as many samples, from the first on, as fill whole batches of all ranks, `eval_global_batch_size`
+        samples each: by default a micro-batch per data-parallel rank.
+        """
         task, trainer = self._run.task, self._trainer
         assert isinstance(task, DatasetTask)
         source = task.valid
@@ -328,9 +336,11 @@ class Trainer(TokenMethods):
             leave_code(EXIT_FINISHED)
 
     def _at_exit(self) -> None:
-        if self._ended or hasattr(sys, "last_value"):  # the program ends by an error
+        if self._ended or getattr(sys, "last_value", None) is not self._earlier_error:  # the program ends by an error
             return
         try:
+            if self._loop is not None and self.config.checkpoint.save is not None:
+                self._common_end.require(self.iteration)
             self.close()
         except BaseException as error:  # Python would report it, and end as if nothing was wrong
             try:
@@ -358,7 +368,7 @@ class Trainer(TokenMethods):
         length = task.train.length if isinstance(task, DatasetTask) and task.train is not None else None
         if length is None or epochs is None:
             raise ConfigurationError("epochs=... needs a dataset with a length: give steps=... instead")
-        return int(epochs * length) // task.batch_size.final
+        return round(epochs * length) // task.batch_size.final
 
     def _open(self, last: int | None) -> TrainingLoop:
         """Return the loop; it goes on to the step `last`, or without an end."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--loop", action="store_true", help="call run.step for each batch")
     parser.add_argument("--broken-point", type=int)
     parser.add_argument("--broken-loss", type=int, nargs=2, metavar=("RANK", "STEP"))
+    parser.add_argument("--end", type=int, nargs="+", metavar=("STEP", "RANK"), help="end after a step on these ranks")
     parser.add_argument("--unlike", action="store_true", help="build other values on each rank")
     arguments = parser.parse_args()
 
@@ -75,6 +77,8 @@ def main() -> None:
     if arguments.loop:
         for batch in run.batches(steps=arguments.steps):
             run.step(batch)
+            if arguments.end and run.iteration == arguments.end[0] and run.rank in arguments.end[1:]:
+                sys.exit("the program has seen enough")
     else:
         run.train(steps=arguments.steps)
     print("the program goes on", flush=True) if run.rank == 0 else None

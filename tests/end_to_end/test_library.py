@@ -105,6 +105,23 @@ def test_a_program_goes_on_under_another_layout(before: Any, after: Any, program
     assert now[counter].item() > saved[counter].item()
 
 
+def test_an_end_on_one_rank_neither_saves_nor_hangs(program: Start, tmp_path: Path) -> None:
+    """The other ranks go on: their step would meet the save of the rank that ends."""
+    job = program("--save", tmp_path, "--steps", 10000, "--loop", "--end", 3, 1)
+    assert job.wait(60.0) == [70, 70]
+    stderr = job.stderr(0) + job.stderr(1)
+    assert stderr.count("the program ended on this rank after step 3, before it ended on the others") == 1, stderr
+    assert stderr.count("error") == 1, stderr
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_an_end_on_all_ranks_saves(program: Start, tmp_path: Path) -> None:
+    job = program("--save", tmp_path, "--steps", 10000, "--loop", "--end", 3, 0, 1)
+    assert job.wait(60.0) == [1, 1]
+    assert {job.stderr(rank) for rank in range(2)} == {"the program has seen enough\n"}
+    assert latest_iteration(tmp_path) == 3
+
+
 ERRORS = {
     "point": (("--broken-point", 7), 64, "(index 7 of epoch 0) of the dataset failed: OSError: point 7 cannot be read"),
     "loss": (("--broken-loss", 1, 2), 70, "ZeroDivisionError: the loss is broken"),
