@@ -6116,6 +6116,13 @@ MUTANTS = (
         'getattr(sys, "last_value", None) is not None',
         "tests/end_to_end/test_own_model_end.py::test_what_a_loop_has_trained_is_saved_when_the_program_ends[notebook]",
     ),
+    Mutant(
+        "the workers of a killed run hold its lock",
+        "megalite/checkpoint/run_lock.py",
+        "            os.register_at_fork(after_in_child=file.close)  #",
+        "            #",
+        "tests/unit/test_checkpoint_selection.py::test_workers_of_a_dead_run_hold_nothing",
+    ),
 )
 
 

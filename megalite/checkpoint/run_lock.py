@@ -49,6 +49,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / NAME).open("a+")
+            os.register_at_fork(after_in_child=file.close)  # worker processes outlive a killed run, and would hold it
             refusal, note = _lock(file, directory)
             if not refusal:
                 if not note:

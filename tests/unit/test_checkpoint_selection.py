@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import tempfile
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -300,6 +302,33 @@ def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
     assert f"process {process} on" in (tmp_path / "lock").read_text()
     with checkpoint.only_run(tmp_path, MESH):
         assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+
+
+def test_workers_of_a_dead_run_hold_nothing(tmp_path: Path) -> None:
+    """Worker processes of a dataset live on for some seconds after a kill -9 of their parent."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if process == 0:
+        held = checkpoint.only_run(tmp_path, MESH)
+        held.__enter__()
+        worker = os.fork()
+        if worker == 0:
+            os.write(writing, b"%d" % os.getpid())
+            time.sleep(60.0)
+            os._exit(0)
+        os.waitpid(worker, 0)
+    worker = int(os.read(reading, 16))
+    try:
+        with pytest.raises(ConfigurationError), checkpoint.only_run(tmp_path, MESH):
+            pytest.fail("the worker has released the lock of its parent")
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        with checkpoint.only_run(tmp_path, MESH):
+            os.kill(worker, 0)  # it still runs
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_file_system_without_locks_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
