@@ -122,7 +122,7 @@ def one_rank(rounds: int) -> dict[str, list[float]]:
     return {"megalite / torch": found}
 
 
-def two_ranks(rank: int, rounds: int) -> None:
+def two_ranks(rank: int, rounds: int, compared: dict[str, list[float]]) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = str(PORT)
     torch.set_num_threads(1)
@@ -135,7 +135,6 @@ def two_ranks(rank: int, rounds: int) -> None:
     }
     times = measure(steps, rounds, ParallelMesh(rank=rank, world_size=2))
     if rank == 0:
-        compared = {}
         for ours, rival in (("ZeRO 0", "DDP"), ("ZeRO 1", "DDP"), ("ZeRO 3", "fully_shard")):
             compared[f"{ours} / {rival}"] = found = ratios(times, ours, rival)
             print(f"two ranks: {ours} / {rival} {quartiles(found)}  (target 1.0)")
@@ -151,8 +150,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {rounds} rounds, median [quartiles] of CPU time")
-    one_rank(rounds)
-    multiprocessing.spawn(two_ranks, (rounds,), nprocs=2)
+    multiprocessing.spawn(two_ranks, (rounds, one_rank(rounds)), nprocs=2)
 
 
 if __name__ == "__main__":
