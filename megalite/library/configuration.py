@@ -15,7 +15,8 @@ from megalite.errors import ConfigurationError
 
 _TAKEN = {
     "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
-    "microbatch_group_size_per_virtual_pipeline_stage distributed_backend distributed_timeout_minutes",
+    "microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
+    "distributed_timeout_minutes",
     "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
     "initial_loss_scale min_loss_scale loss_scale_window hysteresis rerun_mode deterministic_mode "
     "empty_unused_memory_level manual_gc manual_gc_interval manual_gc_eval",
