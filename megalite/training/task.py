@@ -45,7 +45,6 @@ class Task(ABC):
         has_test: True if it has data for an evaluation after the last step.
         tokens_per_sample: None if samples do not consist of tokens.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error.
-        unit: name of the items that the throughput of records counts, such as "tokens".
     """
 
     loss_name: str
@@ -56,7 +55,6 @@ class Task(ABC):
     has_test: bool = False
     tokens_per_sample: int | None = None
     allow_unused: bool = False
-    unit: str = "samples"
 
     # ------------------------------------------------------------------------------------------------ the network
 

@@ -16,7 +16,7 @@ from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
-from megalite.errors import ConfigurationError, DataError
+from megalite.errors import DataError
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
@@ -53,8 +53,6 @@ class TokenTask(DatasetTask):
     `positions`, and fields for the loss.
     """
 
-    unit = "tokens"
-
     def __init__(
         self,
         config: RunConfig,
@@ -68,7 +66,7 @@ class TokenTask(DatasetTask):
         super().__init__(config, mesh, train, valid)
         self.run_config, self.model = config, config.model
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
-        self._loss, self._count = loss, count
+        self._loss = loss
         self.term = LM_LOSS if loss is None else LossTerm(LOSS, self.counted(count))
         self.loss_name, self.evaluated = self.term.name, (self.term,)
         self.chunks: list[GPT] = []
@@ -105,7 +103,7 @@ class TokenTask(DatasetTask):
     def to_micro_batch(self, batch: Batch) -> MicroBatch:
         return self.micro_batch(batch.values, batch.sample_ids)
 
-    def micro_batch(self, values: Any, sample_ids: Sequence[int], loss: LossFunction | None = None) -> TokenBatch:
+    def micro_batch(self, values: Any, sample_ids: Sequence[int]) -> TokenBatch:
         """Return a micro-batch from the fields of its samples, with its loss. Raises DataError."""
         if not isinstance(values, Mapping) or "tokens" not in values:
             raise DataError(
@@ -144,10 +142,9 @@ class TokenTask(DatasetTask):
             key=RandomKey(self.config.training.seed, tuple(sample_ids)),
             fields={**fields, "labels": labels, "loss_mask": mask},
         )
-        loss = loss or self._loss
-        if loss is None:
+        if self._loss is None:
             return found
-        (with_own,) = with_loss([found], loss, [found.values])
+        (with_own,) = with_loss([found], self._loss, [found.values])
         assert isinstance(with_own, TokenBatch)
         return with_own
 
@@ -182,9 +179,3 @@ class TokenTask(DatasetTask):
         batch = replace(self.micro_batch({"tokens": tokens}, range(count)), token_loss=None)
         model = f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {self.model.num_layers} layers, hidden"
         return {"model": f"{model} {self.model.hidden_size}", **self.lines(trainer, batch)}
-
-
-def require_whole_samples(config: RunConfig) -> None:
-    """Raise ConfigurationError if samples are cut: a loss of one's own needs whole ones."""
-    if config.parallel.context_parallel_size > 1:
-        raise ConfigurationError("a GPT on samples of one's own needs whole samples: leave cp out of the layout")
