@@ -1,0 +1,87 @@
+"""Records of what a rank does: kernel launches, messages, and the bytes that it holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+OperationKind = Literal["product", "attention", "elementwise"]
+MessageKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "receive"]
+
+
+class Operation(NamedTuple):
+    """A kernel launch."""
+
+    name: str
+    """Name of torch's operator or of megalite's kernel, for example "mm"."""
+    kind: OperationKind
+    shape: tuple[int, int, int, int]
+    """Of a product: batch, M, N and K. Of attention: batch * heads, queries, keys and head width. Otherwise zeros."""
+    flops: int
+    """Floating-point operations, of products and attention only. Causal attention counts half of the score matrix."""
+    bytes: int
+    """Bytes that are read and written."""
+    dtype: str
+    """Dtype of the first floating-point input, for example "bfloat16"."""
+
+
+class Message(NamedTuple):
+    """A collective, or a message to or from one rank."""
+
+    kind: MessageKind
+    ranks: tuple[int, ...]
+    """The ranks of the group, or the sender and the receiver."""
+    bytes: int
+    """Bytes of the whole tensor: the input of an all-reduce, a reduce-scatter or an all-to-all, the result of an
+    all-gather, and what is sent or received."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one pass: each launch and each message, with how often it occurs."""
+
+    operations: Counter[Operation] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.operations + other.operations, self.messages + other.messages)
+
+    def __sub__(self, other: Work) -> Work:
+        """Return what `other` lacks of this work."""
+        return Work(self.operations - other.operations, self.messages - other.messages)
+
+    def __mul__(self, times: int) -> Work:
+        return Work(
+            Counter({each: count * times for each, count in self.operations.items()}),
+            Counter({each: count * times for each, count in self.messages.items()}),
+        )
+
+    @property
+    def flops(self) -> int:
+        return sum(each.flops * count for each, count in self.operations.items())
+
+    @property
+    def launches(self) -> int:
+        return self.operations.total()
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What one part of a stage (the embedding, a layer, the head) does with a micro-batch, and holds."""
+
+    forward: Work
+    backward: Work
+    """With what is recomputed."""
+    kept: int
+    """Bytes that forward keeps for backward."""
+    forward_peak: int
+    """Most bytes during forward beyond those that were there before, the kept ones included."""
+    backward_peak: int
+    """Most bytes during backward beyond those that were there before it, which include the kept ones."""
+    parameters: int
+    """Elements of this rank that all data-parallel ranks have."""
+    expert_parameters: int = 0
+    """Elements of this rank that only the ranks of the same experts have."""
+    synchronizations: int = 0
+    """Times that the host waits for the device in forward and backward."""
