@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,3 +64,27 @@ def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return max(min(tiles, LOOPING_WARPS // warps * count), 1)
+
+
+@contextmanager
+def recorded_launches(record: Callable[[str, Sequence[Tensor]], None]) -> Iterator[None]:
+    """Call `record` with the name and the tensors of each Triton kernel on the meta device, in place of its launch."""
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def run(kernel: Any, *args: Any, **options: Any) -> Any:
+        tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
+        if not any(each.is_meta for each in tensors):
+            return launch(kernel, *args, **options)
+        record(kernel.__name__, tensors)
+        return None
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch

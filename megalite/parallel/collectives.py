@@ -1,7 +1,11 @@
 """Collectives over a `Group`. They gather and scatter along dimension 0, and do nothing in a group of one rank.
 
 They are out of place, except functions with a trailing underscore. The asynchronous forms return a `Pending`, and its
-`wait()` returns the result. Tensors on the meta device are not sent; their results have the right shapes.
+`wait()` returns the result. Tensors on the meta device are not sent; their results have the right shapes. In a group
+that is not connected, every other rank is taken to have sent what this one has.
+
+Each collective is recorded once, where it starts, with the bytes of the whole tensor: the input of an all-reduce, a
+reduce-scatter or an all-to-all, and the result of an all-gather.
 
 On gloo, reduce-scatter is an all-to-all followed by a sum in rank order. This costs a third of gloo's own
 reduce-scatter, and the order of the sum is always the same.
@@ -98,12 +102,19 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
-    if group.size == 1 or tensor.is_meta:
+    if group.size == 1:
+        return completed(tensor)
+    group.record("all-reduce", tensor.nbytes)
+    return _all_reduce_async_(tensor, group, op)
+
+
+def _all_reduce_async_(tensor: Tensor, group: Group, op: str) -> Pending:
+    if tensor.is_meta or not group.is_connected:
         return completed(tensor)
     if group.size == 2 and op == "sum" and _is_gloo(group):
         return _gather_and_add(tensor, group)  # as many bytes as gloo's own, in one phase, not two: half the cost
     if not tensor.is_contiguous():  # gloo adds in memory order, and the ranks' strides may differ
-        pending = all_reduce_async_(tensor.contiguous(), group, op)
+        pending = _all_reduce_async_(tensor.contiguous(), group, op)
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = launch(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
@@ -116,13 +127,14 @@ def all_reduce_in_rank_order_(tensor: Tensor, group: Group) -> Tensor:
     gloo's own all-reduce adds the ranks' values in an order that changes along the tensor. Use this only for small or
     rare sums on gloo: each rank receives the tensors of all ranks.
     """
-    if group.size == 1 or tensor.is_meta or not _is_gloo(group):
+    if group.size == 1 or tensor.is_meta or not group.is_connected or not _is_gloo(group):
         return all_reduce_(tensor, group)
+    group.record("all-reduce", tensor.nbytes)
     return _gather_and_add(tensor, group).wait()
 
 
 def _gather_and_add(tensor: Tensor, group: Group) -> Pending:
-    gathered = all_gather_async(tensor.contiguous().view(1, -1), group)
+    gathered = _all_gather_async(tensor.contiguous().view(1, -1), group)
 
     def add() -> Tensor:
         first, second, *others = gathered.wait()
@@ -141,9 +153,16 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
     """
     if group.size == 1:
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
-    tensor = tensor.contiguous()
+    group.record("all-gather", group.size * tensor.nbytes)
+    return _all_gather_async(tensor.contiguous(), group, out)
+
+
+def _all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
     if tensor.is_meta:
+        return completed(gathered)
+    if not group.is_connected:
+        gathered.view(group.size, *tensor.shape).copy_(tensor.clone())  # which may be a part of the result
         return completed(gathered)
     work = launch(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
     return Pending(work, lambda: gathered, group.waits)
@@ -164,8 +183,8 @@ def all_gather_json(value: object, mesh: ParallelMesh, *axes: str) -> list[Any]:
     They travel as JSON: tuples arrive as lists.
     """
     group, text = mesh.group(*axes) if axes else mesh.world(), json.dumps(value)
-    if group.size == 1:
-        return [json.loads(text)]
+    if group.size == 1 or not group.is_connected:
+        return [json.loads(text)] * group.size
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
     return [json.loads(row.numpy().tobytes()) for row in _gather_uneven(encoded, group)]
 
@@ -201,9 +220,12 @@ def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[
     if group.size == 1:
         return completed(rows)
     rows = rows.contiguous()
+    group.record("all-to-all", rows.nbytes)
     result = rows.new_empty(sum(received), *rows.shape[1:])
     if rows.is_meta:
         return completed(result)
+    if not group.is_connected:
+        return completed(rows.clone() if result.shape == rows.shape else result.zero_())
     process_group = group.process_group
     work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
     return Pending(work, lambda: result, group.waits)
@@ -217,9 +239,13 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
     if group.size == 1:
         return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
+    group.record("reduce-scatter", tensor.nbytes)
     result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     if tensor.is_meta:
         return completed(result)
+    if not group.is_connected:
+        own = tensor.view(group.size, *result.shape)[group.rank]
+        return completed(result if own.data_ptr() == result.data_ptr() else result.copy_(own))
     if not _is_gloo(group):
         work = launch(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
         return Pending(work, lambda: result, group.waits)

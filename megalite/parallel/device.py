@@ -41,8 +41,11 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def adds_products_in(target: torch.Tensor) -> bool:
-    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary."""
-    return target.device.type == "cuda" and torch.version.hip is None and target.dtype == torch.float32
+    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary.
+
+    The meta device stands for a GPU.
+    """
+    return target.device.type in ("cuda", "meta") and torch.version.hip is None and target.dtype == torch.float32
 
 
 def make_deterministic(enabled: bool) -> None:

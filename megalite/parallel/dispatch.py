@@ -7,11 +7,13 @@ a token, and the token's own rank adds the ranks' sums in rank order. So the res
 sent only to the ranks that need it (all-to-all) or to all of them (all-gather).
 
 The host must know the number of rows, for which it waits once per layer and forward pass. With a capacity, it knows
-them beforehand and never waits. Backward and the way back reuse the numbers.
+them beforehand and never waits. Backward and the way back reuse the numbers. On the meta device, where choices have no
+values, every expert is taken to be chosen equally often.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -159,6 +161,9 @@ class Dispatcher:
             # The host waits for the device here, and only here.
             sent, received, *pairs = torch.stack([counts[:, 0], *arriving.t()]).tolist()
             by_expert = [sum(each) for each in pairs]
+            if choices.is_meta:
+                sent = received = [self._tokens_per_rank(*choices.shape)] * size
+                by_expert = self._balanced(choices.numel() * size)
             sending = group_rows(ranks, size, rows=sum(sent))
         else:
             most = min(len(tokens), local * padded.sent)
@@ -232,13 +237,24 @@ class Dispatcher:
 
     def _local_choices(self, choices: Tensor) -> Tensor:
         """Return choices with this rank's experts counted from its first; -1 for experts of other ranks."""
+        if self.group.size > 1 and not self.group.is_connected:  # what arrives is this rank's own, for all experts
+            return torch.where(choices < 0, -1, choices % self.local_experts)
         local = choices - self.group.rank // self.parts * self.local_experts
         return torch.where((local < 0) | (local >= self.local_experts) | (choices < 0), -1, local)
 
     def _rows_per_expert(self, local_choices: Tensor) -> list[int]:
         """Return the number of rows of each expert of this rank. The host waits for the device."""
         counts: list[int] = occurrences(local_choices.flatten(), self.local_experts).tolist()
-        return counts
+        return self._balanced(local_choices.numel()) if local_choices.is_meta else counts
+
+    def _balanced(self, choices: int) -> list[int]:
+        """Return the number of rows of each expert of this rank, if all experts have the same part of the choices."""
+        return [-(-choices // self.num_experts)] * self.local_experts
+
+    def _tokens_per_rank(self, tokens: int, topk: int) -> int:
+        """Return the expected number of tokens that choose an expert of one rank, if each chooses `topk` at random."""
+        others = self.num_experts - self.local_experts
+        return round(tokens * (1 - math.comb(others, topk) / math.comb(self.num_experts, topk)))
 
     def _ranks_of(self, choices: Tensor) -> Tensor:
         """Return the ranks that each token is sent to, ascending and each once: [tokens, choices * parts]; -1: none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,13 @@ class WaitTimer:
     seconds: float = 0.0
 
 
+@dataclass
+class Traffic:
+    """Messages of this rank: what has started, its ranks and its bytes are told to a listener, if there is one."""
+
+    listener: Callable[[str, tuple[int, ...], int], None] | None = None
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that communicate with each other, as seen by one of them. A group of one rank has no process group."""
@@ -40,10 +47,21 @@ class Group:
     """Time limit of a collective; None for the backend's default."""
     buffers: dict[Any, Any] = field(default_factory=dict, compare=False)
     """Buffers of another communication library for this group, by their sizes. `ParallelMesh.close` destroys them."""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def is_connected(self) -> bool:
+        """False for ranks without processes (`UnconnectedMesh`), which get and send nothing."""
+        return self.process_group is not None
+
+    def record(self, kind: str, size: int) -> None:
+        """Tell the listener that a collective or a message of `size` bytes has started."""
+        if self.traffic.listener is not None:
+            self.traffic.listener(kind, self.ranks, size)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Group:
         """Return the group itself: a copy of a module communicates as the module does."""
@@ -57,6 +75,8 @@ class ParallelMesh:
     differently, for expert weights. A process makes only the groups that contain its rank, once per set of ranks. A run
     of one process does not use `torch.distributed`.
     """
+
+    is_connected = True
 
     def __init__(
         self,
@@ -94,7 +114,7 @@ class ParallelMesh:
             for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
         }
         self._sizes = sizes | expert_sizes
-        self.waits = WaitTimer()
+        self.waits, self.traffic = WaitTimer(), Traffic()
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._coordinates = self.coordinates_of(rank)
@@ -170,7 +190,9 @@ class ParallelMesh:
     def _cached_group(self, kind: Kind, ranks: tuple[int, ...]) -> Group:
         if (kind, ranks) not in self._groups:
             process_group = self._make_process_group(kind, ranks)
-            self._groups[kind, ranks] = Group(ranks, ranks.index(self.rank), process_group, self.waits, self._timeout)
+            self._groups[kind, ranks] = Group(
+                ranks, ranks.index(self.rank), process_group, self.waits, self._timeout, traffic=self.traffic
+            )
         return self._groups[kind, ranks]
 
     def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -212,7 +234,12 @@ class ParallelMesh:
 
 
 class UnconnectedMesh(ParallelMesh):
-    """The mesh of a rank without a process, used to compute what it would hold. Its groups cannot communicate."""
+    """The mesh of a rank whose other ranks have no processes, used to compute what it would hold and do.
+
+    A collective of its groups returns a tensor of the right shape at once, and receives nothing.
+    """
+
+    is_connected = False
 
     def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None

@@ -110,6 +110,10 @@ class ProvedSchedules:
         """
         steps = sorted({_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation})
         steps.sort(key=lambda step: step.micro_batches * (3 if step.backward else 1), reverse=True)
+        if mesh is not None and not mesh.is_connected:  # a run with these ranks has them prove their lists together
+            for step in steps:
+                self._proved[step] = _digest(self._lowered(step, [self.rank])[0])
+            return self
         # The last rank gets the longest step, since the first rank also writes to the screen.
         mine = steps if mesh is None else steps[self.stages.ranks - 1 - self.rank :: self.stages.ranks]
         own: list[tuple[int, bool, list[str]]] = []

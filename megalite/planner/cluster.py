@@ -1,0 +1,208 @@
+"""Clusters: GPUs with their constants and the links between them, from clusters.toml, a file or measurements."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import ConfigurationError
+from megalite.small_files import read_small_file, reason, shown
+
+_FILE = Path(__file__).with_name("clusters.toml")
+_WITHIN, _POINT_TO_POINT = "within a node", "point to point"
+_FACTORS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Link of each rank to the others of a node, or of a node's ranks to other nodes.
+
+    Attributes:
+        alpha: seconds per hop.
+        beta: seconds per byte.
+        multicast: true if switches add up and copy what ranks send.
+    """
+
+    alpha: float
+    beta: float
+    multicast: bool = False
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """GPU with the constants of its kernels; clusters.toml describes the fields."""
+
+    name: str
+    memory: float
+    reserved: float
+    bandwidth: float
+    peak: Mapping[str, float] = field(hash=False)
+    efficiency: float
+    half: float
+    attention: float
+    share: float
+    kernel: float
+    launch: float
+
+    def peak_of(self, dtype: str) -> float:
+        """Return the peak in FLOP/s of a dtype; that of the largest known one for one that is missing."""
+        return self.peak.get(dtype) or self.peak["float32"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes with the same number of GPUs each.
+
+    Attributes:
+        node_ranks: ranks of a node.
+        node, network: links within a node and between nodes.
+        nodes: number of nodes; None: as many as are asked for.
+    """
+
+    name: str
+    gpu: Gpu
+    node_ranks: int
+    node: Link
+    network: Link
+    nodes: int | None = None
+
+
+_NUMBERS = tuple(each.name for each in fields(Gpu) if each.type == "float")
+_MAY_BE_ZERO = frozenset({"alpha", "half", "reserved", "kernel", "launch"})
+
+
+def find_cluster(name: str) -> Cluster:
+    """Return a cluster by the name of a cluster or of a GPU in clusters.toml, or by the path of a file.
+
+    Raises:
+        ConfigurationError: there is no such name or file, or the file has a mistake; names the file and the key.
+    """
+    known = _known()
+    if name in known["cluster"]:
+        return _cluster(known["cluster"][name], name, f"{_FILE.name} cluster.{name}")
+    if name in known["gpu"]:
+        return _cluster({"gpu": name}, name, f"{_FILE.name} gpu.{name}")
+    if not Path(name).is_file():
+        names = ", ".join([*known["cluster"], *known["gpu"]])
+        raise ConfigurationError(f"--cluster {shown(name)}: neither a file nor one of {names}")
+    return _cluster(_table(Path(name)), Path(name).stem, name)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_small_file(path).decode())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path}: cannot be read as TOML: {reason(error)}") from None
+
+
+@cache
+def _known() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text())
+
+
+def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
+    known = _known()["gpu"]
+    _only(table, ("gpu", "nodes", "node", "network"), where)
+    described = table.get("gpu")
+    if isinstance(described, str):
+        if described not in known:
+            raise ConfigurationError(f"{where}: gpu is {shown(described)}: give one of {', '.join(known)}, or a table")
+        described, gpu_name = known[described], described
+    elif isinstance(described, Mapping):
+        gpu_name = str(described.get("name", "gpu"))
+    else:
+        raise ConfigurationError(f"{where}: gpu is missing: give one of {', '.join(known)}, or a table")
+    within = f"{where}: gpu"
+    _only(described, ("name", "peak", "node", "network", *_NUMBERS), within)
+    numbers = {each: _number(described, each, within) for each in _NUMBERS}
+    peak = described.get("peak")
+    if not isinstance(peak, Mapping) or "float32" not in peak:
+        raise ConfigurationError(f"{within}.peak is missing: give FLOP/s by dtype, float32 among them")
+    gpu = Gpu(gpu_name, peak={each: _number(peak, each, f"{within}.peak") for each in peak}, **numbers)
+    links = {}
+    for link in ("node", "network"):
+        own = table.get(link, described.get(link))
+        links[link] = own
+        if not isinstance(own, Mapping):
+            raise ConfigurationError(f"{where}: {link} is missing: give alpha and beta of this link")
+        _only(own, ("alpha", "beta", "multicast", *(["ranks"] if link == "node" else [])), f"{where}: {link}")
+    nodes = int(_number(table, "nodes", where)) if "nodes" in table else None
+    ranks = int(_number(links["node"], "ranks", f"{where}: node"))
+    return Cluster(name, gpu, ranks, *(_link(links[each], f"{where}: {each}") for each in ("node", "network")), nodes)
+
+
+def _link(table: Mapping[str, Any], where: str) -> Link:
+    alpha, beta = (_number(table, each, where) for each in ("alpha", "beta"))
+    multicast = table.get("multicast", False)
+    if not isinstance(multicast, bool):
+        raise ConfigurationError(f"{where}.multicast is {shown(multicast)}: give true or false")
+    return Link(alpha, beta, multicast)
+
+
+def _number(table: Mapping[str, Any], key: str, where: str) -> float:
+    value = table.get(key)
+    if value is None:
+        raise ConfigurationError(f"{where}.{key} is missing: give a number (clusters.toml describes it)")
+    least = "0 or more" if key in _MAY_BE_ZERO else "above 0"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigurationError(f"{where}.{key} is {shown(value)}: give a number {least}")
+    if value == 0 and key not in _MAY_BE_ZERO:
+        raise ConfigurationError(f"{where}.{key} is 0: give a number {least}")
+    return float(value)
+
+
+def _only(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
+    unknown = [key for key in table if key not in keys]
+    if unknown:
+        raise ConfigurationError(f"{where}: {shown(unknown[0])} is unknown: keys are {', '.join(keys)}")
+
+
+# ------------------------------------------------------------------------------------------------- measurements
+
+
+def with_doctor(cluster: Cluster, found: Mapping[str, Any]) -> Cluster:
+    """Return a cluster whose links are those that `megalite doctor --json` measured.
+
+    A link's beta is that of collectives if any was measured, otherwise that of messages between two ranks; its alpha is
+    that of messages between two ranks, or that of a collective by its steps.
+
+    Raises:
+        ConfigurationError: it is not what doctor writes.
+    """
+    try:
+        figures = [(each["scope"] == _WITHIN, each["operation"], each["ranks"], each["line"]) for each in found["timings"]]
+        lines = {
+            within: {name: (ranks, line["alpha"], line["beta"]) for own, name, ranks, line in figures if own is within and line}
+            for within in (True, False)
+        }
+        node_ranks = max((len(node["ranks"]) for node in found["nodes"].values()), default=cluster.node_ranks)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"not a file of doctor --json: {reason(error)} is missing or of another form") from None
+    node = _measured(cluster.node, lines[True])
+    network = _measured(cluster.network, lines[False])
+    return replace(cluster, node_ranks=node_ranks, node=node, network=network)
+
+
+def _measured(link: Link, lines: Mapping[str, tuple[int, float, float]]) -> Link:
+    alphas, betas = [], []
+    for name, factor in _FACTORS.items():
+        if name in lines:
+            ranks, alpha, beta = lines[name]
+            alphas.append(alpha / (factor * (ranks - 1)))
+            betas.append(beta / (factor * (ranks - 1) / ranks))
+    if _POINT_TO_POINT in lines:
+        _, alpha, beta = lines[_POINT_TO_POINT]
+        alphas = [alpha]
+        betas = betas or [beta]
+    if not betas:
+        return link
+    return Link(sum(alphas) / len(alphas), sum(betas) / len(betas), multicast=False)
+
+
+def with_constants(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
+    """Return a cluster whose GPU has some other constants, for example those that a sweep of products gave."""
+    return replace(cluster, gpu=replace(cluster.gpu, **constants))
