@@ -100,6 +100,11 @@ class Kernels:
         return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
+def is_installed() -> bool:
+    """Tell whether Triton is installed."""
+    return _INSTALLED
+
+
 _current = Kernels()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import partial
+from pathlib import Path
 
+from megalite.config import RunConfig
+from megalite.config.alone import Alone, take_alone
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
+from megalite.errors import EXIT_FINISHED
 from megalite.lifecycle.failure import run_main
 from megalite.lifecycle.startup import Startup
 from megalite.process.place import place_from_environment
@@ -24,11 +29,33 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
     return saved_fields(settings, tokenizer_type)
 
 
+def run_alone(alone: Alone, config: RunConfig) -> int:
+    """Run one rank without the others, and print what it holds and does."""
+    from megalite.atomic_files import write_atomically
+
+    if alone.computes:
+        from megalite.planner.as_rank import run_as_rank
+
+        print(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")
+        return EXIT_FINISHED
+    from megalite.planner.dry_run import dry_run
+    from megalite.planner.dry_run_report import as_json, report
+
+    found = dry_run(config, alone.world_size, alone.rank)
+    print(*report(found), sep="\n")
+    if alone.json is not None:
+        write_atomically(Path(alone.json), json.dumps(as_json(found), indent=1).encode())
+    return EXIT_FINISHED
+
+
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
     place = place_from_environment()
+    alone, argv = take_alone(sys.argv[1:], place.world_size)
+    arguments = parse_arguments(argv, saved_fields)
+    if alone is not None:
+        return run_alone(alone, arguments.config)
     startup = Startup(place)
-    arguments = parse_arguments(sys.argv[1:], saved_fields)
     config = resolve(arguments.config, place.world_size)
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)

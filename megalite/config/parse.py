@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-from megalite.config import foreign_flags, megatron_flags
+from megalite.config import alone, foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
@@ -24,7 +24,7 @@ from megalite.small_files import shown
 _DESCRIPTION = (
     "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change "
     "nothing, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
-    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp."
+    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp. " + alone.HELP
 )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ _NO_LAUNCH = frozenset(
     ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_", "_unsafe_view"]
 )
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"})
+_ASKING = frozenset({"_local_scalar_dense", "nonzero", "_to_copy", "copy_"})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
 _FLASH = "_scaled_dot_product_flash_attention"
 
@@ -43,8 +44,8 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         work: launches and messages by phase, the `phase` at the time of each.
-        alive: bytes of all tensors on the device, as they are; `peak` is their maximum.
-        blocks: the same as the allocator of a GPU rounds them; `peak_blocks` is their maximum.
+        alive: bytes of all tensors on the device. `highest` is their maximum, and `peak` that since `restart_peak`.
+        blocks: the same as the allocator of a GPU rounds them; `highest_blocks` is their maximum.
         waits: times that the host needed a value from the device, by the place in the code.
         misplaced: operations on tensors of the device together with tensors on the host, by the place in the code.
     """
@@ -53,7 +54,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.phase: Any = ""
         self.work: dict[Any, Work] = {}
-        self.alive = self.peak = self.blocks = self.peak_blocks = 0
+        self.alive = self.peak = self.highest = self.blocks = self.highest_blocks = 0
         self.waits: Counter[str] = Counter()
         self.misplaced: Counter[str] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
@@ -71,13 +72,27 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._stack.close()
 
+    @contextmanager
+    def without_record(self) -> Iterator[None]:
+        """Run code on the meta device within the block without a record, so that it takes only its own time."""
+        with recorded_launches(lambda name, tensors: None), _FlashAttention(), _HostValues():
+            yield
+
     def listen(self, traffic: Traffic) -> None:
         """Record the messages of a mesh."""
         traffic.listener = self._sent
 
     def restart_peak(self) -> None:
-        """Let the peaks begin with the bytes that are alive now."""
-        self.peak, self.peak_blocks = self.alive, self.blocks
+        """Let `peak` begin with the bytes that are alive now."""
+        self.peak = self.alive
+
+    def forget(self) -> None:
+        """Forget all but the tensors that are alive."""
+        self.work, self.phase = {}, ""
+        self.waits.clear()
+        self.misplaced.clear()
+        self.peak = self.highest = self.alive
+        self.highest_blocks = self.blocks
 
     @property
     def total(self) -> Work:
@@ -100,8 +115,9 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in given if each.is_meta]
-        if on_device and (answer := self._value_on_host(name, func, args, kwargs)) is not None:
-            return answer
+        if on_device and (value := _value_on_host(name, args, kwargs)) is not None:
+            self.waits[_place()] += 1
+            return value
         result = func(*args, **kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
         if not made and not on_device:
@@ -114,24 +130,6 @@ class Recorder(TorchDispatchMode):
         for tensor in made:
             self._keep(tensor)
         return result
-
-    def _value_on_host(self, name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return a value in place of one that the host waits for; None if the operator needs no such value."""
-        first = args[0]
-        if name == "_local_scalar_dense" and first.is_meta:
-            self.waits[_place()] += 1
-            return 1.0 if first.is_floating_point() else 1
-        if name == "_to_copy" and first.is_meta and str(kwargs.get("device", "meta")) != "meta":
-            self.waits[_place()] += 1
-            values = torch.ones if first.is_floating_point() else torch.zeros  # sums that are finite, in whole numbers
-            return values(first.shape, dtype=kwargs.get("dtype") or first.dtype)
-        if name == "nonzero":  # as if there were one
-            self.waits[_place()] += 1
-            return torch.empty(1, first.dim(), dtype=torch.int64, device=first.device)
-        if name == "copy_" and not first.is_meta:
-            self.waits[_place()] += 1
-            return first.fill_(1)
-        return None
 
     def _launched(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -163,11 +161,44 @@ class Recorder(TorchDispatchMode):
         rounded = -(-size // BLOCK) * BLOCK
         self._storages[key] = weakref.ref(storage, partial(self._free, key, size, rounded))
         self.alive, self.blocks = self.alive + size, self.blocks + rounded
-        self.peak, self.peak_blocks = max(self.peak, self.alive), max(self.peak_blocks, self.blocks)
+        self.peak, self.highest = max(self.peak, self.alive), max(self.highest, self.alive)
+        self.highest_blocks = max(self.highest_blocks, self.blocks)
 
     def _free(self, key: int, size: int, rounded: int, _: object) -> None:
         del self._storages[key]
         self.alive, self.blocks = self.alive - size, self.blocks - rounded
+
+
+class _HostValues(TorchDispatchMode):
+    """Values for the host in place of those that a tensor on the meta device has not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _ASKING and (value := _value_on_host(name, args, kwargs or {})) is not None:
+            return value
+        return func(*args, **kwargs or {})
+
+
+def _value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what the host gets in place of values of a tensor on the meta device; None if it does not ask for any.
+
+    Numbers are 1; whole tensors are of ones or, if they hold whole numbers, of zeros, so that sums are finite.
+    """
+    first = args[0] if name in _ASKING else None
+    if not isinstance(first, Tensor) or not (first.is_meta or name == "copy_"):
+        return None
+    if name == "copy_":
+        return None if first.is_meta or not args[1].is_meta else first.fill_(1)
+    if name == "_local_scalar_dense":
+        return 1.0 if first.is_floating_point() else 1
+    if name == "nonzero":  # as if there were one
+        return torch.empty(1, first.dim(), dtype=torch.int64, device=first.device)
+    if torch.device(kwargs.get("device") or "meta").type == "meta":
+        return None
+    values = torch.ones if first.is_floating_point() else torch.zeros
+    return values(first.shape, dtype=kwargs.get("dtype") or first.dtype)
 
 
 class _FlashAttention(TorchFunctionMode):

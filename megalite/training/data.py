@@ -24,10 +24,13 @@ from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.verification import Verification
-from megalite.errors import DataError
+from megalite.errors import DataError, MegaliteError
 
 PROBES = 16
 """Number of samples whose checksums a checkpoint keeps."""
+_OF_GPT2 = 50_257
+_NO_TOKENIZER = 1000
+"""Vocabulary in place of that of a tokenizer whose files are not here."""
 NOT_OF_THE_SAMPLES = ("data_cache_path", "num_workers", "mmap_bin_files", "fast_encoding")
 """Fields of `DataConfig` that change neither the samples nor their order."""
 
@@ -50,6 +53,18 @@ class RunData:
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
     """Return the vocabulary size of the network: the tokenizer's, or a larger one of the flags or imported weights."""
     return max(tokenizer.vocab_size, model.vocab_size or 0)
+
+
+def known_vocabulary(config: RunConfig) -> tuple[int, str]:
+    """Return the number of tokens, whether or not the tokenizer can be opened, and where it comes from, as text."""
+    try:
+        return build_tokenizer(config.data, config.model.vocab_size).vocab_size, "of the tokenizer"
+    except MegaliteError:
+        if config.model.vocab_size is not None:
+            return config.model.vocab_size, "of --vocab-size"
+        if config.data.tokenizer_type == "GPT2BPETokenizer":
+            return _OF_GPT2, "of GPT-2"
+        return _NO_TOKENIZER, "a guess: the tokenizer's files are not here"
 
 
 def global_batch_size(config: RunConfig) -> GlobalBatchSize:

@@ -90,7 +90,7 @@ def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
     def keep(tensor: Tensor) -> Tensor:
         if storage_identity(tensor) not in parameters:
             activations.update(_storages([tensor]))
-        return tensor
+        return tensor.detach()  # an output that its own node keeps would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = forward()  # kept alive until all hooks have run, so that no address is used twice

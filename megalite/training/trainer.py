@@ -25,7 +25,7 @@ from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
-from megalite.pipeline.engine import PipelineEngine, Recording
+from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import Action
 from megalite.storage import AnyPath
@@ -136,12 +136,14 @@ class Trainer:
         micro_batches: Sequence[Any] | None = None,
         terms: Sequence[LossTerm] | None = None,
         multipliers: Callable[[Totals], Totals] = dict,
+        observer: StepObserver | None = None,
     ) -> Gradients:
         """Compute the gradients of one global batch. `update` follows. Called by all ranks together.
 
         Args:
             terms: the terms of the loss; None for those of the network.
             multipliers: makes the multipliers of the engine from those of the terms.
+            observer: is called for each action, in a step that is not profiled.
         """
         began = time.perf_counter()
         if micro_batches is None:
@@ -160,7 +162,7 @@ class Trainer:
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
-            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
+            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
         return Gradients(began, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:

@@ -8,14 +8,9 @@ from dataclasses import replace
 import torch
 
 from megalite.config import ModelConfig, RunConfig, resolve
-from megalite.data.tokenizers.build import build_tokenizer
-from megalite.errors import MegaliteError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.builder import count_parameters, make_chunks, make_stages
-
-_OF_GPT2 = 50_257
-_NO_TOKENIZER = 1000
-"""Vocabulary in place of that of a tokenizer whose files are not here."""
+from megalite.training.data import known_vocabulary
 
 
 def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
@@ -34,7 +29,7 @@ def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
     config = resolve(config, world_size)
     model, training, parallel = config.model, config.training, config.parallel
     copies, length = parallel.data_parallel_size(world_size), config.data.seq_length
-    vocabulary, source = _vocabulary(config)
+    vocabulary, source = known_vocabulary(config)
     model = replace(model, vocab_size=vocabulary)
     yield f"model: {_count(config, model):,} parameters, with {vocabulary:,} tokens ({source})"
     yield (
@@ -57,18 +52,6 @@ def sizes(config: RunConfig, started: int | None) -> Iterator[str]:
     if training.train_iters or training.train_samples:
         samples = training.train_samples or batch * (training.train_iters or 0)
         yield f"training: {samples:,} samples, {samples * length:,} tokens, {-(-samples // batch):,} steps"
-
-
-def _vocabulary(config: RunConfig) -> tuple[int, str]:
-    """Return the number of tokens, and where it comes from."""
-    try:
-        return build_tokenizer(config.data, config.model.vocab_size).vocab_size, "of the tokenizer"
-    except MegaliteError:
-        if config.model.vocab_size is not None:
-            return config.model.vocab_size, "of --vocab-size"
-        if config.data.tokenizer_type == "GPT2BPETokenizer":
-            return _OF_GPT2, "of GPT-2"
-        return _NO_TOKENIZER, "a guess: the tokenizer's files are not here"
 
 
 def _count(config: RunConfig, model: ModelConfig) -> int:
