@@ -49,8 +49,13 @@ class Gpu:
     launch: float
 
     def peak_of(self, dtype: str) -> float:
-        """Return the peak in FLOP/s of a dtype; that of the largest known one for one that is missing."""
+        """Return the peak in FLOP/s of a dtype; that of float32 for one that is missing."""
         return self.peak.get(dtype) or self.peak["float32"]
+
+    @property
+    def half_peak(self) -> float:
+        """Peak in FLOP/s of the 16-bit dtypes."""
+        return self.peak.get("bfloat16") or self.peak_of("float16")
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,8 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
         _only(own, ("alpha", "beta", "multicast", *(["ranks"] if link == "node" else [])), f"{where}: {link}")
     nodes = int(_number(table, "nodes", where)) if "nodes" in table else None
     ranks = int(_number(links["node"], "ranks", f"{where}: node"))
-    return Cluster(name, gpu, ranks, *(_link(links[each], f"{where}: {each}") for each in ("node", "network")), nodes)
+    node, network = (_link(links[each], f"{where}: {each}") for each in ("node", "network"))
+    return Cluster(name, gpu, ranks, node, network, nodes)
 
 
 def _link(table: Mapping[str, Any], where: str) -> Link:
@@ -173,15 +179,15 @@ def with_doctor(cluster: Cluster, found: Mapping[str, Any]) -> Cluster:
     Raises:
         ConfigurationError: it is not what doctor writes.
     """
+    lines: dict[bool, dict[str, tuple[int, float, float]]] = {True: {}, False: {}}
     try:
-        figures = [(each["scope"] == _WITHIN, each["operation"], each["ranks"], each["line"]) for each in found["timings"]]
-        lines = {
-            within: {name: (ranks, line["alpha"], line["beta"]) for own, name, ranks, line in figures if own is within and line}
-            for within in (True, False)
-        }
+        for figure in found["timings"]:
+            if (line := figure["line"]) is not None:
+                measured = figure["ranks"], float(line["alpha"]), float(line["beta"])
+                lines[figure["scope"] == _WITHIN][figure["operation"]] = measured
         node_ranks = max((len(node["ranks"]) for node in found["nodes"].values()), default=cluster.node_ranks)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"not a file of doctor --json: {reason(error)} is missing or of another form") from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"not a file of doctor --json: {reason(error)}") from None
     node = _measured(cluster.node, lines[True])
     network = _measured(cluster.network, lines[False])
     return replace(cluster, node_ranks=node_ranks, node=node, network=network)
@@ -204,5 +210,11 @@ def _measured(link: Link, lines: Mapping[str, tuple[int, float, float]]) -> Link
 
 
 def with_constants(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
-    """Return a cluster whose GPU has some other constants, for example those that a sweep of products gave."""
-    return replace(cluster, gpu=replace(cluster.gpu, **constants))
+    """Return a cluster whose GPU has some other constants, for example those that a sweep of products gave.
+
+    Raises:
+        ConfigurationError: it has no such constant.
+    """
+    _only(constants, _NUMBERS, "constants of the GPU")
+    changed = {name: _number(constants, name, "constants of the GPU") for name in constants}
+    return replace(cluster, gpu=replace(cluster.gpu, **changed))  # type: ignore[arg-type]

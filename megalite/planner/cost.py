@@ -1,0 +1,248 @@
+"""Seconds of kernels and messages on a cluster.
+
+A product takes flops / (peak x efficiency / (1 + half x (1/M + 1/N + 1/K))), less what sizes that tensor cores do not
+divide cost; other kernels take their bytes at a share of the memory's bandwidth. A message takes hops x alpha and bytes
+x beta, by the fastest of the algorithms that NCCL has: rings, trees, within nodes first, and switches that add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megalite.config.parallel import ParallelConfig
+from megalite.planner.cluster import Cluster, Link
+from megalite.planner.records import Message, MessageKind, Operation, Work
+
+_ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
+"""Shares of its speed that a product keeps, by the largest power of two that divides its inner and outer sizes."""
+_HEAD_WIDTH, _TILE = 32, 128
+_PASSES_FORWARD, _PASSES_BACKWARD = 5, 6
+"""Times that attention without fusion reads or writes all scores: softmax, mask and dropout."""
+_CAST_BYTES = 3
+_SHORT, _LONG = 2, 4
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Program that runs the step, as far as its kernels and messages differ from megalite's.
+
+    Attributes:
+        factor: seconds of its steps, as a multiple of the model's; the one number that is fitted.
+        fused_attention: false if it writes the scores of attention to memory.
+        low_precision: dtype of the products of layers, if it is another than that of the activations.
+        hidden_tensor: share of the tensor-parallel messages that it hides behind products.
+        hidden_expert: share of the messages between ranks of experts that it hides.
+    """
+
+    name: str = "megalite"
+    factor: float = 1.0
+    fused_attention: bool = True
+    low_precision: str | None = None
+    hidden_tensor: float = 0.0
+    hidden_expert: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds by what takes them. Messages of other axes than `data` are those that no computation hides."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    """Time that the device waits for the host to launch kernels."""
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    pipeline: float = 0.0
+    """Messages between stages that no computation hides."""
+    bubble: float = 0.0
+    data: float = 0.0
+    optimizer: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*map(float.__add__, self.values, other.values))
+
+    def __mul__(self, factor: float) -> Cost:
+        return Cost(*(value * factor for value in self.values))
+
+    @property
+    def total(self) -> float:
+        return sum(self.values)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The entries in order."""
+        return tuple(vars(self).values())
+
+
+NAMES = tuple(each.name for each in fields(Cost))
+"""Names of a cost's entries."""
+
+
+class Prices:
+    """Seconds of operations and messages on a cluster."""
+
+    def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
+        self.cluster, self.stack = cluster, stack or Stack()
+        self._groups: dict[tuple[MessageKind, tuple[int, ...], int], float] = {}
+
+    # -------------------------------------------------------------------------------------------- kernels
+
+    def product(self, shape: Sequence[int], dtype: str) -> float:
+        """Return the seconds of a batch of products, without the reading of their matrices."""
+        batch, rows, columns, inner = shape
+        gpu = self.cluster.gpu
+        peak = gpu.peak_of(dtype)
+        half = gpu.half * max(1.0, peak / gpu.half_peak)  # what is lost at the edges is lost in seconds
+        efficiency = gpu.efficiency / (1 + half * (1 / rows + 1 / columns + 1 / inner))
+        divisor = math.gcd(columns, inner)
+        kept = next(share for multiple, share in _ALIGNMENTS if divisor % multiple == 0)
+        return 2 * batch * rows * columns * inner / (peak * efficiency * kept)
+
+    def moved(self, size: float) -> float:
+        """Return the seconds in which kernels read and write so many bytes."""
+        return size / (self.cluster.gpu.bandwidth * self.cluster.gpu.share)
+
+    def operation(self, operation: Operation, *, of_layer: bool = True) -> Cost:
+        """Return the seconds of a kernel. `of_layer`: it may run in the stack's low precision."""
+        return Cost(*self._kernel(operation, of_layer=of_layer))
+
+    def _kernel(self, operation: Operation, *, of_layer: bool) -> tuple[float, float, float]:
+        """Return the seconds of a kernel as products, attention and element-wise work."""
+        gpu = self.cluster.gpu
+        if operation.kind == "elementwise":
+            return 0.0, 0.0, gpu.kernel + self.moved(operation.bytes)
+        if operation.kind == "attention":
+            return 0.0, self._attention(operation), 0.0
+        low = self.stack.low_precision if of_layer else None
+        seconds = max(self.product(operation.shape, low or operation.dtype), self.moved(operation.bytes))
+        batch, rows, columns, inner = operation.shape
+        casts = self.moved(_CAST_BYTES * batch * inner * (rows + columns)) if low else 0.0
+        return gpu.kernel + seconds, 0.0, casts
+
+    def _attention(self, operation: Operation) -> float:
+        gpu = self.cluster.gpu
+        backward = operation.name.endswith("backward")
+        batch, queries, keys, width = operation.shape
+        if self.stack.fused_attention:
+            share = gpu.attention / (1 + _HEAD_WIDTH / width + _TILE / queries)
+            share *= 1 + _HEAD_WIDTH / 128
+            return gpu.kernel + max(operation.flops / (gpu.half_peak * share), self.moved(operation.bytes))
+        scores = batch * queries * keys
+        count = _LONG if backward else _SHORT
+        bound = self.moved(2 * (scores + batch * width * (queries + keys)))
+        products = count * max(self.product((batch, queries, keys, width), operation.dtype), bound)
+        passes = _PASSES_BACKWARD if backward else _PASSES_FORWARD
+        return products + self.moved(2 * passes * scores) + (count + 2) * gpu.kernel
+
+    def work(self, work: Work, parallel: ParallelConfig, *, of_layer: bool = True, waits: int = 0) -> Cost:
+        """Return the seconds of a pass: kernels one after another, or the host's launches if they take longer.
+
+        Args:
+            waits: times that the host waits for the device, after which the device waits for the next launches.
+        """
+        products = attention = elementwise = 0.0
+        for each, count in work.operations.items():
+            of_products, of_attention, of_elements = self._kernel(each, of_layer=of_layer)
+            products += count * of_products
+            attention += count * of_attention
+            elementwise += count * of_elements
+        kernels = Cost(products, attention, elementwise)
+        messages = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
+        for message, count in work.messages.items():
+            messages[axis_of(message, parallel)] += self.message(message) * count
+        context = max(0.0, messages["context"] - kernels.attention)  # keys travel while others are attended to
+        tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
+        expert = messages["expert"] * (1 - self.stack.hidden_expert)
+        device = kernels + Cost(tensor=tensor, context=context, expert=expert)
+        launch = self.cluster.gpu.launch
+        host = launch * (work.launches + work.messages.total())
+        return device + Cost(launch=max(0.0, host - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
+
+    # -------------------------------------------------------------------------------------------- messages
+
+    def message(self, message: Message) -> float:
+        """Return the seconds of a message among ranks."""
+        key = (message.kind, message.ranks, message.bytes)
+        if key not in self._groups:
+            self._groups[key] = self.collective(message.kind, message.ranks, message.bytes)
+        return self._groups[key]
+
+    def collective(self, kind: MessageKind, ranks: Sequence[int], size: float) -> float:
+        """Return the seconds of a message of `size` bytes, counted as in `Message`."""
+        by_node = Counter(rank // self.cluster.node_ranks for rank in ranks)
+        nodes, count = len(by_node), len(ranks)
+        if count < 2 or size == 0 or kind == "receive":
+            return 0.0
+        within, across = self.cluster.node, self.cluster.network
+        if kind == "send":
+            link = within if nodes == 1 else across
+            return link.alpha + size * link.beta
+        of_node = count / nodes
+        if kind == "all-to-all":
+            return _all_to_all(size, count, of_node, within, across)
+        times = 2 if kind == "all-reduce" else 1
+        if nodes == 1:
+            found = [times * ring(size, count, within)]
+            if kind == "all-reduce":
+                found.append(tree(size, count, within))
+            if within.multicast:
+                found.append(switched(size, count, within, reduced=kind == "all-reduce"))
+            return min(found)
+        rails = Link(across.alpha, max(within.beta, across.beta / of_node))
+        hops = (count - nodes) * within.alpha + nodes * across.alpha
+        long_ring = times * ((count - 1) / count * size * rails.beta + hops)
+        inner = times * ring(size, of_node, within) if of_node > 1 else 0.0
+        if kind == "all-reduce":
+            outer = min(2 * ring(size / of_node, nodes, across), tree(size / of_node, nodes, across))
+        else:
+            outer = ring(size / of_node, nodes, across)
+        return min(long_ring, inner + outer)
+
+
+_LAUNCHES_AFTER_WAIT = 10
+
+
+def ring(size: float, ranks: float, link: Link) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter around a ring; an all-reduce takes both."""
+    return (ranks - 1) * link.alpha + (ranks - 1) / ranks * size * link.beta
+
+
+def tree(size: float, ranks: float, link: Link) -> float:
+    """Return the seconds of an all-reduce up and down a double binary tree."""
+    return 2 * math.log2(ranks) * link.alpha + 2 * size * link.beta
+
+
+def switched(size: float, ranks: float, link: Link, *, reduced: bool) -> float:
+    """Return the seconds of a collective whose sums and copies switches make (NVLS)."""
+    share = (ranks + 1) / ranks if reduced else (ranks - 1) / ranks
+    return 2 * link.alpha + share * size * link.beta
+
+
+def _all_to_all(size: float, ranks: int, of_node: float, within: Link, across: Link) -> float:
+    nodes = ranks / of_node
+    inside = (of_node - 1) / ranks * size * within.beta + (of_node - 1) * within.alpha
+    outside = (ranks - of_node) / ranks * size * across.beta + (nodes - 1) * across.alpha
+    return max(inside, outside)
+
+
+def axis_of(message: Message, parallel: ParallelConfig) -> str:
+    """Return the axis of a message within a layer: "tensor", "context" or "expert"."""
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    first, others = message.ranks[0], message.ranks[1:]
+    experts = parallel.expert_model_parallel_size > 1
+    if all(rank // tensor == first // tensor for rank in others):
+        return "expert" if experts and message.kind == "all-to-all" else "tensor"
+    sequence = tensor * context
+    on_ring = all(rank // sequence == first // sequence and (rank - first) % tensor == 0 for rank in others)
+    if (
+        context > 1
+        and on_ring
+        and not (experts and message.kind == "all-to-all" and "a2a" not in parallel.cp_comm_type)
+    ):
+        return "context"
+    return "expert" if experts else "context"

@@ -1,0 +1,212 @@
+"""Seconds of a training step: the passes of each stage, put together by the schedule that the engine runs, and what
+data-parallel ranks exchange."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megalite.config import RunConfig
+from megalite.config.pipeline_layout import StageLayers, schedule_name, shape, stage_layers, virtual_stages
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
+from megalite.pipeline.simulator import simulate
+from megalite.pipeline.stages import Stages
+from megalite.planner.cost import Cost, Prices
+from megalite.planner.data_parallel import DataParallel, Exchange
+from megalite.planner.parts import Parts
+from megalite.planner.records import PartRecord, Work
+from megalite.training.flops import flops_per_token
+
+_PERIODS = (4, 6)
+"""Groups of micro-batches that are simulated; further ones take as long as those between."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Costs of a stage's passes with one micro-batch, and what its ranks exchange."""
+
+    forward: Cost
+    backward: Cost
+    weights: float
+    """Seconds of backward that the gradients of the weights take, for schedules that compute them later."""
+    exchange: Exchange
+
+    def seconds(self, kind: Kind) -> float:
+        """Return the seconds of an action."""
+        if kind == "F":
+            return self.forward.total
+        return {"B": self.backward.total, "I": self.backward.total - self.weights, "W": self.weights}[kind]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step."""
+
+    seconds: float
+    cost: Cost
+    """What takes them, on the pipeline rank that ends last."""
+    stages: tuple[StageTime, ...]
+    tokens_per_second: float
+    """Per GPU."""
+    flops: float
+    """Model FLOP/s per GPU, with causal attention."""
+    mfu: float
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which that rank waits for others."""
+        return self.cost.bubble / self.seconds
+
+
+class Step:
+    """A step of a layout, to be bounded first and simulated if that is worth it.
+
+    `config` has its vocabulary and its global batch size, and is valid for `world_size` ranks.
+    """
+
+    def __init__(self, config: RunConfig, world_size: int, parts: Parts, prices: Prices) -> None:
+        self.config, self.world_size, self.prices = config, world_size, prices
+        model, parallel, training = config.model, config.parallel, config.training
+        data_ranks = parallel.data_parallel_size(world_size)
+        self.batch = training.global_batch_size or training.micro_batch_size * data_ranks
+        self.micro_batches = -(-self.batch // (training.micro_batch_size * data_ranks))
+        chunks = virtual_stages(model, parallel)
+        self.schedule = schedule_name(chunks, parallel)
+        self.layout = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)
+        self._data = DataParallel(config, world_size, prices)
+        self.transfer = self._transfer()
+        self._records: dict[int, tuple[Cost, Cost, float]] = {}
+        stages: dict[tuple[tuple[int, ...], bool, bool], StageTime] = {}
+        self.stages: list[StageTime] = []
+        for stage in stage_layers(model, parallel):
+            layers = parts.layers[stage.first_layer : stage.first_layer + stage.layers]
+            key = (tuple(map(id, layers)), stage.embedding, stage.loss)
+            if key not in stages:
+                stages[key] = self._stage(parts, layers, stage)
+            self.stages.append(stages[key])
+
+    @property
+    def simulated(self) -> StepTime:
+        """The time of the step."""
+        ends = self._ends()
+        of_ranks = [self._rank(rank, end) for rank, end in enumerate(ends)]
+        factor = self.prices.stack.factor
+        cost = max(of_ranks, key=lambda each: each.total) * factor
+        config = self.config
+        tokens = self.batch * config.data.seq_length / cost.total / self.world_size
+        vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+        flops = tokens * flops_per_token(config.model, vocabulary, config.data.seq_length)
+        peak = self.prices.cluster.gpu.peak_of(config.training.dtype)
+        return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak)
+
+    @property
+    def bound(self) -> float:
+        """Seconds that the step takes at least, without a simulation."""
+        busy = [self._busy(rank).total for rank in range(self.layout.ranks)]
+        after = [self._afterwards(rank).total for rank in range(self.layout.ranks)]
+        waits = 0.0  # of the last rank, which has nothing to do before the others' first chunks have run
+        if self.layout.ranks > 1:
+            waits = sum(stage.forward.total for stage in self.stages[: self.layout.ranks - 1])
+        least = max([*map(sum, zip(busy, after, strict=True)), busy[-1] + waits])
+        return least * self.prices.stack.factor
+
+    # -------------------------------------------------------------------------------------------- stages
+
+    def _stage(self, parts: Parts, layers: Sequence[PartRecord], stage: StageLayers) -> StageTime:
+        counts = Counter(map(id, layers))
+        records = {id(each): each for each in layers}
+        forward, backward, weights = Cost(), Cost(), 0.0
+        ahead: list[tuple[PartRecord, int, Cost, Cost]] = []
+        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [parts.head] * stage.loss
+        for record, count, of_layer in [
+            *((records[key], count, True) for key, count in counts.items()),
+            *((record, 1, False) for record in others),
+        ]:
+            one_forward, one_backward, one_weights = self._price(record, of_layer=of_layer)
+            ahead.append((record, count, one_forward, one_backward))
+            forward, backward = forward + one_forward * count, backward + one_backward * count
+            weights += one_weights * count
+        exchange = self._data.exchange([(record, count, f.total, b.total) for record, count, f, b in ahead])
+        sent = Cost()
+        if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
+            sent = Cost(pipeline=self.transfer)
+        return StageTime(
+            forward + sent + Cost(data=exchange.forward),
+            backward + sent + Cost(data=exchange.backward),
+            weights,
+            exchange,
+        )
+
+    def _price(self, record: PartRecord, *, of_layer: bool) -> tuple[Cost, Cost, float]:
+        if id(record) not in self._records:
+            parallel, waits = self.config.parallel, record.synchronizations
+            forward = self.prices.work(record.forward, parallel, of_layer=of_layer, waits=waits)
+            backward = self.prices.work(record.backward, parallel, of_layer=of_layer)
+            self._records[id(record)] = forward, backward, self._products(record.forward, of_layer=of_layer)
+        return self._records[id(record)]
+
+    def _products(self, work: Work, *, of_layer: bool) -> float:
+        """Return the seconds of the products, each of which has one for the gradient of its weight."""
+        operations = work.operations.items()
+        return sum(self.prices.operation(each, of_layer=of_layer).products * count for each, count in operations)
+
+    def _transfer(self) -> float:
+        """Return the seconds of a message between stages."""
+        config = self.config
+        if self.layout.ranks == 1:
+            return 0.0
+        itemsize = {"float32": 4, "float64": 8}.get(config.training.dtype, 2)
+        tokens = config.training.micro_batch_size * config.data.seq_length // config.parallel.sequence_parts
+        neighbours = (0, self.world_size // self.layout.ranks)
+        return self.prices.collective("send", neighbours, tokens * config.model.hidden_size * itemsize)
+
+    # -------------------------------------------------------------------------------------------- ranks
+
+    def _of_rank(self, rank: int) -> list[StageTime]:
+        return [self.stages[stage] for stage in self.layout.of_rank(rank)]
+
+    def _busy(self, rank: int) -> Cost:
+        passes = sum((stage.forward + stage.backward for stage in self._of_rank(rank)), Cost())
+        return passes * self.micro_batches
+
+    def _afterwards(self, rank: int) -> Cost:
+        """Return what a rank does after its last backward."""
+        return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=rank in self.layout.ends)
+
+    def _rank(self, rank: int, end: float) -> Cost:
+        busy = self._busy(rank)
+        return replace(busy, bubble=end - busy.total) + self._afterwards(rank)
+
+    def _ends(self) -> list[float]:
+        """Return when each rank has run its last action. Many micro-batches are not all simulated."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or self.layout.ranks
+        if self.layout.ranks == 1:
+            return [self._busy(0).total]
+        some, more = (group * periods + self.micro_batches % group for periods in _PERIODS)
+        if self.micro_batches <= more:
+            return self._simulated_ends(self.micro_batches)
+        before, after = self._simulated_ends(some), self._simulated_ends(more)
+        further = (self.micro_batches - more) / (more - some)
+        return [late + (late - early) * further for early, late in zip(before, after, strict=True)]
+
+    def _simulated_ends(self, micro_batches: int) -> list[float]:
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+        orders = self.orders(micro_batches, group)
+        table: dict[tuple[int, Kind], float] = {}
+
+        def duration(stage: int, kind: Kind) -> float:
+            if (stage, kind) not in table:
+                table[stage, kind] = self.stages[stage].seconds(kind)
+            return table[stage, kind]
+
+        return [spans[-1].end for spans in simulate(self.layout, orders, duration, self.transfer)]
+
+    def orders(self, micro_batches: int, group: int | None) -> list[list[Action]]:
+        """Return the order of each rank."""
+        return orders_of(SCHEDULES[self.schedule], self.layout, micro_batches, group)
+
+
+def shares(cost: Cost) -> Mapping[str, float]:
+    """Return the share of each entry of a cost."""
+    return {name: value / cost.total for name, value in vars(cost).items()}
