@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         VocabParallelEmbedding,
         gather_sequence,
         split_sequence,
+        token_positions,
         vocab_parallel_cross_entropy,
     )
     from megalite.library.settings import SGD, AdamW, Layout, Muon
@@ -57,6 +58,7 @@ __all__ = [
     "gather_sequence",
     "receive_weights",
     "split_sequence",
+    "token_positions",
     "vocab_parallel_cross_entropy",
 ]
 
@@ -85,6 +87,7 @@ _MODULES = {
     "VocabParallelEmbedding": "library.layers",
     "gather_sequence": "library.layers",
     "split_sequence": "library.layers",
+    "token_positions": "library.layers",
     "vocab_parallel_cross_entropy": "library.layers",
     "receive_weights": "post_training.weight_link",
 }

@@ -94,14 +94,16 @@ class Experts(nn.Module):
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
         Returns:
-            The output, and the sums of the terms of the loss over the micro-batch, for a `StageOutput`.
+            The output, and the sums of the terms of the loss over this rank's tokens, and those of its tensor-parallel
+            peers, for a `StageOutput`.
         """
         if hidden.is_meta:  # where tokens go is not known: all are one expert's
             return self._as_if_sent(hidden), {}
-        length = len(hidden) * self.context.shards
+        mesh = self.context.mesh
+        length = len(hidden) * self.context.shards * mesh.size("cp")
         whole = SequenceLayout.whole(length)
         output, sums = self.moe(hidden, LayerContext(None, None, {}, RandomKey(0, ()), whole, whole.runs))
-        group = self.context.mesh.group(*self.context.sample_axes)
+        group = mesh.group("tp") if self.context.sequence_parallel else Group((mesh.rank,), 0)
         of_sequences = BALANCING_LOSSES["seq_aux_loss"].name
         balance, z = (_SumOverRanks.apply(sums[each], group) for each in (of_sequences, Z_LOSS))
         return output, {BALANCE: balance, Z_LOSS: z / length}

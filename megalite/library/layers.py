@@ -2,6 +2,7 @@
 
 Activations are [sequence, batch, features], as `nn.MultiheadAttention` has them by default. With sequence parallelism,
 those between the layers' matrix products are this rank's part of the sequence, `[sequence / tp, batch, features]`.
+With context parallelism, the sequence is the part that the context-parallel rank has, and a sample is whole.
 
 `name` is the tensor's name in checkpoints, and the key of its random initial values: unique in the model, on all ranks
 the same. Weights are drawn from a normal distribution, so they are equal under every layout; biases are zero.
@@ -16,10 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.errors import MegaliteError
+from megalite.model.attention_core import LocalCore
+from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.sample_mask import SampleMask
+from megalite.modules.sequences import layout_of
 from megalite.parallel import collectives, cross_entropy, embedding, linear
-from megalite.parallel.context import ParallelContext
+from megalite.parallel.attention_plan import FirstKeys
+from megalite.parallel.context import AttentionWay, ParallelContext
+from megalite.parallel.inside import Inside
+from megalite.parallel.key_value_exchange import Gather
+from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import stacked
+from megalite.parallel.randomness import Site
+from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal, Sharding
 from megalite_kernels.cross_entropy import LossOptions
 from megalite_kernels.norm import norm
@@ -134,7 +145,10 @@ class RMSNorm(LayerNorm):
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head or grouped-query attention whose heads are divided over the tensor-parallel ranks."""
+    """Multi-head or grouped-query attention whose heads are divided over the tensor-parallel ranks.
+
+    Context-parallel ranks gather keys and values: their tokens see those of the whole sample.
+    """
 
     def __init__(
         self,
@@ -169,7 +183,7 @@ class ParallelAttention(nn.Module):
             raise MegaliteError(f"{name}: {heads} heads of hidden={hidden}, and kv_heads={groups}: give divisors")
         if cross and causal:
             raise MegaliteError(f"{name}: attention to another sequence is not causal")
-        self.causal, self.shared = causal, groups < heads
+        self.name, self.context, self.causal, self.shared = name, context, causal, groups < heads
 
         def weight(part: str, count: int) -> Sharding:
             pattern = "heads width hidden -> 1 (heads width) hidden"
@@ -197,22 +211,47 @@ class ParallelAttention(nn.Module):
         )
         size = context.group("heads").size
         self.columns = [count * self.width // size for count in (heads, groups, groups)]
+        self.core: ContextParallelCore | None = None
+        if causal and context.mesh.size("cp") > 1:
+            of_heads = [head * groups // heads for head in range(heads // size)]
+            local = LocalCore(range(heads // size), of_heads, None, None, 0.0, Site(0, "attention"), recompute=False)
+            self.core = ContextParallelCore(local, context, AttentionWay(gathers=True))
+
+    @property
+    def inside(self) -> list[Inside]:
+        """The collectives of forward with the other context-parallel ranks."""
+        group = self.context.mesh.group("cp")
+        return Gather.inside(group) if group.size > 1 else []
 
     def forward(self, hidden: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
         Args:
             memory: the other sequence, with `cross=True`.
-            mask: bool, true where a query sees a key: [batch, 1, queries, keys], of whole sequences.
+            mask: bool, true where a query sees a key: [batch, 1, queries of the sequence, keys of the sample].
         """
         if self.key_value is None:
             parts = self.query(hidden).split(self.columns, dim=-1)
         else:
             assert memory is not None, "attention with cross=True takes two sequences"
             parts = (self.query(hidden), *self.key_value(memory).split(self.columns[1:], dim=-1))
-        query, key, value = (part.unflatten(-1, (-1, self.width)).permute(1, 2, 0, 3) for part in parts)
+        query, key, value = (part.unflatten(-1, (-1, self.width)) for part in parts)
+        layout = _cut(self.context, len(query))
+        if self.core is not None and mask is None:
+            first = query.new_zeros(1, layout.length, dtype=torch.int64)
+            seen = SampleMask(layout, first, FirstKeys(), lambda: None, in_blocks=False)
+            return self.output(self.core(query, key, value, seen, layout, None))
+        if self.context.mesh.size("cp") > 1:
+            key, value = _of_samples(self.context, torch.stack([key, value], 1)).unbind(1)
+            if mask is not None and (mask.shape[-2] not in (1, len(query)) or mask.shape[-1] != len(key)):
+                raise MegaliteError(
+                    f"{self.name}: mask {tuple(mask.shape)} does not fit {len(query)} queries of this rank and "
+                    f"{len(key)} keys of the sample: of a mask, sequence_dims names the queries alone"
+                )
         if self.causal and mask is not None:
-            mask = mask & torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=mask.device).tril()
+            places = torch.arange(len(key), device=mask.device)
+            mask = mask & (places <= layout.places(mask.device)[:, None])
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         mixed = F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=self.causal and mask is None, enable_gqa=self.shared
         )
@@ -232,16 +271,50 @@ def vocab_parallel_cross_entropy(
     return cross_entropy.vocab_parallel_cross_entropy(logits, labels, context.group("vocabulary"), vocab_size, options)
 
 
+def token_positions(context: ParallelContext, length: int) -> Tensor:
+    """Return the positions in the sample of a sequence's tokens, [length] int64: 0, 1, 2, ... unless samples are cut.
+
+    `length`: the number of tokens that this context-parallel rank has.
+    """
+    places = _cut(context, length).places()
+    return places if places.is_meta else places.to(context.mesh.device)
+
+
 def split_sequence(context: ParallelContext, whole: Tensor) -> Tensor:
-    """Return this rank's part of [sequence, ...] under sequence parallelism, and otherwise all of it."""
-    found: Tensor = _Split.apply(whole, context) if context.shards > 1 else whole
+    """Return this rank's part of [tokens of a sample, ...] under sequence and context parallelism, otherwise all."""
+    try:
+        of_rank = layout_of(context.mesh, len(whole)).own(whole, 0)
+    except ValueError as error:
+        raise MegaliteError(f"{error}, two for each of cp={context.mesh.size('cp')} ranks: pad it") from error
+    found: Tensor = _Split.apply(of_rank, context) if context.shards > 1 else of_rank
     return found
 
 
 def gather_sequence(context: ParallelContext, part: Tensor) -> Tensor:
-    """Return the whole [sequence, ...], the same on all tensor-parallel ranks, which must use it alike."""
+    """Return the whole [tokens of a sample, ...], the same on all ranks that have parts of it.
+
+    Tensor-parallel ranks must use it alike. Context-parallel ranks may use it differently.
+    """
     found: Tensor = _Gather.apply(part, context) if context.shards > 1 else part
+    return _of_samples(context, found)
+
+
+def _of_samples(context: ParallelContext, part: Tensor) -> Tensor:
+    """Return all tokens of samples, [tokens, ...], of which each context-parallel rank has a part."""
+    group = context.mesh.group("cp")
+    found: Tensor = _OfSamples.apply(part, group, _cut(context, len(part))) if group.size > 1 else part
     return found
+
+
+def _cut(context: ParallelContext, tokens: int) -> SequenceLayout:
+    """Return the layout of samples of which each context-parallel rank has this number of tokens."""
+    ranks = context.mesh.size("cp")
+    if ranks > 1 and tokens % 2:
+        raise MegaliteError(
+            f"each of cp={ranks} ranks has {tokens} tokens of a sample, which are not two equal chunks: name the field "
+            "that they come from in sequence_dims, and let the model add none to them"
+        )
+    return layout_of(context.mesh, tokens * ranks)
 
 
 def _own_part(whole: Tensor, context: ParallelContext) -> Tensor:
@@ -270,6 +343,21 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _own_part(gradients[0], ctx.context), None
+
+
+class _OfSamples(torch.autograd.Function):
+    """Tokens of all context-parallel ranks, in the order of the sample. A part's gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group, layout: SequenceLayout) -> Tensor:
+        ctx.group, ctx.layout = group, layout
+        return layout.in_order(collectives.all_gather(part[None], group).unbind(0), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wide = gradients[0].to(torch.promote_types(gradients[0].dtype, torch.float32))
+        by_rank = torch.stack(ctx.layout.by_rank(wide, 0))
+        return collectives.reduce_scatter(by_rank, ctx.group)[0].to(gradients[0].dtype), None, None
 
 
 def _check_division(context: ParallelContext, name: str, what: str, size: int) -> None:

@@ -22,16 +22,17 @@ class Layout:
     """Split of a run over ranks.
 
     >>> Layout(dp=2, pp=2, zero=1)
-    Layout(dp=2, tp=1, pp=2, ep=1, zero=1, instances=1, stages_per_rank=1, schedule=None, sequence_parallel=False, \
-overlap=False)
+    Layout(dp=2, tp=1, pp=2, cp=1, ep=1, zero=1, instances=1, stages_per_rank=1, schedule=None, \
+sequence_parallel=False, overlap=False)
 
     Attributes:
         dp: data-parallel ranks; None: all ranks that the other sizes leave.
         tp: tensor-parallel ranks, for parallel layers; plain modules are replicated on them.
         pp: pipeline ranks.
+        cp: context-parallel ranks, which each have a part of the sequence of every sample, in all layers.
         ep: ranks over which experts are distributed.
-        zero: ZeRO stage, 0 to 3: what is sharded over the data-parallel ranks.
-        instances: groups of data-parallel ranks that each hold all shards once (hybrid sharding).
+        zero: ZeRO stage, 0 to 3: what is sharded over the data- and context-parallel ranks.
+        instances: groups of these ranks that each hold all shards once (hybrid sharding).
         stages_per_rank: stages of a pipeline on each rank.
         schedule: order of forward and backward in a pipeline: "gpipe", "1f1b", "interleaved-1f1b", "zb-h1" or "zb-v";
             None: 1f1b, interleaved with several stages per rank.
@@ -42,6 +43,7 @@ overlap=False)
     dp: int | None = None
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     zero: int = 0
     instances: int = 1
@@ -52,26 +54,28 @@ overlap=False)
 
     def config(self, world_size: int) -> ParallelConfig:
         """Return the fields of a run's configuration. Raises ConfigurationError if they do not fit the ranks."""
-        for name in ("tp", "pp", "ep", "instances", "stages_per_rank"):
+        for name in ("tp", "pp", "cp", "ep", "instances", "stages_per_rank"):
             if type(size := getattr(self, name)) is not int or size < 1:
                 raise ConfigurationError(f"Layout({name}={size!r}): give a number of at least 1")
         if self.zero not in range(4):
             raise ConfigurationError(f"Layout(zero={self.zero!r}): ZeRO has the stages 0 to 3")
-        if self.dp is not None and self.dp * self.tp * self.pp != world_size:
+        of_copy = self.tp * self.pp * self.cp
+        if self.dp is not None and self.dp * of_copy != world_size:
             raise ConfigurationError(
-                f"Layout(dp={self.dp}, tp={self.tp}, pp={self.pp}) needs {self.dp * self.tp * self.pp} ranks, and "
+                f"Layout(dp={self.dp}, tp={self.tp}, pp={self.pp}, cp={self.cp}) needs {self.dp * of_copy} ranks, and "
                 f"{world_size} {'is' if world_size == 1 else 'are'} running: start as many "
                 "(docs/launchers.md), or leave dp out"
             )
-        if world_size % (self.tp * self.pp):
+        if world_size % of_copy:
             raise ConfigurationError(
-                f"Layout(tp={self.tp}, pp={self.pp}): {world_size} ranks cannot be divided into groups of "
-                f"{self.tp * self.pp}"
+                f"Layout(tp={self.tp}, pp={self.pp}, cp={self.cp}): {world_size} ranks cannot be divided into groups "
+                f"of {of_copy}"
             )
         self._check_schedule()
         return ParallelConfig(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
             sequence_parallel=self.sequence_parallel and self.tp > 1,
             pipeline_schedule=self.schedule,

@@ -29,6 +29,7 @@ from megalite.lifecycle.common_end import CommonEnd
 from megalite.lifecycle.failure import leave_code, report_uncaught
 from megalite.lifecycle.startup import Startup
 from megalite.modules.records import decays as decays_by_shape
+from megalite.modules.sequences import SequenceDims
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.post_training.export import export_tensors
@@ -77,6 +78,7 @@ class Trainer(TokenMethods):
         collate: Callable[[list[Any]], Any] | None = None,
         shuffle: bool | None = None,
         metrics: Mapping[str, Function] | None = None,
+        sequence_dims: SequenceDims | None = None,
         terms: Sequence[LossTerm] = (),
         optimizer: Optimizer,
         layout: Layout | None = None,
@@ -111,6 +113,8 @@ class Trainer(TokenMethods):
             collate: makes a batch from a list of samples; None: torch's, or that of the DataLoader.
             shuffle: read each epoch in another order; None: as the DataLoader does, otherwise False.
             metrics: functions from outputs and a batch to a sum over samples, by name, for evaluations.
+            sequence_dims: dimensions of the fields of a batch that are sequences, by their names or, in a tuple, their
+                places. With `Layout(cp=...)`, the model, the loss and `count` get a rank's part of these fields.
             terms: terms of the loss that stages return themselves, in a `StageOutput`.
             precision: dtype of weights and activations; with bf16 and fp16, the optimizer has fp32 masters.
             micro_batch_size: samples that a rank processes at once; None: the batch size of the DataLoader.
@@ -170,6 +174,7 @@ class Trainer(TokenMethods):
         of_modules = {
             "stages": stages,
             "metrics": metrics,
+            "sequence_dims": sequence_dims,
             "terms": terms,
             "initial": initial,
             "buffers": buffers,
@@ -209,6 +214,7 @@ class Trainer(TokenMethods):
                 loss=loss,
                 count=count,
                 metrics=metrics or {},
+                sequence_dims=sequence_dims or {},
                 terms=terms,
                 initial=initial,
                 decays=decays,

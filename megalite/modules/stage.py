@@ -45,8 +45,8 @@ class Samples(Protocol):
 
 
 def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
-    """Return a term of the loss that is a mean over samples."""
-    return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight)
+    """Return a term of the loss that is a mean over samples. Context-parallel ranks return parts of its sum."""
+    return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight, count_axes=("dp",))
 
 
 class ModuleStage(StageModule):
@@ -77,8 +77,8 @@ class ModuleStage(StageModule):
             plan: what the stage passes on, and its blocks (`find_messages`).
             number: the number of the stage among `count`.
             loss: returns the sums of the terms of the loss, in the last stage.
-            loss_is_mean: True if `loss` returns a mean over the samples instead.
-            metric: returns further sums, in evaluations only.
+            loss_is_mean: True if `loss` returns a mean over the samples instead. Context-parallel ranks are averaged.
+            metric: returns further sums, in evaluations only. Context-parallel ranks are averaged.
             terms: the terms of the loss; None for one that is a mean over samples.
             kept: the module's buffers.
             uses: the numbers of uses of tied weights (`Records.uses`).
@@ -95,6 +95,7 @@ class ModuleStage(StageModule):
         self.plan, self.number, self.count = plan or StagePlan(), number, count
         self._loss, self._metric, self._seed = loss, metric, seed
         self._loss_is_mean, self._dtype = loss_is_mean, dtype
+        self._parts, self._part = mesh.size("cp"), mesh.coordinate("cp")  # of each sample
         self._terms = tuple(terms) if terms is not None else (mean_over_samples(),)
         self._shared = {name: (module.get_parameter(name), use) for name, use in (uses or {}).items()}
         self._one_block = one_block or not self.plan.blocks
@@ -162,10 +163,12 @@ class ModuleStage(StageModule):
             result = output.tensors if isinstance(output, StageOutput) else output
             found = self._wide(self._loss(result, micro_batch.values))
             if self._loss_is_mean:
-                found = {name: mean * len(micro_batch.sample_ids) for name, mean in found.items()}
+                samples = len(micro_batch.sample_ids) / self._parts
+                found = {name: mean * samples for name, mean in found.items()}
             sums = add_sums(own, found)
             if self._metric is not None and not self.training:
-                sums = add_sums(sums, self._wide(self._metric(result, micro_batch.values)))
+                of_samples = self._wide(self._metric(result, micro_batch.values))
+                sums = add_sums(sums, {name: value / self._parts for name, value in of_samples.items()})
         return StageOutput({}, sums)
 
     def _passed_on(self, inputs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,7 +211,7 @@ class ModuleStage(StageModule):
 
     @contextmanager
     def _seeded(self, sample_ids: Sequence[int]) -> Iterator[None]:
-        """Seed torch's random numbers by the micro-batch within the block, and then restore them.
+        """Seed torch's random numbers by the micro-batch, and the part of it, within the block, and then restore them.
 
         They are seeded again by the name of each part that runs, so that the same layers in other stages drop the same.
         """
@@ -229,7 +232,9 @@ class ModuleStage(StageModule):
             self._seed_generators(f"{name}/{self._calls[name]}")
 
     def _seed_generators(self, where: str) -> None:
-        digest = hashlib.blake2b(f"{self._seed}/{self._sample}/{where}".encode(), digest_size=8).digest()
+        of_part = f"part {self._part}/" if self._part else ""
+        key = f"{self._seed}/{self._sample}/{of_part}{where}"
+        digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         for generator in self._generators:
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 

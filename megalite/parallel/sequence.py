@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -76,12 +76,14 @@ class SequenceLayout:
         in_order = tuple(tuple(sorted(runs, key=lambda run: run.start)) for runs in groups)
         return SequenceLayout(self.length, in_order, self.rank // size)
 
-    def own(self, values: Tensor) -> Tensor:
-        """Return this rank's tokens of [batch, length, ...]."""
-        return values if self.is_whole else torch.cat([values[:, run.start : run.stop] for run in self.runs], dim=1)
+    def own(self, values: Tensor, dimension: int = 1) -> Tensor:
+        """Return this rank's tokens of a tensor with the tokens of the sample in order along this dimension."""
+        if self.is_whole:
+            return values
+        return torch.cat([values.narrow(dimension, run.start, len(run)) for run in self.runs], dimension)
 
-    def places(self, device: torch.device) -> Tensor:
-        """Return the index in the sample of each token of this rank, [tokens] int64."""
+    def places(self, device: torch.device | None = None) -> Tensor:
+        """Return the index in the sample of each token of this rank, [tokens] int64. None: torch's default device."""
         return _places(self.runs, device)
 
     def gathered_places(self, device: torch.device) -> Tensor:
@@ -99,10 +101,7 @@ class SequenceLayout:
 
     def by_rank(self, values: Tensor, dimension: int) -> list[Tensor]:
         """Return each rank's tokens of a tensor with the tokens of the sample in order along this dimension."""
-        return [
-            torch.cat([values.narrow(dimension, run.start, len(run)) for run in runs], dimension)
-            for runs in self.of_ranks
-        ]
+        return [replace(self, rank=rank).own(values, dimension) for rank in range(len(self.of_ranks))]
 
     def part(self, number: int, parts: int) -> Runs:
         """Cut the rank's tokens, in order, into `parts` equal parts, and return the indices of part `number`.
@@ -129,7 +128,7 @@ class SequenceLayout:
         return tuple(range(begin + run.start, begin + run.stop) for begin in at for run in self.runs)
 
 
-def _places(runs: Sequence[range], device: torch.device) -> Tensor:
+def _places(runs: Sequence[range], device: torch.device | None) -> Tensor:
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 

@@ -22,6 +22,7 @@ from megalite.modules.buffers import KeptBuffers, Rule
 from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
+from megalite.modules.sequences import SequenceDims, check_mixes_no_tokens, own_part
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
@@ -52,6 +53,7 @@ class ModuleOptions:
     loss: Function | None = None
     count: Count | None = None
     metrics: Mapping[str, Function] = field(default_factory=dict)
+    sequence_dims: SequenceDims = field(default_factory=dict)
     terms: Sequence[LossTerm] = ()
     initial: Initial | None = None
     decays: Callable[[str, Tensor], bool] = decays
@@ -76,6 +78,11 @@ class ModuleTask(DatasetTask):
         super().__init__(config, mesh, train, valid)
         self.options, self.allow_unused = options, options.allow_unused
         self._ranges: list[range] = []  # the layers of each stage
+        if mesh.size("cp") > 1 and not options.sequence_dims:
+            raise ConfigurationError(
+                f"Layout(cp={mesh.size('cp')}) cuts samples along their sequence: give Trainer(sequence_dims=...), "
+                'for example {"tokens": 1}, the fields of a batch that are cut, each with its dimension'
+            )
         plain = [each for each in options.stages if isinstance(each, nn.Module)]
         check_apart(plain)
         self._modules = self._build(mesh, plain)
@@ -85,8 +92,7 @@ class ModuleTask(DatasetTask):
         self._plans = self._find_plans()
         self.terms, self._loss = self._declare_loss()
         self.loss_name = self.terms[0].name
-        size = mean_over_samples().count
-        self.evaluated = (*self.terms, *(LossTerm(name, size) for name in options.metrics))
+        self.evaluated = (*self.terms, *map(mean_over_samples, options.metrics))
         self._set_values: Callable[[Parameter], None] | None = None
         self.aliases: dict[str, str] = {}
         """Further names of tied weights, each with the name in checkpoints."""
@@ -105,6 +111,8 @@ class ModuleTask(DatasetTask):
                 raise ConfigurationError(f"stage {number} was built as {type(module).__name__}, which is no module")
             if any(getattr(each, "gradient_buffer", None) is not None for each in module.parameters()):
                 raise MegaliteError(f"stage {number}, {type(module).__name__}, is part of another run: build it again")
+        if mesh.size("cp") > 1:
+            check_mixes_no_tokens(found)
         return [self._placed(module) for module in found]
 
     def _placed(self, module: nn.Module) -> nn.Module:
@@ -296,7 +304,8 @@ class ModuleTask(DatasetTask):
         return self.to_micro_batch(batch)
 
     def to_micro_batch(self, batch: Batch) -> Batch:
-        return Batch(self.on_device(batch.values), batch.sample_ids)
+        values = own_part(batch.values, self.options.sequence_dims, self.mesh)
+        return Batch(self.on_device(values), batch.sample_ids)
 
     def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
         for chunk in self.chunks:

@@ -16,10 +16,11 @@ from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
-from megalite.errors import DataError
+from megalite.errors import ConfigurationError, DataError
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
+from megalite.modules.sequences import layout_of
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -64,6 +65,11 @@ class TokenTask(DatasetTask):
         count: Callable[[Mapping[str, Any]], Any] | None = None,
     ) -> None:
         super().__init__(config, mesh, train, valid)
+        if loss is not None and mesh.size("cp") > 1:
+            raise ConfigurationError(
+                f"Layout(cp={mesh.size('cp')}) cuts samples, and a loss of one's own for a GPT needs whole ones: "
+                "leave out cp, or loss"
+            )
         self.run_config, self.model = config, config.model
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
         self._loss = loss
@@ -133,13 +139,15 @@ class TokenTask(DatasetTask):
         positions = fields.get("positions")
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        layout = layout_of(self.mesh, length)
         found = TokenBatch(
-            tokens=tokens,
-            positions=positions,
+            tokens=layout.own(tokens),
+            positions=layout.own(positions),
             first_keys=None,
-            labels=labels,
-            loss_mask=mask.to(torch.promote_types(self.dtype, torch.float32)),
+            labels=layout.own(labels),
+            loss_mask=layout.own(mask).to(torch.promote_types(self.dtype, torch.float32)),
             key=RandomKey(self.config.training.seed, tuple(sample_ids)),
+            layout=layout,
             fields={**fields, "labels": labels, "loss_mask": mask},
         )
         if self._loss is None:

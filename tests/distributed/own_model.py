@@ -124,6 +124,25 @@ def mlp() -> list[nn.Module]:
     return [first, *(Block() for _ in range(6)), Scores(tied)]
 
 
+class Watch(nn.Module):
+    """Layer that keeps the mean of what it gets, as a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean = hidden.detach().mean((0, 1))
+        return hidden
+
+
+def watched() -> list[nn.Module]:
+    layers = mlp()
+    return [*layers[:5], Watch(), *layers[6:]]
+
+
 def conv(norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> list[nn.Module]:
     """Return layers some of which have no parameter, or change their input in place."""
     return [
@@ -175,6 +194,15 @@ def run_translator(layers: Sequence[nn.Module], values: Values) -> tuple[Tensor,
 def of_tokens(scores: Tensor, values: Values) -> Tensor:
     """Return a sum over the labels [batch, length] that count."""
     return F.cross_entropy(scores.flatten(0, 1), values["labels"].flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def mean_of_tokens(scores: Tensor, values: Values) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), values["target"].flatten())
+
+
+def share_correct(scores: Tensor, values: Values) -> Tensor:
+    """Return a sum over samples of the share of their tokens that are correct."""
+    return (scores.argmax(-1) == values["target"]).double().mean(1).sum()
 
 
 def tokens_that_count(values: Values) -> Tensor:
@@ -252,7 +280,11 @@ def in_turn(name: str) -> Callable[[Sequence[nn.Module], Values], tuple[Any, Sum
 
 
 MODELS = {
-    "mlp": Model(mlp, {"loss": of_tokens, "count": tokens_that_count}, in_turn("tokens")),
+    "mlp": Model(
+        mlp,
+        {"loss": of_tokens, "count": tokens_that_count, "sequence_dims": {"tokens": 1, "labels": 1}},
+        in_turn("tokens"),
+    ),
     "conv": Model(conv, {"loss": mean_of_classes}, in_turn("input"), as_sequence=True),
     "conv over ranks": Model(conv_over_ranks, {"loss": mean_of_classes}, in_turn("input"), as_sequence=True),
     "vit": Model(vit, {"loss": of_classes_and_size, "count": count_classes_and_size}, in_turn("image")),
@@ -263,12 +295,22 @@ MODELS = {
         weights={"energy": 0.05},
     ),
 }
+CUT = {
+    "mlp": MODELS["mlp"],
+    "watched": Model(
+        watched,
+        {"loss": mean_of_tokens, "buffers": {"5.mean": "average"}, "sequence_dims": {"tokens": 1, "target": -1}},
+        in_turn("tokens"),
+    ),
+}
+"""Networks whose samples may be cut along their sequences."""
+NETWORKS = {**MODELS, **CUT}
 
 
 def built(model: str, dtype: torch.dtype = torch.float64) -> list[nn.Module]:
     """Return the layers, alike in every process."""
     torch.manual_seed(7)
-    return [layer.to(dtype) for layer in MODELS[model].layers()]
+    return [layer.to(dtype) for layer in NETWORKS[model].layers()]
 
 
 # ---------------------------------------------------------------------------------------------------- their samples
@@ -316,6 +358,7 @@ class Cell:
     model: str
     dp: int = 1
     pp: int = 1
+    cp: int = 1
     zero: int = 0
     instances: int = 1
     schedule: Any = "1f1b"
@@ -330,7 +373,7 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.pp
+        return self.dp * self.pp * self.cp
 
     @property
     def stages_per_rank(self) -> int:
@@ -342,13 +385,17 @@ class Cell:
 
     def __str__(self) -> str:
         shown = [self.model.replace(" ", "-"), f"dp{self.dp}", f"pp{self.pp}", f"zero{self.zero}", self.optimizer]
-        shown += [self.schedule] * (self.pp > 1) + [f"instances{self.instances}"] * (self.instances > 1)
+        shown += (
+            [f"cp{self.cp}"] * (self.cp > 1)
+            + [self.schedule] * (self.pp > 1)
+            + [f"instances{self.instances}"] * (self.instances > 1)
+        )
         shown += ["overlap"] * self.overlap + ["clip"] * bool(self.clip) + ["recompute"] * self.recompute
         return "-".join(shown)
 
     def trainer(self, **options: Any) -> megalite.Trainer:
         """Start the run on this rank. Called on all ranks together."""
-        model, layers = MODELS[self.model], built(self.model)
+        model, layers = NETWORKS[self.model], built(self.model)
         if self.spoiled:
             next(buffer for layer in reversed(layers) for buffer in layer.buffers()).add_(1)
         network = {"model": nn.Sequential(*layers)} if model.as_sequence else {"stages": layers}
@@ -364,6 +411,7 @@ class Cell:
             "layout": megalite.Layout(
                 dp=self.dp,
                 pp=self.pp,
+                cp=self.cp,
                 zero=self.zero,
                 instances=self.instances,
                 schedule=self.schedule if self.pp > 1 else None,
@@ -418,7 +466,7 @@ def micro_batches(cell: Cell, step: int) -> Iterator[tuple[int, Values]]:
 
 def plainly(cell: Cell, steps: int = STEPS) -> Trained:
     """Train in one process with torch alone, on the micro-batches of all ranks. Buffers are those of the first rank."""
-    model = MODELS[cell.model]
+    model = NETWORKS[cell.model]
     network = nn.ModuleList(built(cell.model))
     layers, trained = list(network), [p for p in network.parameters() if p.requires_grad]
     optimizer, found = optimizer_of(cell, trained), Trained()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import megalite
 from megalite.library.settings import Optimizer
 
-VOCABULARY, SOURCE, TARGET, WIDTH, HEADS, GROUPS, INNER = 11, 4, 6, 8, 4, 2, 12
+VOCABULARY, SOURCE, TARGET, WIDTH, HEADS, GROUPS, INNER = 11, 12, 24, 8, 4, 2, 12
 EXPERTS, TOPK, BALANCE, Z = 4, 2, 0.03, 0.002
 MICRO, BATCH, STEPS, RATE, DECAY = 2, 8, 2, 0.05, 0.1
 
@@ -34,9 +34,10 @@ class Embed(nn.Module):
         super().__init__()
         self.words = megalite.VocabParallelEmbedding(context, f"{name}.words", VOCABULARY, WIDTH)
         self.places = megalite.VocabParallelEmbedding(context, f"{name}.places", length, WIDTH)
+        self.context = context
 
     def embed(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places = megalite.token_positions(self.context, tokens.shape[1])
         return self.words(tokens.t()) + self.places(places[:, None])
 
 
@@ -78,10 +79,14 @@ class EncoderEnd(EncoderBlock):
 
 
 class DecoderBlock(nn.Module):
-    """Block with a plain norm, whose parameters say that each rank has a part of the sequence."""
+    """Block with a plain norm, whose parameters say that each rank has a part of the sequence.
 
-    def __init__(self, context: megalite.ParallelContext, name: str) -> None:
+    `masked`: attention has a mask of pairs of tokens, and attention to the encoder has none.
+    """
+
+    def __init__(self, context: megalite.ParallelContext, name: str, *, masked: bool) -> None:
         super().__init__()
+        self.masked = masked
         self.plain = nn.RMSNorm(WIDTH)
         for parameter in self.plain.parameters():
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
@@ -92,9 +97,9 @@ class DecoderBlock(nn.Module):
         self.cross = megalite.ParallelAttention(context, f"{name}.cross", WIDTH, HEADS, cross=True)
         self.mlp = MLP(context, f"{name}.mlp")
 
-    def forward(self, hidden: Tensor, memory: Tensor, visible: Tensor) -> Tensor:
-        hidden = hidden + self.attention(self.plain(hidden))
-        hidden = hidden + self.cross(self.norm(hidden), memory, visible[:, None, None])
+    def forward(self, hidden: Tensor, memory: Tensor, visible: Tensor, pairs: Tensor) -> Tensor:
+        hidden = hidden + self.attention(self.plain(hidden), mask=pairs[:, None] if self.masked else None)
+        hidden = hidden + self.cross(self.norm(hidden), memory, None if self.masked else visible[:, None, None])
         return hidden + self.mlp(hidden)
 
 
@@ -136,8 +141,8 @@ def encoder_decoder() -> Stages:
         lambda context: EncoderBlock(context, "encoder.0"),
         lambda context: EncoderEnd(context, "encoder.1"),
         lambda context: EmbedTarget(context, "target", TARGET),
-        lambda context: DecoderBlock(context, "decoder.0"),
-        lambda context: DecoderBlock(context, "decoder.1"),
+        lambda context: DecoderBlock(context, "decoder.0", masked=False),
+        lambda context: DecoderBlock(context, "decoder.1", masked=True),
         Head,
     ]
 
@@ -203,12 +208,14 @@ def plain_encoder_decoder(weights: Weights, values: Values) -> dict[str, Tensor]
         memory = memory + _mlp(weights, f"{name}.mlp", memory)
     hidden = _embed(weights, "target", values["target"])
     before = torch.ones(1, 1, TARGET, TARGET, dtype=torch.bool).tril()
-    for number in ("0", "1"):
+    every = torch.ones(1, 1, 1, SOURCE, dtype=torch.bool)
+    masks = (before, visible), (before & values["pairs"][:, None], every)
+    for number, (of_own, of_source) in zip(("0", "1"), masks, strict=True):
         name, layer = f"decoder.{number}", f"{int(number) + 4}"
         normal = _norm(weights, f"{layer}.plain", hidden)
-        hidden = hidden + _attention(weights, f"{name}.attention", normal, normal, before)
+        hidden = hidden + _attention(weights, f"{name}.attention", normal, normal, of_own)
         normal = _norm(weights, f"{name}.norm", hidden)
-        hidden = hidden + _attention(weights, f"{name}.cross", normal, memory, visible)
+        hidden = hidden + _attention(weights, f"{name}.cross", normal, memory, of_source)
         hidden = hidden + _mlp(weights, f"{name}.mlp", hidden)
     return {"loss": _losses(weights, hidden, values["labels"]).mean()}
 
@@ -281,7 +288,9 @@ def samples() -> list[dict[str, Tensor]]:
         tokens = torch.randint(VOCABULARY, (SOURCE + TARGET + 1,), generator=generator)
         target = tokens[SOURCE:]
         visible = torch.arange(SOURCE) < SOURCE - number % 3
-        made.append({"source": tokens[:SOURCE], "visible": visible, "target": target[:-1], "labels": target[1:]})
+        pairs = (torch.rand(TARGET, TARGET, generator=generator) < 0.7) | torch.eye(TARGET, dtype=torch.bool)
+        masks = {"visible": visible, "pairs": pairs}
+        made.append({"source": tokens[:SOURCE], "target": target[:-1], "labels": target[1:], **masks})
     return made
 
 
@@ -295,9 +304,9 @@ def initial(name: str, _: torch.Generator, shape: Sequence[int]) -> Tensor:
 def trainer(model: str, optimizer: str, layout: Mapping[str, Any], **options: Any) -> megalite.Trainer:
     """Start a run of a model on this rank."""
     chosen = MODELS[model]
-    options = {"initial": initial} | options
+    cut = {"source": 1, "target": 1, "labels": 1, "pairs": 1}
+    options = {"stages": chosen.stages(), "initial": initial, "sequence_dims": cut} | options
     return megalite.Trainer(
-        stages=chosen.stages(),
         loss=lambda losses, values: losses.sum(),
         count=lambda values: values["labels"].numel(),
         terms=chosen.terms,

@@ -103,6 +103,20 @@ def test_every_layout_trains_as_plain_torch(model: str, split: tuple[int, int], 
             assert_trained(cell, list(ranks))
 
 
+SAMPLES_CUT = [
+    Cell("mlp", cp=2, zero=3, overlap=True),
+    Cell("mlp", cp=2, pp=2, zero=1, schedule="zb-v", clip=0.5),
+    Cell("mlp", cp=2, dp=2, zero=2, instances=2, optimizer="sgd"),
+    Cell("watched", cp=2, recompute=True),
+    Cell("watched", cp=2, pp=2, schedule="interleaved-1f1b"),
+]
+
+
+@pytest.mark.parametrize("cell", SAMPLES_CUT, ids=str)
+def test_samples_that_are_cut_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
+    assert_trained(cell, [result for (result,) in rank_pools(cell.world_size).run(run_cells, [cell])])
+
+
 OF_TORCH = [
     Cell("mlp", dp=2, clip=0.5),
     Cell("translator", dp=3, optimizer="sgd"),

@@ -42,6 +42,11 @@ QUICK = [
     Cell(2, "experts", "adamw", {**SPLIT, "ep": 2}, ONE_RANK_PER_EXPERT),
     Cell(4, "experts", "clipped", {**SPLIT, "dp": 2, "ep": 2, "zero": 1}),
     Cell(4, "experts", "sgd", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}, {"recompute": True}),
+    Cell(2, "encoder-decoder", "clipped", {"cp": 2, "zero": 3}),
+    Cell(4, "encoder-decoder", "adamw", {**SPLIT, "cp": 2}, {"recompute": True}),
+    Cell(4, "encoder-decoder", "sgd", {"cp": 2, "pp": 2, "schedule": "zb-h1", "zero": 1}),
+    Cell(3, "experts", "clipped", {"cp": 3}),
+    Cell(4, "experts", "adamw", {**SPLIT, "cp": 2, "ep": 4, "zero": 1}, ONE_RANK_PER_EXPERT),
 ]
 REST = [
     Cell(1, "encoder-decoder", "adamw", {}),
@@ -59,6 +64,12 @@ REST = [
         for zero in range(4)
     ),
     *(Cell(8, "experts", "adamw", {**SPLIT, "pp": 2, "dp": 2, "ep": 2, "zero": zero}) for zero in (1, 3)),
+    Cell(3, "encoder-decoder", "adamw", {"cp": 3, "zero": 2, "overlap": True}),
+    Cell(4, "encoder-decoder", "sgd", {"cp": 2, "tp": 2}),
+    Cell(8, "encoder-decoder", "clipped", {**SPLIT, "cp": 2, "pp": 2, "stages_per_rank": 2, "zero": 3}),
+    Cell(8, "encoder-decoder", "adamw", {"cp": 2, "dp": 4, "instances": 2, "zero": 3}),
+    Cell(8, "experts", "clipped", {**SPLIT, "cp": 2, "pp": 2, "ep": 2, "zero": 3}),
+    Cell(8, "experts", "sgd", {"cp": 2, "dp": 2, "pp": 2, "ep": 4}),
 ]
 
 
@@ -114,8 +125,9 @@ def test_parallel_layers_train_as_plain_torch_on_more_layouts(cell: Cell, rank_p
         ("encoder-decoder", (4, {**SPLIT, "pp": 2}, {}), (2, {"dp": 2, "zero": 3}, {})),
         ("encoder-decoder", (2, {"pp": 2}, {}), (2, {"tp": 2}, {})),
         ("experts", (2, {"ep": 2, "zero": 1}, {}), (2, SPLIT, ONE_RANK_PER_EXPERT)),
+        ("encoder-decoder", (3, {"cp": 3, "zero": 3}, {}), (4, {"cp": 2, "pp": 2}, {})),
     ],
-    ids=["fewer ranks", "tensor-parallel ranks", "experts"],
+    ids=["fewer ranks", "tensor-parallel ranks", "experts", "context-parallel ranks"],
 )
 def test_a_run_goes_on_under_another_layout(
     model: str, before: tuple[int, Any, Any], after: tuple[int, Any, Any], rank_pools: RankPools, tmp_path: Path
@@ -140,7 +152,7 @@ def test_muon_updates_matrices_that_ranks_have_parts_of(rank_pools: RankPools) -
         assert all((alone[name] - before[name]).abs().max() > RATE / 100 for name in moved)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, SPLIT)], ids=["alone", "split"])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, SPLIT), (2, {"cp": 2})], ids=["alone", "split", "cut"])
 def test_evaluations_have_the_terms_of_experts(ranks: int, layout: Mapping[str, Any], rank_pools: RankPools) -> None:
     shapes = {name: each.shape for name, each in assemble(rank_pools(1).run(_shapes)).items()}
     weights = {name: initial(name, torch.Generator(), shape).double() for name, shape in shapes.items()}
