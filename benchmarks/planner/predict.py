@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from benchmarks.planner.published import Run
 from megalite.config.parallel import ParallelConfig
-from megalite.planner.cluster import Cluster
-from megalite.planner.cost import Prices, Stack
+from megalite.planner.cluster import Cluster, Stack
+from megalite.planner.cost import Prices
 from megalite.planner.dry_run import gpu_kernels
 from megalite.planner.parts import Parts, part_records
 from megalite.planner.step import Step

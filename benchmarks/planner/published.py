@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.training import TrainingConfig
-from megalite.planner.cluster import Cluster, Link, find_cluster
-from megalite.planner.cost import Stack
+from megalite.planner.cluster import Cluster, Link, Stack, find_cluster, find_stack
 
 FILE = Path(__file__).with_name("published_runs.csv")
 _GPUS = {
@@ -37,7 +35,6 @@ _NETWORKS = {  # seconds per byte and GPU
     "Zero Bubble": 90e-12,  # RoCE; its speed is not stated
     "JAX-Toolbox": 42e-12,
 }
-_OLD = Stack(fused_attention=False)
 _EAGER = KernelsConfig(kernels="reference")
 
 
@@ -50,7 +47,6 @@ class Program:
         parallel, training: fields of these sections that rows leave out.
     """
 
-    stack: Stack
     lineage: bool = True
     parallel: Mapping[str, Any] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -60,49 +56,45 @@ class Program:
 _HALF = {"grad_reduce_in_bf16": True}
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 _NO_OVERLAP = {"overlap_p2p_communication": False}
-_MODERN = replace(Stack(), hidden_tensor=0.6)
+_MODERN = Program(parallel=_OVERLAP | _HALF)
 PROGRAMS: Mapping[str, Program] = {
-    "megatron-2020": Program(_OLD, parallel=_HALF),
-    "megatron-2021": Program(_OLD, parallel=_HALF | _NO_OVERLAP),
-    "megatron-january-2021": Program(_OLD, parallel=_HALF | _NO_OVERLAP),
-    "megatron-2022": Program(_OLD, parallel=_NO_OVERLAP),
-    "megatron-core": Program(_MODERN, parallel=_OVERLAP),
-    "megatron-deepspeed": Program(_OLD, parallel=_NO_OVERLAP),
-    "megatron-deepspeed-vtrain": Program(_OLD, parallel=_NO_OVERLAP),
-    "zero-bubble": Program(_OLD, parallel=_NO_OVERLAP),
-    "nemo-2023": Program(_OLD, parallel=_OVERLAP, training={"recompute_granularity": "selective"}),
-    "nemo-2024": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "mlperf-3": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "mlperf-5": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "bridge": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "bridge-experts": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "bridge-experts-2026": Program(_MODERN, parallel=_OVERLAP | _HALF),
-    "core-experts": Program(Stack(), parallel=_OVERLAP),
-    "core-deepep": Program(Stack(hidden_expert=0.5), parallel=_OVERLAP),
-    "titan-eager": Program(Stack(), False, kernels=_EAGER),
-    "titan-compile": Program(Stack(), False),
-    "titan-float8": Program(Stack(), False),
-    "titan-async": Program(Stack(hidden_tensor=0.5), False),
-    "llm-foundry": Program(Stack(), False, parallel=_HALF, kernels=_EAGER),
-    "internevo": Program(Stack(), False, parallel=_OVERLAP | _HALF),
-    "nanotron": Program(Stack(), False, parallel=_NO_OVERLAP, kernels=_EAGER),
-    "pax": Program(_OLD, False, parallel=_OVERLAP | _HALF),
-    "pax-te": Program(Stack(), False, parallel=_OVERLAP | _HALF),
+    "megatron-2020": Program(parallel=_HALF),
+    "megatron-2021": Program(parallel=_HALF | _NO_OVERLAP),
+    "megatron-2022": Program(parallel=_NO_OVERLAP),
+    "megatron-core": Program(parallel=_OVERLAP),
+    "megatron-deepspeed-2022": Program(parallel=_NO_OVERLAP),
+    "megatron-deepspeed-2023": Program(parallel=_NO_OVERLAP),
+    "zero-bubble": Program(parallel=_NO_OVERLAP),
+    "nemo-2023": Program(parallel=_OVERLAP, training={"recompute_granularity": "selective"}),
+    "nemo-2024": _MODERN,
+    "mlperf": _MODERN,
+    "bridge": _MODERN,
+    "bridge-experts": _MODERN,
+    "bridge-experts-2026": _MODERN,
+    "core-experts": _MODERN,
+    "core-deepep": _MODERN,
+    "titan-eager": Program(False, kernels=_EAGER),
+    "titan-compile": Program(False),
+    "titan-async": Program(False),
+    "llm-foundry": Program(False, parallel=_HALF, kernels=_EAGER),
+    "internevo": Program(False, parallel=_OVERLAP | _HALF),
+    "nanotron": Program(False, parallel=_NO_OVERLAP, kernels=_EAGER),
+    "pax": Program(False, parallel=_OVERLAP | _HALF),
+    "pax-te": Program(False, parallel=_OVERLAP | _HALF),
 }
 _OF_SOURCE = (
     ("Megatron-LM 2020", "megatron-2020"),
-    ("Jan-2021", "megatron-january-2021"),
+    ("Jan-2021", "megatron-2021"),
     ("SC21", "megatron-2021"),
     ("README GPT-3 example", "megatron-2021"),
     ("Reducing Activation", "megatron-2022"),
     ("README H100 model table", "megatron-core"),
-    ("bigscience", "megatron-deepspeed"),
-    ("vTrain", "megatron-deepspeed-vtrain"),
+    ("bigscience", "megatron-deepspeed-2022"),
+    ("vTrain", "megatron-deepspeed-2023"),
     ("Zero Bubble", "zero-bubble"),
     ("NeMo-Megatron-Launcher", "nemo-2023"),
     ("NeMo ", "nemo-2024"),
-    ("MLPerf Training v3", "mlperf-3"),
-    ("MLPerf Training v5", "mlperf-5"),
+    ("MLPerf", "mlperf"),
     ("llm-foundry", "llm-foundry"),
     ("InternEvo", "internevo"),
     ("nanotron", "nanotron"),
@@ -131,8 +123,8 @@ class Run:
 
     @property
     def stack(self) -> Stack:
-        """The program, with the dtype of this row's products, and without its number."""
-        stack = replace(PROGRAMS[self.program].stack, name=self.program)
+        """The program, with the dtype of this row's products."""
+        stack = find_stack(self.program)
         precision = self.row["precision"]
         if "fp8" in precision:
             return replace(stack, low_precision="float8")
@@ -166,7 +158,7 @@ def program_of(row: Mapping[str, str]) -> str:
     if "torchtitan" in source:
         if "Async" in note or row["tp"] not in ("1.0", ""):
             return "titan-async"
-        return "titan-float8" if row["precision"] == "fp8" else "titan-compile" if "compile" in note else "titan-eager"
+        return "titan-compile" if "compile" in note or row["precision"] == "fp8" else "titan-eager"
     if "JAX" in source:
         return "pax-te" if "TE" in row["precision"] else "pax"
     if "ModelZoo" in source:

@@ -1,4 +1,5 @@
-"""Clusters: GPUs with their constants and the links between them, from clusters.toml, a file or measurements."""
+"""Clusters: GPUs with their constants and the links between them, from clusters.toml, a file or measurements; and the
+programs that train on them."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ class Gpu:
     reserved: float
     bandwidth: float
     peak: Mapping[str, float] = field(hash=False)
+    attention: Mapping[str, float] = field(hash=False)
     efficiency: float
     half: float
-    attention: float
     share: float
     kernel: float
     launch: float
@@ -56,6 +57,24 @@ class Gpu:
     def half_peak(self) -> float:
         """Peak in FLOP/s of the 16-bit dtypes."""
         return self.peak.get("bfloat16") or self.peak_of("float16")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Program that runs the step, as far as it differs from megalite; clusters.toml describes the fields.
+
+    Attributes:
+        low_precision: dtype of the products of layers, if it is another than that of the activations.
+    """
+
+    name: str = "megalite"
+    factor: float = 1.0
+    attention: str = "flash-2"
+    hidden_tensor: float = 0.0
+    hidden_expert: float = 0.0
+    graphs: bool = False
+    scattered: bool = False
+    low_precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +116,14 @@ def find_cluster(name: str) -> Cluster:
     return _cluster(_table(Path(name)), Path(name).stem, name)
 
 
+def find_stack(name: str) -> Stack:
+    """Return a program by its name in clusters.toml. Raises ConfigurationError if there is none."""
+    known = _known()["stack"]
+    if name not in known:
+        raise ConfigurationError(f"{shown(name)} is no known program: give one of {', '.join(known)}")
+    return Stack(name, **known[name])
+
+
 def _table(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_small_file(path).decode())
@@ -122,12 +149,15 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
     else:
         raise ConfigurationError(f"{where}: gpu is missing: give one of {', '.join(known)}, or a table")
     within = f"{where}: gpu"
-    _only(described, ("name", "peak", "node", "network", *_NUMBERS), within)
+    _only(described, ("name", "peak", "attention", "node", "network", *_NUMBERS), within)
     numbers = {each: _number(described, each, within) for each in _NUMBERS}
-    peak = described.get("peak")
-    if not isinstance(peak, Mapping) or "float32" not in peak:
-        raise ConfigurationError(f"{within}.peak is missing: give FLOP/s by dtype, float32 among them")
-    gpu = Gpu(gpu_name, peak={each: _number(peak, each, f"{within}.peak") for each in peak}, **numbers)
+    tables: dict[str, dict[str, float]] = {}
+    for key, needed, what in (("peak", "float32", "FLOP/s by dtype"), ("attention", "flash-2", "shares by kernel")):
+        own = described.get(key)
+        if not isinstance(own, Mapping) or needed not in own:
+            raise ConfigurationError(f"{within}.{key} is missing: give {what}, {needed} among them")
+        tables[key] = {each: _number(own, each, f"{within}.{key}") for each in own}
+    gpu = Gpu(gpu_name, peak=tables["peak"], attention=tables["attention"], **numbers)
     links = {}
     for link in ("node", "network"):
         own = table.get(link, described.get(link))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megalite.config.parallel import ParallelConfig
-from megalite.planner.cluster import Cluster, Link
+from megalite.planner.cluster import Cluster, Link, Stack
 from megalite.planner.records import Message, MessageKind, Operation, Work
 
 _ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
@@ -23,26 +23,8 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 5, 6
 """Times that attention without fusion reads or writes all scores: softmax, mask and dropout."""
 _CAST_BYTES = 3
 _SHORT, _LONG = 2, 4
-
-
-@dataclass(frozen=True)
-class Stack:
-    """Program that runs the step, as far as its kernels and messages differ from megalite's.
-
-    Attributes:
-        factor: seconds of its steps, as a multiple of the model's; the one number that is fitted.
-        fused_attention: false if it writes the scores of attention to memory.
-        low_precision: dtype of the products of layers, if it is another than that of the activations.
-        hidden_tensor: share of the tensor-parallel messages that it hides behind products.
-        hidden_expert: share of the messages between ranks of experts that it hides.
-    """
-
-    name: str = "megalite"
-    factor: float = 1.0
-    fused_attention: bool = True
-    low_precision: str | None = None
-    hidden_tensor: float = 0.0
-    hidden_expert: float = 0.0
+_LAUNCHES_OF_MESSAGE, _LAUNCHES_AFTER_WAIT = 4, 10
+"""What the host does for a message, and what it prepares before the device goes on after a wait, in launches."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +110,9 @@ class Prices:
         gpu = self.cluster.gpu
         backward = operation.name.endswith("backward")
         batch, queries, keys, width = operation.shape
-        if self.stack.fused_attention:
-            share = gpu.attention / (1 + _HEAD_WIDTH / width + _TILE / queries)
+        if self.stack.attention != "unfused":
+            most = gpu.attention.get(self.stack.attention, gpu.attention["flash-2"])
+            share = most / (1 + _HEAD_WIDTH / width + _TILE / queries)
             share *= 1 + _HEAD_WIDTH / 128
             return gpu.kernel + max(operation.flops / (gpu.half_peak * share), self.moved(operation.bytes))
         scores = batch * queries * keys
@@ -159,8 +142,8 @@ class Prices:
         tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
         expert = messages["expert"] * (1 - self.stack.hidden_expert)
         device = kernels + Cost(tensor=tensor, context=context, expert=expert)
-        launch = self.cluster.gpu.launch
-        host = launch * (work.launches + work.messages.total())
+        launch = 0.0 if self.stack.graphs else self.cluster.gpu.launch
+        host = launch * (work.launches + _LAUNCHES_OF_MESSAGE * work.messages.total())
         return device + Cost(launch=max(0.0, host - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
 
     # -------------------------------------------------------------------------------------------- messages
@@ -202,9 +185,6 @@ class Prices:
         else:
             outer = ring(size / of_node, nodes, across)
         return min(long_ring, inner + outer)
-
-
-_LAUNCHES_AFTER_WAIT = 10
 
 
 def ring(size: float, ranks: float, link: Link) -> float:

@@ -18,7 +18,7 @@ from megalite.planner.parts import Parts
 from megalite.planner.records import PartRecord, Work
 from megalite.training.flops import flops_per_token
 
-_PERIODS = (4, 6)
+_PERIODS = (3, 4)
 """Groups of micro-batches that are simulated; further ones take as long as those between."""
 
 
@@ -159,7 +159,12 @@ class Step:
         itemsize = {"float32": 4, "float64": 8}.get(config.training.dtype, 2)
         tokens = config.training.micro_batch_size * config.data.seq_length // config.parallel.sequence_parts
         neighbours = (0, self.world_size // self.layout.ranks)
-        return self.prices.collective("send", neighbours, tokens * config.model.hidden_size * itemsize)
+        size = tokens * config.model.hidden_size * itemsize
+        tensor = config.parallel.tensor_model_parallel_size
+        if not self.prices.stack.scattered or config.parallel.sequence_parallel or tensor == 1:
+            return self.prices.collective("send", neighbours, size)
+        gathered = self.prices.collective("all-gather", range(tensor), size)
+        return self.prices.collective("send", neighbours, size / tensor) + gathered
 
     # -------------------------------------------------------------------------------------------- ranks
 
