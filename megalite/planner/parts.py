@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
@@ -23,6 +24,7 @@ from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.planner.dry_run import META, dry_micro_batch
 from megalite.planner.recording import Recorder
 from megalite.planner.records import PartRecord, Work
+from megalite.torch_internals import run_backward
 from megalite.training import builder
 
 
@@ -97,25 +99,25 @@ def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
 
 def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartRecord:
     """Run one micro-batch through a stage with these layers, forward and backward."""
-    (chunk,) = make_gpt(
-        config.model,
-        mesh,
-        [layers],
-        (mesh.rank,),
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute=builder.make_recompute(config),
-        loss=LossConfig(
-            config.training.label_smoothing,
-            config.training.z_loss_coeff,
-            config.kernels.fused_linear_cross_entropy,
-        ),
-        dtype=builder.model_dtype(config),
-        attention_ways=builder.attention_ways(config.parallel),
-    )
-    optimizer = builder.make_optimizer(config, [chunk], mesh, builder.make_stages(config), lambda parameter: None)
-    batch = dry_micro_batch(config, mesh, builder.make_cutting(config, mesh))
     recorder = Recorder()
     with recorder:
+        (chunk,) = make_gpt(
+            config.model,
+            mesh,
+            [layers],
+            (mesh.rank,),
+            sequence_parallel=config.parallel.sequence_parallel,
+            recompute=builder.make_recompute(config),
+            loss=LossConfig(
+                config.training.label_smoothing,
+                config.training.z_loss_coeff,
+                config.kernels.fused_linear_cross_entropy,
+            ),
+            dtype=builder.model_dtype(config),
+            attention_ways=builder.attention_ways(config.parallel),
+        )
+        optimizer = builder.make_optimizer(config, [chunk], mesh, builder.make_stages(config), lambda parameter: None)
+        batch = dry_micro_batch(config, mesh, builder.make_cutting(config, mesh))
         recorder.listen(mesh.traffic)
         optimizer.begin_step(1)
         before = recorder.alive
@@ -130,7 +132,7 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
         recorder.phase, at_backward = "B", recorder.alive
         recorder.restart_peak()
         gradients = [torch.empty_like(each) for each in outputs]
-        torch.autograd.backward(outputs, gradients)
+        run_backward([get_gradient_edge(each) for each in outputs], gradients)
         backward_peak = recorder.peak - at_backward
     mesh.traffic.listener = None
     parameters = unique_parameters(chunk)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ class Recorder(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.misplaced: Counter[str] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, int] = {}
         self._stack = ExitStack()
 
     # ------------------------------------------------------------------------------------------------ the context
@@ -65,6 +66,7 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         self._stack.enter_context(recorded_launches(self._launched))
         self._stack.enter_context(_FlashAttention())
+        self._stack.enter_context(_resized(self._resize))
         super().__enter__()
         return self
 
@@ -156,17 +158,47 @@ class Recorder(TorchDispatchMode):
         """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages or not (size := storage.nbytes()):
-            return
-        rounded = -(-size // BLOCK) * BLOCK
-        self._storages[key] = weakref.ref(storage, partial(self._free, key, size, rounded))
-        self.alive, self.blocks = self.alive + size, self.blocks + rounded
+        if key not in self._storages and (size := storage.nbytes()):
+            self._storages[key] = weakref.ref(storage, partial(self._free, key))
+            self._count(key, size)
+
+    def _free(self, key: int, _: object) -> None:
+        del self._storages[key]
+        self._count(key, 0)
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._storages:
+            self._count(storage._cdata, storage.nbytes())
+
+    def _count(self, key: int, size: int) -> None:
+        before = self._sizes.pop(key, 0)
+        if size:
+            self._sizes[key] = size
+        self.alive += size - before
+        self.blocks += _rounded(size) - _rounded(before)
         self.peak, self.highest = max(self.peak, self.alive), max(self.highest, self.alive)
         self.highest_blocks = max(self.highest_blocks, self.blocks)
 
-    def _free(self, key: int, size: int, rounded: int, _: object) -> None:
-        del self._storages[key]
-        self.alive, self.blocks = self.alive - size, self.blocks - rounded
+
+def _rounded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+@contextmanager
+def _resized(call: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call a function after each change of a storage's size, which is how flat buffers are freed and allocated."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_call(storage: torch.UntypedStorage, size: int) -> Any:
+        found = resize(storage, size)
+        call(storage)
+        return found
+
+    torch.UntypedStorage.resize_ = resize_and_call  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
 
 
 class _HostValues(TorchDispatchMode):

@@ -1,0 +1,155 @@
+"""Memory of each pipeline rank of a layout, from the records of the network's parts and the engine's own schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from megalite.config import RunConfig
+from megalite.config.pipeline_layout import StageLayers, shape, stage_layers, virtual_stages
+from megalite.optim.layout import ParameterGroup
+from megalite.optim.shard import bytes_per_element, state_dtype
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.simulator import peak_in_flight
+from megalite.pipeline.stages import Stages
+from megalite.planner.parts import Parts
+from megalite.planner.records import PartRecord
+from megalite.training.builder import model_dtype
+
+_WEIGHTS = ParameterGroup(weight_decay=True, is_embedding_or_output=False, matrices=True)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the peak of a step."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """What the micro-batches in flight keep from forward to backward."""
+    transient: float
+    """Tensors of a pass that nothing keeps, and gathered weights and gradients under ZeRO 2 and 3."""
+    reserved: float
+    """What the GPU's driver and the communication library take."""
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Element:
+    """Bytes of one element of the network."""
+
+    parameter: float
+    gradient: float
+    state: float
+    """Optimizer state and master weight."""
+
+    @staticmethod
+    def of(config: RunConfig) -> Element:
+        """Return the bytes under the precision and the optimizer of a run, as its buffers take them."""
+        dtype, optimizer = model_dtype(config), config.optimizer
+        wide = torch.promote_types(dtype, torch.float32)
+        low = config.parallel.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16"
+        master = 0
+        if dtype.itemsize < wide.itemsize:
+            master = 2 if optimizer.store_param_remainders else state_dtype(optimizer, "master", dtype).itemsize
+        return Element(
+            dtype.itemsize, 2 if low else wide.itemsize, bytes_per_element(optimizer, _WEIGHTS, dtype) + master
+        )
+
+
+def memory_of_ranks(
+    config: RunConfig, world_size: int, parts: Parts, orders: Sequence[Sequence[Action]], reserved: float = 0.0
+) -> list[RankMemory]:
+    """Return the memory of the first rank of each pipeline stage.
+
+    Args:
+        config: has its vocabulary and is valid for `world_size` ranks.
+        orders: order of the passes on each pipeline rank.
+        reserved: bytes that the driver and the communication library take.
+    """
+    parallel, element = config.parallel, Element.of(config)
+    stages = Stages(
+        parallel.pipeline_model_parallel_size, virtual_stages(config.model, parallel), shape(parallel).v_shaped
+    )
+    all_layers = stage_layers(config.model, parallel)
+    found = []
+    for rank, order in enumerate(orders):
+        chunks = [_parts_of(all_layers[stage], parts) for stage in stages.of_rank(rank)]
+        kept = [sum(part.kept for part in chunk) for chunk in chunks]
+        held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
+        found.append(
+            RankMemory(
+                held.parameters,
+                held.gradients,
+                held.optimizer,
+                peak_in_flight(order, kept),
+                max(map(_transient, chunks)) + _unsharded(chunks, config, element),
+                reserved,
+            )
+        )
+    return found
+
+
+def _parts_of(stage: StageLayers, parts: Parts) -> list[PartRecord]:
+    """Return the parts of a stage in the order of forward."""
+    layers = parts.layers[stage.first_layer : stage.first_layer + stage.layers]
+    extra = [parts.stage] if layers else []
+    return [*[parts.embedding] * stage.embedding, *extra, *layers, *[parts.head] * stage.loss]
+
+
+def _transient(chunk: Sequence[PartRecord]) -> float:
+    """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
+
+    Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept.
+    """
+    most, freed = 0, 0
+    for part in reversed(chunk):
+        most = max(most, part.backward_peak - freed, part.forward_peak - part.kept - freed)
+        freed += part.kept
+    return most
+
+
+def _unsharded(chunks: Sequence[Sequence[PartRecord]], config: RunConfig, element: Element) -> float:
+    """Return the bytes of the blocks whose weights or gradients are whole at one time under ZeRO 2 and 3."""
+    stage = config.parallel.zero_stage
+    if stage < 2:
+        return 0.0
+    sizes = sorted(part.parameters + part.expert_parameters for chunk in chunks for part in chunk)[-2:]
+    return sum(sizes) * (element.gradient + (element.parameter if stage == 3 else 0.0))
+
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes of parameters, gradients and optimizer state."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    def __add__(self, other: _State) -> _State:
+        return _State(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer
+        )
+
+    @staticmethod
+    def of(part: PartRecord, config: RunConfig, world_size: int, element: Element) -> _State:
+        parallel = config.parallel
+        sizes, ranks = parallel.mesh_sizes, world_size // parallel.pipeline_model_parallel_size
+        of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
+        kinds = (part.parameters, parallel.tensor_model_parallel_size), (part.expert_parameters, of_experts)
+        total = _State()
+        for elements, split in kinds:
+            shards = max(ranks // split // parallel.num_distributed_optimizer_instances, 1)
+            of_stage = [shards if parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
+            total += _State(
+                elements * element.parameter / of_stage[0],
+                elements * element.gradient / of_stage[1],
+                elements * element.state / of_stage[2],
+            )
+        return total
