@@ -5305,7 +5305,7 @@ MUTANTS = (
     Mutant(
         "an evaluation reads its first batch each time",
         "megalite/training/trainer.py",
-        "loader.micro_batches(batch * batch_size, num_micro_batches)",
+        "loader.micro_batches(start, num_micro_batches)",
         "loader.micro_batches(0, num_micro_batches)",
         f"{_TRAINER}[alone]",
     ),
@@ -6143,6 +6143,13 @@ MUTANTS = (
         'data_parallel_rank=self.mesh.coordinate("dp"),',
         'data_parallel_rank=0 if source is self.valid else self.mesh.coordinate("dp"),',
         f"{_OWN}_runs.py::test_evaluation_is_of_all_samples_and_reduced_once[conv-dp3-pp1-zero2-adamw]",
+    ),
+    Mutant(
+        "samples that ranks repeat at the end of an evaluation count",
+        "megalite/training/trainer.py",
+        "if is_counted:  #",
+        "if micro_batch:  #",
+        f"{_OWN}_runs.py::test_an_evaluation_has_each_sample_once[conv-dp3-pp1-zero0-adamw]",
     ),
     Mutant(
         "torch keeps the message of an error that ends a program of one's own",

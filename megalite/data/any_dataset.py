@@ -159,6 +159,10 @@ class AnyDatasetLoader:
         step = self._requests.micro_batch_size * self._requests.size
         return [self._micro_batch(consumed_samples + m * step) for m in range(num_micro_batches)]
 
+    def resize(self, micro_batch_size: int) -> None:
+        """Make micro-batches of another size from now on."""
+        self._requests.micro_batch_size, self._reads = micro_batch_size, None
+
     def _micro_batch(self, consumed_samples: int) -> Batch:
         request = self._requests.at(consumed_samples)
         read = self._reader.read(request) if self._source.num_workers == 0 else self._from_workers(request)

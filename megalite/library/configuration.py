@@ -59,7 +59,7 @@ def configured(
         eval_global_batch_size=evaluation,
     )
     if valid is not None and not training.eval_iters:
-        training = replace(training, eval_iters=whole_batches(valid, evaluation))
+        training = replace(training, eval_iters=evaluation_batches(valid, evaluation))
     config = replace(config, training=training)
     if isinstance(config, RunConfig):
         validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
@@ -80,12 +80,13 @@ def _taken(*, of_gpt: bool) -> set[str]:
     return names
 
 
-def whole_batches(source: SampleSource, batch_size: int) -> int:
-    """Return how many batches of an evaluation a dataset fills. Raises ConfigurationError."""
-    if source.length is None:
+def evaluation_batches(source: SampleSource, batch_size: int, eval_iters: int = 0) -> int:
+    """Return the number of batches of an evaluation of a dataset, the last of which may be smaller.
+
+    Without a length it is `eval_iters`. Raises ConfigurationError if that is not given either.
+    """
+    if source.length is not None:
+        return -(-source.length // batch_size)
+    if not eval_iters:
         raise ConfigurationError("the dataset of evaluations has no length: give Trainer(eval_iters=...)")
-    if source.length < batch_size:
-        raise ConfigurationError(
-            f"the dataset of evaluations has {source.length} samples, fewer than one batch of all ranks, {batch_size}"
-        )
-    return source.length // batch_size
+    return eval_iters

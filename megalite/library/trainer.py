@@ -22,7 +22,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.training import TrainingConfig
 from megalite.data.sample_source import SampleSource
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
-from megalite.library.configuration import configured, whole_batches
+from megalite.library.configuration import configured, evaluation_batches
 from megalite.library.settings import Layout, Optimizer
 from megalite.library.token_methods import TokenMethods
 from megalite.lifecycle.common_end import CommonEnd
@@ -302,8 +302,9 @@ class Trainer(TokenMethods):
     def evaluate(self, dataset: Any = None) -> dict[str, float]:
         """Return the means of the loss and the metrics over `valid_dataset`, or over another dataset.
 
-        They are over as many samples, from the first on, as fill whole batches of all ranks, `eval_global_batch_size`
-        samples each: by default a micro-batch per data-parallel rank.
+        Each sample counts once. They run in batches of `eval_global_batch_size`, by default a micro-batch per
+        data-parallel rank, and the rest in smaller micro-batches. `eval_iters` limits the batches of `valid_dataset`.
+        With `messages=[...]`, which have one size, the rest is left out.
         """
         task, trainer = self._run.task, self._trainer
         assert isinstance(task, DatasetTask)
@@ -313,7 +314,9 @@ class Trainer(TokenMethods):
             source = SampleSource.of(dataset, seed=seed, shuffle=False, collate=collate)
         if source is None:
             raise ConfigurationError("there is nothing to evaluate: give Trainer(valid_dataset=...)")
-        batches = whole_batches(source, trainer.evaluation_batch_size)
+        batches = self.config.training.eval_iters
+        if dataset is not None:
+            batches = evaluation_batches(source, trainer.evaluation_batch_size, batches)
         with trainer.sections(EVALUATION):
             means = trainer.evaluate(loader=task.loader(source), batches=batches)
         assert means is not None

@@ -181,11 +181,6 @@ class ModuleStage(StageModule):
                     f"returned {', '.join(own) or 'nothing'}"
                 )
             tensor = own.get(spec.name)
-            if tensor is not None and spec.shape is not None and tensor.shape != spec.shape:
-                raise MegaliteError(
-                    f"{named(self.number, self.module)} returned {spec.name} {tuple(tensor.shape)}, but stages "
-                    f"exchange tensors of one shape, {spec.shape}: pad samples to one length in collate"
-                )
             if tensor is not None and tensor.requires_grad and not spec.gradient:
                 raise MegaliteError(
                     f"{named(self.number, self.module)} returned {spec.name} of {tensor.dtype} that needs a gradient, "

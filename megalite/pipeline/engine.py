@@ -159,7 +159,8 @@ class _Chunk(Generic[MicroBatch]):
             if output.shape != spec.shape or output.dtype != spec.dtype:
                 raise MegaliteError(
                     f"stage {self.stage} returned {_words(spec)} {tuple(output.shape)} of {output.dtype} for "
-                    f"micro-batch {micro_batch}, but the next stage expects {spec.shape} of {spec.dtype}"
+                    f"micro-batch {micro_batch}, but the next stage expects {spec.shape} of {spec.dtype}: let "
+                    "samples have one shape (padded in collate), and stages one dtype"
                 )
         return [tensors[spec.name] for spec in self.passes]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +19,10 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
+from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.training import builder, memory, summary
-from megalite.training.task import Figures, Task
+from megalite.training.task import Figures, Loader, Task
 from megalite.training.trainer import Trainer
 
 
@@ -31,6 +32,7 @@ class _Loader:
 
     batches: AnyDatasetLoader
     to_micro_batch: Callable[[Batch], Any]
+    length: int | None = None
 
     def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[Any]:
         return [self.to_micro_batch(each) for each in self.batches.micro_batches(consumed_samples, num_micro_batches)]
@@ -44,6 +46,9 @@ class _Loader:
 
 class DatasetTask(Task):
     """Task on datasets of one's own: `train`, and `valid` for evaluations."""
+
+    any_size: bool = True
+    """Stages can run micro-batches of any size, so that an evaluation has every sample."""
 
     def __init__(
         self, config: TaskConfig, mesh: ParallelMesh, train: SampleSource | None, valid: SampleSource | None
@@ -61,6 +66,10 @@ class DatasetTask(Task):
     @abstractmethod
     def to_micro_batch(self, batch: Batch) -> Any:
         """Return a micro-batch on the device, from collated samples."""
+
+    @abstractmethod
+    def stages_for(self, micro_batch: Any) -> Stages:
+        """Return the stages, with messages for the size of a micro-batch."""
 
     @abstractmethod
     def model_section(self) -> dict[str, Any]:
@@ -94,8 +103,32 @@ class DatasetTask(Task):
         return self.loader(self.valid)
 
     def loader(self, source: SampleSource) -> _Loader:
-        """Return a loader of this rank's part of a dataset."""
-        return _Loader(self._loader_of(source), self.to_micro_batch)
+        """Return a loader of this rank's part of a dataset, for an evaluation."""
+        return _Loader(self._loader_of(source), self.to_micro_batch, self._evaluable(source))
+
+    def _evaluable(self, source: SampleSource) -> int | None:
+        """Return how many samples of a dataset an evaluation has at most. Raises ConfigurationError if it has none."""
+        batch_size = self.config.training.evaluation_batch_size
+        if self.any_size or source.length is None or batch_size is None:
+            return source.length
+        if source.length < batch_size:
+            raise ConfigurationError(
+                f"the dataset of evaluations has {source.length} samples, fewer than one batch of all ranks, "
+                f"{batch_size}, which is the only size that messages=[...] declares: give more samples, or leave "
+                "messages out"
+            )
+        return source.length - source.length % batch_size
+
+    def last_micro_batches(self, loader: Loader[Any], start: int) -> Iterator[tuple[Any, Stages, bool]]:
+        assert isinstance(loader, _Loader)
+        assert loader.length is not None
+        ranks, rank = self.mesh.size("dp"), self.mesh.coordinate("dp")
+        while start < loader.length:
+            size = min(self.config.training.micro_batch_size, max(1, (loader.length - start) // ranks))
+            loader.batches.resize(size)
+            (micro_batch,) = loader.micro_batches(start, 1)
+            yield micro_batch, self.stages_for(micro_batch), start + rank * size < loader.length
+            start += size * ranks
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -119,11 +152,12 @@ class DatasetTask(Task):
 
     def _left_out(self) -> tuple[str, ...]:
         """Return a note if evaluations leave out samples that do not fill a batch of all ranks."""
-        training = self.config.training
-        evaluated = training.eval_iters * (training.evaluation_batch_size or 0)
-        if self.valid is None or self.valid.length is None or evaluated >= self.valid.length:
+        if self.valid is None or (evaluable := self._evaluable(self.valid)) == self.valid.length:
             return ()
-        return (f"note: evaluations use the first {evaluated} of {self.valid.length} samples, which fill all batches",)
+        return (
+            f"note: evaluations use the first {evaluable} of {self.valid.length} samples, which fill batches of all "
+            "ranks: messages=[...] declares no other size",
+        )
 
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         per_second = batch_size / seconds

@@ -45,6 +45,7 @@ class _Loader:
 
     arrays: MicroBatchLoader
     cut: Callable[[Iterable[MicroBatchArrays]], list[MicroBatch]]
+    length: int | None = None
 
     def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatch]:
         return self.cut(self.arrays.micro_batches(consumed_samples, num_micro_batches))

@@ -89,6 +89,8 @@ class ModuleTask(DatasetTask):
         self._pristine = copies_on_meta(plain)  # for other ranks' stages; functions build theirs again
         self._example = self._first_batch()
         self._modules = self._into_stages(self._modules)
+        self.any_size = options.messages is None or len(self._modules) == 1
+        self._copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
         self._plans = self._find_plans()
         self.terms, self._loss = self._declare_loss()
         self.loss_name = self.terms[0].name
@@ -133,10 +135,16 @@ class ModuleTask(DatasetTask):
         return module
 
     def stages(self) -> Stages:
+        return self._stages(self._plans)
+
+    def stages_for(self, micro_batch: Batch) -> Stages:
+        copies = self._copies
+        return self._stages(find_messages(copies, in_dtype(micro_batch.values, self.dtype)) if copies else self._plans)
+
+    def _stages(self, plans: Sequence[StagePlan]) -> Stages:
         parallel = self.config.parallel
         ranks, chunks = parallel.pipeline_model_parallel_size, self._chunks
-        messages = tuple(plan.passes for plan in self._plans[:-1])
-        return Stages(ranks, chunks, shape(parallel).v_shaped, messages)
+        return Stages(ranks, chunks, shape(parallel).v_shaped, tuple(plan.passes for plan in plans[:-1]))
 
     @property
     def _chunks(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -28,6 +28,9 @@ Figures = Mapping[str, float | None]
 
 class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
     """Loader of this rank's micro-batches. Its threads or processes end with the context."""
+
+    length: int | None
+    """Number of samples of an evaluation at most; None: it has as many as are asked for."""
 
     def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
@@ -92,6 +95,14 @@ class Task(ABC):
     def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
         """Finish a step after its update. Called by all ranks together. `updated`: False if the step was skipped."""
         return
+
+    def last_micro_batches(self, loader: Loader[Any], start: int) -> Iterator[tuple[Any, Stages, bool]]:
+        """Yield this rank's micro-batches of the samples that do not fill a batch of an evaluation, from `start` on.
+
+        All ranks get as many. Each comes with the stages, whose messages have its size, and with False if its samples
+        are repeated ones, which do not count.
+        """
+        return iter(())
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 

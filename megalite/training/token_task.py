@@ -80,6 +80,10 @@ class TokenTask(DatasetTask):
     def stages(self) -> Stages:
         return builder.make_stages(self.run_config)
 
+    def stages_for(self, micro_batch: TokenBatch) -> Stages:
+        training = replace(self.run_config.training, micro_batch_size=len(micro_batch.sample_ids))
+        return builder.make_stages(replace(self.run_config, training=training))
+
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks = builder.make_chunks(self.run_config, self.model, mesh, stages)
         for chunk in chunks:

@@ -258,6 +258,8 @@ class Trainer:
         """Compute the means of the evaluated terms over `eval_iters` batches, starting at the first sample of the
         validation data, or of the test data. `loader` and `batches` give other data, and another number.
 
+        Data with a length have each sample at most once, and the last batch may be smaller.
+
         `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
         evaluation was stopped.
         """
@@ -267,15 +269,34 @@ class Trainer:
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.schedules.evaluation(num_micro_batches)
         with loader or self.task.evaluation_loader(test=test) as loader:
-            for batch in range(self.config.training.eval_iters if batches is None else batches):
-                if batch and should_stop is not None and should_stop():
+            wanted = (self.config.training.eval_iters if batches is None else batches) * batch_size
+            samples = wanted if loader.length is None else min(wanted, loader.length)
+            for start in range(0, samples, batch_size):
+                if start and should_stop is not None and should_stop():
                     return None
-                micro_batches = loader.micro_batches(batch * batch_size, num_micro_batches)
-                sums = add_sums(sums, self.engine.run(actions, micro_batches))
-                counts = add_sums(counts, loss_terms.counted(terms, micro_batches, self.mesh.device))
+                if start + batch_size <= samples:
+                    micro_batches = loader.micro_batches(start, num_micro_batches)
+                    sums = add_sums(sums, self.engine.run(actions, micro_batches))
+                    counts = add_sums(counts, loss_terms.counted(terms, micro_batches, self.mesh.device))
+                else:
+                    last_sums, last_counts = self._evaluate_last(loader, start)
+                    sums, counts = add_sums(sums, last_sums), add_sums(counts, last_counts)
         self._return_unused_memory(1)
         total = loss_terms.total_sums(terms, sums, self.mesh)
         return loss_terms.means(total, loss_terms.total_counts(terms, counts, self.mesh))
+
+    def _evaluate_last(self, loader: Loader[Any], start: int) -> tuple[TermSums, TermSums]:
+        """Return this rank's sums and counts over the samples from `start` on, which do not fill a batch."""
+        if not self.schedules.has(1, backward=False):
+            self.schedules.prove(evaluation=[1], mesh=self.mesh)
+        sums, counts, device = NO_SUMS, NO_SUMS, self.mesh.device
+        for micro_batch, stages, is_counted in self.task.last_micro_batches(loader, start):
+            engine = PipelineEngine(self.chunks, stages, self.engine.rank, self.engine.links, device)
+            found = engine.run(self.schedules.evaluation(1), [micro_batch])
+            if is_counted:  # all ranks run it, since they communicate
+                sums = add_sums(sums, found)
+                counts = add_sums(counts, loss_terms.counted(self.task.evaluated, [micro_batch], device))
+        return sums, counts
 
     # ------------------------------------------------------------------------------------------------ save and load
 

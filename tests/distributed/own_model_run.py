@@ -13,13 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import megalite
 from megalite.errors import MegaliteError
 from tests.distributed.layout_run import Held, held, held_states, whole_gradients
 from tests.distributed.own_model import (
+    LENGTH,
     MODELS,
     STEPS,
+    TRAINED,
+    VOCABULARY,
     Cell,
     Model,
+    Samples,
     Sums,
     Values,
     built,
@@ -147,6 +152,34 @@ def evaluated(cell: Cell, **options: Any) -> dict[str, float]:
     found = run.evaluate()
     run.close()
     return found
+
+
+def evaluated_over(cell: Cell, sizes: Sequence[int], **options: Any) -> list[dict[str, float]]:
+    """Evaluate the weights of the start over datasets of these sizes: over the first one as the run's own."""
+    own, *others = (Samples(size, first=1000) for size in sizes)
+    run = cell.trainer(valid_dataset=own, **options)
+    found = [run.evaluate(), *map(run.evaluate, others)]
+    run.step()
+    run.close()
+    return found
+
+
+def evaluated_gpt(micro_batch_size: int, **layout: Any) -> dict[str, float]:
+    """Evaluate a GPT over eleven samples."""
+    config = megalite.GPTConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=VOCABULARY, max_position_embeddings=LENGTH
+    )
+    with megalite.Trainer(
+        config,
+        seq_length=LENGTH,
+        micro_batch_size=micro_batch_size,
+        optimizer=megalite.AdamW(lr=0.0),
+        layout=megalite.Layout(**layout),
+        precision="fp64",
+        quiet=True,
+        watchdog=False,
+    ) as run:
+        return run.evaluate([{"tokens": sample["tokens"]} for sample in map(TRAINED.__getitem__, range(11))])
 
 
 def message_of(cell: Cell, *, other: int | None = None, raises: bool = False, **options: Any) -> str:

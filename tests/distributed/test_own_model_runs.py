@@ -9,18 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import megalite
 from tests.distributed.layout_expected import assemble
 from tests.distributed.own_model import (
     EVALUATED,
+    LENGTH,
     MODELS,
+    WIDTH,
     Block,
     Cell,
+    Samples,
     batch_of,
     built,
     correct_classes,
     plainly,
 )
-from tests.distributed.own_model_run import Part, evaluated, message_of, part_of_run, run_cell
+from tests.distributed.own_model_run import (
+    Part,
+    evaluated,
+    evaluated_gpt,
+    evaluated_over,
+    message_of,
+    part_of_run,
+    run_cell,
+)
 from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.rank_pool import RankPools
 
@@ -95,17 +107,17 @@ def test_narrow_numbers_train_nearly_the_same(layout: dict[str, Any], precision:
             assert_number_close(norm, expected, relative=1e-4 if precision == "fp32" else 0.1)  # without the scale
 
 
-def expected_evaluation(cell: Cell) -> dict[str, float]:
-    """Return the means over all samples after a step, in evaluation mode."""
-    trained = plainly(cell, 1)
+def expected_evaluation(cell: Cell, steps: int = 1, dataset: Samples = EVALUATED) -> dict[str, float]:
+    """Return the means over all samples after these steps, in evaluation mode."""
+    trained = plainly(cell, steps)
     network = nn.ModuleList(built(cell.model)).eval()
     network.load_state_dict({**network.state_dict(), **trained.parameters, **trained.buffers})
-    model, values = MODELS[cell.model], batch_of(range(len(EVALUATED)), EVALUATED)
+    model, values = MODELS[cell.model], batch_of(range(len(dataset)), dataset)
     with torch.no_grad():
         output, _ = model.run(list(network), values)
         sums, counts = model.sums(list(network), values), model.counts(values)
     found = {name: each.item() / counts[name] for name, each in sums.items()}
-    return {**found, "correct": correct_classes(output, values).item() / len(EVALUATED)}
+    return {**found, "correct": correct_classes(output, values).item() / len(dataset)}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,52 @@ def test_evaluation_is_of_all_samples_and_reduced_once(cell: Cell, rank_pools: R
         assert found.keys() == wanted.keys()
         for name, mean in wanted.items():
             assert_number_close(found[name], mean, name, relative=1e-9)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("conv"),
+        Cell("vit", dp=2, zero=3),
+        Cell("conv", dp=3),
+        Cell("vit", dp=3, zero=3, overlap=True),
+        Cell("conv", pp=2),
+        Cell("vit", dp=2, pp=2, zero=3, schedule="zb-v"),
+    ],
+    ids=str,
+)
+def test_an_evaluation_has_each_sample_once(cell: Cell, rank_pools: RankPools) -> None:
+    sizes = [41, 2]  # of batches of 24: the last of 41 needs micro-batches of three sizes; 2 leave the third rank none
+    options = {"eval_global_batch_size": 24, "metrics": {"correct": correct_classes}}
+    of_ranks = rank_pools(cell.world_size).run(evaluated_over, cell, sizes, **options)
+    for number, size in enumerate(sizes):
+        wanted = expected_evaluation(cell, 0, Samples(size, first=1000))
+        for found in of_ranks:
+            assert found[number].keys() == wanted.keys()
+            for name, mean in wanted.items():
+                assert_number_close(found[number][name], mean, f"{name} of {size}", relative=1e-12)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "zero": 3}, {"pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+def test_an_evaluation_of_a_gpt_has_each_sample_once(layout: dict[str, Any], rank_pools: RankPools) -> None:
+    (wanted,) = rank_pools(1).run(evaluated_gpt, 1)
+    for found in rank_pools(2).run(evaluated_gpt, 4, **layout):
+        assert_number_close(found["lm_loss"], wanted["lm_loss"], relative=1e-12)
+
+
+def test_declared_messages_have_one_size(rank_pools: RankPools) -> None:
+    cell, declared = Cell("mlp", pp=2), [(megalite.TensorSpec("hidden", (6, LENGTH, WIDTH), torch.float64),)]
+    wanted = expected_tokens(18)
+    for found, _ in rank_pools(2).run(evaluated_over, cell, [20, 18], messages=declared):
+        assert_number_close(found["loss"], wanted, relative=1e-12)
+    for message in rank_pools(2).run(message_of, cell, messages=declared, valid_dataset=Samples(5)):
+        assert message.startswith("the dataset of evaluations has 5 samples, fewer than one batch of all ranks, 6")
+
+
+def expected_tokens(size: int) -> float:
+    """Return the loss of the network "mlp" at the start."""
+    model, values = MODELS["mlp"], batch_of(range(size), Samples(size, first=1000))
+    return model.sums(built("mlp"), values)["loss"].item() / model.counts(values)["loss"]
 
 
 def test_statistics_may_be_averaged_over_ranks(rank_pools: RankPools) -> None:

@@ -1,0 +1,45 @@
+"""Evaluations of `megalite.Trainer` in one process: how many samples they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megalite
+
+NUMBERS = [torch.tensor([float(number)]) for number in range(11)]
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(NUMBERS)
+
+
+def make_run(**options: Any) -> megalite.Trainer:
+    module = nn.Linear(1, 1)
+    nn.init.ones_(module.weight)
+    nn.init.zeros_(module.bias)
+    given: dict[str, Any] = {"loss": lambda outputs, batch: outputs.mean(), "quiet": True, "dataset": NUMBERS}
+    return megalite.Trainer(module, micro_batch_size=4, optimizer=megalite.SGD(lr=0.0), **{**given, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"valid_dataset": NUMBERS}, 11),
+        ({"valid_dataset": NUMBERS[:3]}, 3),
+        ({"valid_dataset": NUMBERS, "eval_iters": 2}, 8),
+        ({"valid_dataset": NUMBERS, "eval_iters": 9}, 11),
+        ({"valid_dataset": NUMBERS, "eval_global_batch_size": 8}, 11),
+        ({"valid_dataset": torch.utils.data.DataLoader(NUMBERS, num_workers=1)}, 11),  # type: ignore[arg-type]
+        ({"valid_dataset": Stream(), "eval_iters": 2}, 8),
+    ],
+    ids=["all", "less than a batch", "two batches", "no more than all", "of eight", "read by a worker", "a stream"],
+)
+def test_the_samples_of_an_evaluation(options: dict[str, Any], samples: int) -> None:
+    with make_run(**options) as run:
+        assert run.evaluate() == {"loss": (samples - 1) / 2}
