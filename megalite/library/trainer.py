@@ -320,6 +320,8 @@ class Trainer(TokenMethods):
         with trainer.sections(EVALUATION):
             means = trainer.evaluate(loader=task.loader(source), batches=batches)
         assert means is not None
+        if note := trainer.empty_note():
+            self._display().message(note)
         return dict(means)
 
     def save(self) -> None:
@@ -386,14 +388,18 @@ class Trainer(TokenMethods):
         if last is not None or self._loop is None:
             self._trainer.iterations = ENDLESS if last is None else last
         if self._loop is None:
-            total = None if last is None else max(last, 1)
-            enabled = self.rank == 0 and not self._quiet
-            interval = self.config.logging.log_interval
-            display = Display(total, interval, start_iteration=self.iteration, enabled=enabled)
+            display = self._display(None if last is None else max(last, 1))
             self._run.begin(self._loop_files.enter_context(display))
             loop = TrainingLoop(self._trainer, display, self._startup)
             self._loop = self._loop_files.enter_context(loop)
         return self._loop
+
+    def _display(self, steps: int | None = None) -> Display:
+        """Return the display of the loop or, without one, a new display of this many steps."""
+        if self._loop is not None:
+            return self._loop.display
+        interval, enabled = self.config.logging.log_interval, self.rank == 0 and not self._quiet
+        return Display(steps, interval, start_iteration=self.iteration, enabled=enabled)
 
     def _run_step(self, step: Callable[[], StepMetrics]) -> dict[str, Any]:
         """Run a step within the loop, and return its record."""

@@ -155,6 +155,7 @@ class TrainingLoop:
         drawn = self.trainer.draw_time_line()
         if drawn is not None:
             self.display.message(drawn)
+        self._tell_empty()
         report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
@@ -200,8 +201,14 @@ class TrainingLoop:
         task, others = self.trainer.task, dict(means)
         loss = others.pop(task.loss_name)
         of_tokens = {} if task.tokens_per_sample is None else {"perplexity": perplexity(loss)}
+        self._tell_empty()
         self.display.evaluation(name, self.trainer.iteration, {"loss": loss, **of_tokens, **others})
         return loss, others
+
+    def _tell_empty(self) -> None:
+        note = self.trainer.empty_note()
+        if note is not None:
+            self.display.message(note)
 
     def save(self) -> None:
         """Save a checkpoint. Called by all ranks together."""

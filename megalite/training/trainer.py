@@ -116,6 +116,8 @@ class Trainer:
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
+        self._empty: list[str] = []  # terms that counted nothing, the first `_told` of which have been told
+        self._told = 0
         self.loader = task.train_loader()
         self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages)
         self.checkpoints: Checkpoints | None = None
@@ -181,6 +183,7 @@ class Trainer:
             self.task.end_step(micro_batches, updated=not update.skipped)
         totals = loss_terms.total_sums(gradients.terms, gradients.sums, self.mesh)
         losses = loss_terms.means(totals, gradients.counts)
+        self._remember_empty(gradients.counts)
         scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
@@ -215,6 +218,19 @@ class Trainer:
             return None
         with self.sections(SECOND_RUN):
             return locate(skipped, self.chunks, self.engine, self.schedules.stages, self.optimizer, self.mesh)
+
+    def _remember_empty(self, counts: Totals) -> None:
+        self._empty += [name for name, count in counts.items() if not count and name not in self._empty]
+
+    def empty_note(self) -> str | None:
+        """Return a note on terms that counted nothing in a step or an evaluation; each is told once."""
+        found, self._told = self._empty[self._told :], len(self._empty)
+        if not found:
+            return None
+        return (
+            f"note: the count of {', '.join(found)} was 0 in a step or an evaluation: its mean is recorded as 0, and "
+            "it gives no gradients. This is said once: see what count=... returns, or the loss mask"
+        )
 
     def draw_time_line(self) -> str | None:
         """Draw the time line of the last step if it was requested. Called by all ranks together.
@@ -283,7 +299,9 @@ class Trainer:
                     sums, counts = add_sums(sums, last_sums), add_sums(counts, last_counts)
         self._return_unused_memory(1)
         total = loss_terms.total_sums(terms, sums, self.mesh)
-        return loss_terms.means(total, loss_terms.total_counts(terms, counts, self.mesh))
+        total_counts = loss_terms.total_counts(terms, counts, self.mesh)
+        self._remember_empty(total_counts)
+        return loss_terms.means(total, total_counts)
 
     def _evaluate_last(self, loader: Loader[Any], start: int) -> tuple[TermSums, TermSums]:
         """Return this rank's sums and counts over the samples from `start` on, which do not fill a batch."""

@@ -1,4 +1,4 @@
-"""Evaluations of `megalite.Trainer` in one process: how many samples they have."""
+"""Evaluations of `megalite.Trainer` in one process: how many samples they have, and what is said of empty ones."""
 
 from __future__ import annotations
 
@@ -43,3 +43,10 @@ def make_run(**options: Any) -> megalite.Trainer:
 def test_the_samples_of_an_evaluation(options: dict[str, Any], samples: int) -> None:
     with make_run(**options) as run:
         assert run.evaluate() == {"loss": (samples - 1) / 2}
+
+
+def test_terms_that_count_nothing_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_run(quiet=False, count=lambda batch: 0) as run:
+        run.evaluate(NUMBERS)
+        run.train(steps=2)
+    assert capsys.readouterr().out.count("note: the count of loss was 0 in a step or an evaluation") == 1
