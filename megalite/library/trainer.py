@@ -343,8 +343,8 @@ class Trainer(TokenMethods):
                 self._loop.save()
             self._close_loop()
         self._files.close()
-        if self.rank == 0 and not self._stopped:
-            leave_code(EXIT_FINISHED)
+        if self.rank == 0:
+            leave_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
 
     def _at_exit(self) -> None:
         if self._ended or getattr(sys, "last_value", None) is not self._earlier_error:  # the program ends by an error
@@ -412,11 +412,7 @@ class Trainer(TokenMethods):
         if self._loop.advance(step):
             return
         self._stopped = True
-        self._close_loop()
-        self._files.close()
-        self._ended = True
-        if self.rank == 0:
-            leave_code(EXIT_RESUMABLE)
+        self.close()
         raise SystemExit(EXIT_RESUMABLE)
 
     def _finish(self) -> None:

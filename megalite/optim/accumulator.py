@@ -71,7 +71,7 @@ class Accumulator:
         stage: int,
         overlap: bool,
         dtype: torch.dtype,
-        allow_unused: bool = False,
+        allow_unused: bool | None = None,
     ) -> None:
         """Allocate the sums.
 
@@ -84,7 +84,8 @@ class Accumulator:
             stage: the ZeRO stage.
             overlap: start the reduction as soon as the last gradient has arrived.
             dtype: the dtype of the sums.
-            allow_unused: start a reduction only in `begin_reduction`; gradients that are missing then are zero.
+            allow_unused: start a reduction only in `begin_reduction`; gradients that are missing then are zero. False:
+                name this setting if gradients are missing.
         """
         device = layout.slots[0].parameter.device
         self.chunk, self._gradients_of_use = chunk, dict(uses)
@@ -204,7 +205,8 @@ class Accumulator:
         ]
         (name, arrived, due), *others = missing
         also = f" (also too few: {', '.join(other for other, *_ in others[:9])})" if others else ""
-        return f"{name} received {arrived} of the {due} gradients due: is it used in forward?{also}"
+        advice = "" if self._allow_unused is None else " If a step may leave it out, give Trainer(allow_unused=True)"
+        return f"{name} received {arrived} of the {due} gradients due: is it used in forward?{advice}{also}"
 
     def _begin_reduce_scatter(self) -> collectives.Pending:
         """Start the reduce-scatter over the shard group.

@@ -43,9 +43,10 @@ class DataParallel:
     """Reduce a bucket as soon as its last gradient has arrived."""
     overlap_gather: bool = False
     """Gather parameters while the modules before them compute."""
-    allow_unused: bool = False
+    allow_unused: bool | None = None
     """Take the gradients of parameters that a step does not use as zero. Ranks may use different ones: reductions start
-    in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run."""
+    in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run. None: no, and
+    the run has no setting for it."""
 
 
 class ParameterBucket:

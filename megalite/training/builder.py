@@ -217,13 +217,13 @@ def make_optimizer(
     stages: Stages,
     set_values: Callable[[Parameter], None] | None,
     *,
-    allow_unused: bool = False,
+    allow_unused: bool | None = None,
 ) -> Optimizer:
     """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard.
 
     Args:
         set_values: sets the initial values of a parameter. None: the parameters already have them.
-        allow_unused: parameters that a step does not use have a gradient of zero, instead of an error.
+        allow_unused: that of the task.
     """
     return optim.make_optimizer(
         chunks,

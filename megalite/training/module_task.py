@@ -268,15 +268,17 @@ class ModuleTask(DatasetTask):
         check_tied_buckets(optimizer.buckets, self.mesh)
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
-        for chunk in self.chunks:
-            if chunk.kept is not None:
-                chunk.kept.check()  # one rank saves what must be the same on all
+        for kept in self._kept():
+            kept.check()  # one rank saves what must be the same on all
         return super().saved_config(consumed_samples)
 
     def loaded(self) -> None:
-        for chunk in self.chunks:
-            if chunk.kept is not None:
-                chunk.kept.restore()
+        for kept in self._kept():
+            kept.restore()
+
+    def _kept(self) -> list[KeptBuffers]:
+        """Return the buffers of this rank's stages."""
+        return [chunk.kept for chunk in self.chunks if chunk.kept is not None]
 
     def model_section(self) -> dict[str, Any]:
         return {"kind": "a model of one's own"}
@@ -316,9 +318,8 @@ class ModuleTask(DatasetTask):
         return Batch(self.on_device(values), batch.sample_ids)
 
     def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
-        for chunk in self.chunks:
-            if chunk.kept is not None:
-                chunk.kept.synchronize()
+        for kept in self._kept():
+            kept.synchronize()
 
     # ------------------------------------------------------------------------------------------------ reports
 

@@ -47,7 +47,8 @@ class Task(ABC):
         has_validation: True if the task has data for evaluations between steps.
         has_test: True if it has data for an evaluation after the last step.
         tokens_per_sample: None if samples do not consist of tokens.
-        allow_unused: parameters that a step does not use have a gradient of zero, instead of an error.
+        allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
+            allows them.
     """
 
     loss_name: str
@@ -57,7 +58,7 @@ class Task(ABC):
     has_validation: bool = False
     has_test: bool = False
     tokens_per_sample: int | None = None
-    allow_unused: bool = False
+    allow_unused: bool | None = None
 
     # ------------------------------------------------------------------------------------------------ the network
 

@@ -234,6 +234,7 @@ def with_branches() -> list[nn.Module]:
 def test_parameters_that_are_not_used_are_named(zero: int, rank_pools: RankPools) -> None:
     for message in rank_pools(2).run(message_of, Cell("mlp", dp=2, zero=zero), stages=with_branches()):
         assert message.startswith("2.unused.down.bias received 0 of the ")
+        assert "give Trainer(allow_unused=True)" in message
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 3, "overlap": True}, {"pp": 2}], ids=str)
