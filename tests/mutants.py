@@ -2206,7 +2206,7 @@ MUTANTS = (
     Mutant(
         "a weight's use in a later stage of the rank is not told apart",
         "megalite/modules/records.py",
-        "            if before:\n",
+        "            if before and old.requires_grad:\n",
         "            if False:\n",
         "tests/unit/test_modules_records.py::test_a_weight_of_three_stages_on_one_rank_trains_as_in_a_plain_loop[0-False]",
     ),
@@ -6042,7 +6042,7 @@ MUTANTS = (
         "megalite/modules/records.py",
         "isinstance(parameter, Parameter) and where.places > len(parameter.sharding.uses)",
         "isinstance(parameter, Parameter) and where.places > 1 + len(parameter.sharding.uses)",
-        "tests/unit/test_modules_parallel.py::test_tied_and_frozen_weights_of_parallel_layers_are_refused",
+        "tests/unit/test_modules_parallel.py::test_tied_weights_of_parallel_layers_are_refused",
     ),
     Mutant(
         "a reference takes the weights of another time",
@@ -6050,6 +6050,34 @@ MUTANTS = (
         "own.parameter_shard.copy_(trained.parameter_shard)",
         "own.parameter_shard.zero_()",
         f"{_POST_TRAINING}a_reference_keeps_the_weights_of_its_time[dp2-zero3]",
+    ),
+    Mutant(
+        "frozen weights that a backward has gathered last stay in memory",
+        "megalite/optim/optimizer.py",
+        "        for bucket in self.frozen:\n            bucket.free_parameters()",
+        "        for bucket in ():\n            bucket.free_parameters()",
+        f"{_OWN}_runs.py::test_under_zero_3_a_rank_has_a_part_of_a_frozen_teacher[False]",
+    ),
+    Mutant(
+        "frozen weights stay in memory until the end of backward",
+        "megalite/optim/gathering.py",
+        "for bucket in self._frozen[self._reached]:",
+        "for bucket in ():",
+        f"{_OWN}_runs.py::test_under_zero_3_a_rank_has_a_part_of_a_frozen_teacher[False]",
+    ),
+    Mutant(
+        "the frozen weights of a sharded teacher are not saved",
+        "megalite/optim/optimizer.py",
+        "yield from frozen_slices(bucket, *bucket.shard_spec.saved)",
+        "yield from frozen_slices(bucket, 0, 0)",
+        f"{_OWN}_runs.py::test_a_run_goes_on_under_other_layouts[distilled]",
+    ),
+    Mutant(
+        "frozen weights of a checkpoint that has them as state are not found",
+        "megalite/checkpoint/loading.py",
+        "        return earlier\n",
+        "        return name\n",
+        "tests/unit/test_modules_training.py::test_frozen_weights_that_were_saved_as_state_are_read",
     ),
     Mutant(
         "what a layer returns by name does not leave its stage",

@@ -146,8 +146,13 @@ def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
 
 
 def _source(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> str | None:
-    """Return the name of the saved tensor from which a part is read; None if the part is not loaded."""
+    """Return the name of the saved tensor from which a part is read; None if the part is not loaded.
+
+    Frozen weights were once saved as state.
+    """
     name = _finest(manifest, part) if casts else part.name
+    if name not in manifest.tensors and (earlier := STATE + name.removeprefix(MODEL)) in manifest.tensors:
+        return earlier
     return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
 
 

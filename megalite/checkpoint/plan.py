@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -46,8 +47,8 @@ class Contents:
         blocks: Sequence[Sequence[nn.Module]] = (),
     ) -> Contents:
         """Assign the networks of a rank to buckets as `make_optimizer` does."""
-        layouts = plan_buckets(networks, mesh, options, blocks=blocks)
-        return Contents(layouts, list(states_of(nn.ModuleList(networks))))
+        plan = partial(plan_buckets, networks, mesh, options, blocks=blocks)
+        return Contents(plan() + plan(frozen=True), list(states_of(nn.ModuleList(networks))))
 
 
 ContentsAt = Callable[[ParallelMesh], Contents]
@@ -74,7 +75,7 @@ class Plan:
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
         """Return the plan for a single rank."""
-        contents = Contents([bucket.layout for bucket in optimizer.buckets], optimizer.module_states)
+        contents = Contents([each.layout for each in (*optimizer.buckets, *optimizer.frozen)], optimizer.module_states)
         return Plan(optimizer.mesh, lambda _: contents, optimizer.config, zero_stage=0, instances=1)
 
     def saved(self, rank: int) -> list[TensorBox]:

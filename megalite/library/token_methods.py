@@ -104,7 +104,7 @@ class TokenMethods:
     def reference(self) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """Return a function like `logprobs` of a copy of the network as it is now, which is not trained.
 
-        Under ZeRO 3 it is sharded over the data-parallel ranks, too.
+        It is sharded as the network is.
         """
         copy = Reference(self._gpt().chunks, self._trainer.engine, self._trainer.optimizer)
         return partial(self._logprobs, score=copy.log_probabilities)
@@ -112,13 +112,12 @@ class TokenMethods:
     def teacher(self, path: str | Path) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """Return a function like `logprobs` of another GPT: a checkpoint of megalite, or a Hugging Face folder.
 
-        It is split over tensor- and pipeline-parallel ranks as the network is.
+        It is sharded as the network is.
         """
         with raise_on_all_ranks(self._run.mesh, f"opening {path}"):
             opened = open_initial_model(Path(path))
-        return partial(
-            self._logprobs, score=load_teacher(opened, self._gpt().chunks, self._trainer.engine).log_probabilities
-        )
+        teacher = load_teacher(opened, self._gpt().chunks, self._trainer.engine, self._trainer.optimizer)
+        return partial(self._logprobs, score=teacher.log_probabilities)
 
     def generate(
         self,

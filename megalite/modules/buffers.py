@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -34,7 +34,6 @@ class KeptBuffers(nn.Module):
         mesh: ParallelMesh,
         rules: Mapping[str, Rule] | None = None,
         *,
-        frozen: Sequence[str] = (),
         name_prefix: str = "",
     ) -> None:
         """Make a `State` of each persistent buffer.
@@ -43,7 +42,6 @@ class KeptBuffers(nn.Module):
             rules: how the buffers whose names match a pattern stay the same on all ranks; the first match counts.
                 "keep": they do so by themselves. "average": by their mean over the ranks after each step. "first rank":
                 by a copy of the first rank's after each step, as for those that match no pattern.
-            frozen: names of parameters that have become buffers (`Records.frozen`). They never change.
 
         Raises:
             MegaliteError: a rule is unknown, fits no buffer or not its dtype, or a checkpoint cannot have the dtype.
@@ -63,7 +61,7 @@ class KeptBuffers(nn.Module):
                     continue
                 name, matching = name_prefix + local, [each for each in rules if fnmatchcase(local, each)]
                 unused -= set(matching)
-                rule: Rule = "keep" if name in frozen else rules[matching[0]] if matching else "first rank"
+                rule: Rule = rules[matching[0]] if matching else "first rank"
                 state = _state(name, buffer, rule, mesh)
                 if buffer.dtype in SAVED:
                     setattr(owner, key, state.values)

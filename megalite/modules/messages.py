@@ -117,7 +117,7 @@ def copies_on_meta(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for part in (part for module in modules for part in module.modules()):
         for value in (*vars(part).values(), *part.buffers(recurse=False), *part.parameters(recurse=False)):
             if isinstance(value, Parameter):
-                known[id(value)] = Parameter(value.sharding, value.dtype, META)
+                known[id(value)] = Parameter(value.sharding, value.dtype, META).requires_grad_(value.requires_grad)
             elif isinstance(value, nn.Parameter):
                 known[id(value)] = nn.Parameter(torch.empty_like(value, device=META), value.requires_grad)
                 vars(known[id(value)]).update(vars(value))

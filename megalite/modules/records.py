@@ -7,7 +7,7 @@ stages must be containers that name their parts as the whole network does, for e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megalite.errors import MegaliteError
 from megalite.modules.alike import check_apart
-from megalite.optim.buckets import Bucket
+from megalite.optim.buckets import ParameterBucket
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.initialization import initial_values, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
@@ -49,16 +49,6 @@ def matrix_pattern(module: nn.Module, values: Tensor) -> str | None:
     return f"rows {columns} -> 1 rows ({columns})"
 
 
-@dataclass(frozen=True)
-class Records:
-    """Facts about a stage's tensors that its wrapper needs."""
-
-    frozen: list[str] = field(default_factory=list)
-    """Names of the parameters without a gradient, which are buffers now."""
-    uses: dict[str, int] = field(default_factory=dict)
-    """Numbers of the uses of weights that an earlier stage of this rank has too, by their names in this module."""
-
-
 class _Whole(Parameter):
     """Parameter of any shape. One without dimensions always has memory, which looks as if it had none."""
 
@@ -78,22 +68,23 @@ def give_records(
     initial: Initial | None = None,
     seed: int = 0,
     splits_sequences: bool = False,
-) -> list[Records]:
+) -> list[dict[str, int]]:
     """Replace each plain parameter of this rank's stages, in place. Those with a `Sharding`, of parallel layers, stay.
 
-    A parameter that requires no gradient becomes a buffer. A parameter object in several stages is a tied weight.
+    A parameter that requires no gradient stays frozen. A parameter object in several stages is a tied weight.
 
     Args:
         modules: all stages, in order, each of them built alike on every rank. Those of other ranks are not changed, and
             may be on the meta device.
         stages: their placement on ranks; None: all are on this rank.
-        initial: draws initial values; None: values are those that the modules have. Buffers on the meta device are
-            drawn too, with `seed`.
+        initial: draws initial values; None: values are those that the modules have. Frozen parameters and buffers are
+            drawn, the latter with `seed`, if they are on the meta device.
         splits_sequences: tensor-parallel ranks have parts of the sequences between layers. Each plain parameter then
             has the attribute `sequence_parallel`, which tells if its gradient is of the rank's part.
 
     Returns:
-        Facts about each stage of this rank, by chunk.
+        For each stage of this rank, by chunk: the numbers of the uses of trained weights that an earlier stage of the
+        rank has too, by their names in the module.
 
     Raises:
         MegaliteError: two parameters have one name, or one has no values or is on another device than the mesh.
@@ -104,10 +95,9 @@ def give_records(
     check_apart(modules)
     holders = _holders(modules, name_prefix)
     for each in holders.values():
-        old, trained = each.parameter, each.parameter.requires_grad
-        if isinstance(old, Parameter) and not trained:
-            raise MegaliteError(f"{old.sharding.name} of a parallel layer cannot be frozen: let it be trained")
-        if splits_sequences and trained and not isinstance(old, Parameter) and not hasattr(old, SEQUENCE_PARALLEL):
+        old = each.parameter
+        plain_and_trained = old.requires_grad and not isinstance(old, Parameter)
+        if splits_sequences and plain_and_trained and not hasattr(old, SEQUENCE_PARALLEL):
             raise MegaliteError(
                 f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
                 "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
@@ -117,35 +107,29 @@ def give_records(
     made: dict[int, tuple[nn.Parameter, Parameter]] = {}  # by the id of the old one, which must stay alive
     found = []
     for number in own:
-        records, frozen = Records(), dict[int, Tensor]()
+        uses = dict[str, int]()
         for owner, key, name, old in _parameters_of(modules[number], name_prefix):
             where = holders[id(old)]
-            if not old.requires_grad:
-                if id(old) not in frozen:
-                    frozen[id(old)] = _values(name, old, mesh, initial, seed)
-                    records.frozen.append(name)
-                delattr(owner, key)
-                owner.register_buffer(key, frozen[id(old)])
-                continue
             if isinstance(old, Parameter) and id(old) not in made:
                 old.sharding = _by_rules(old, weight_decay, initial)
                 continue
             if id(old) not in made:
                 decay, pattern = weight_decay(where.name, old), matrices(owner, old)
-                draw = AsBuilt() if initial is None else _drawn(initial, where.name, old.shape)
+                is_drawn = initial is not None and (old.requires_grad or old.is_meta)
+                draw = _drawn(initial, where.name, old.shape) if initial and is_drawn else AsBuilt()
                 is_table = isinstance(owner, EMBEDDINGS)
                 shape = tuple(old.shape) or (1,)
                 tensor = LogicalTensor(where.name, shape, draw, decay, pattern, is_embedding_or_output=is_table)
                 sharding = _sharding(tensor, where.stages, mesh, stages)
-                if splits_sequences and getattr(old, SEQUENCE_PARALLEL):
+                if splits_sequences and old.requires_grad and getattr(old, SEQUENCE_PARALLEL):
                     sharding = replace(sharding, grad_is_partial=True)
                 made[id(old)] = old, _parameter(old, sharding, mesh)
             setattr(owner, key, made[id(old)][1])
             before = [stage for stage in own if stage in where.stages].index(number)
-            if before:
-                records.uses[name.removeprefix(name_prefix)] = before
+            if before and old.requires_grad:
+                uses[name.removeprefix(name_prefix)] = before
         _fill_buffers(modules[number], mesh, initial, seed, name_prefix)
-        found.append(records)
+        found.append(uses)
     return found
 
 
@@ -169,15 +153,15 @@ def value_setter(modules: Iterable[nn.Module], seed: int) -> Callable[[Parameter
 
 def matrix_names(modules: Iterable[nn.Module]) -> list[str]:
     """Return the names of the tensors that Muon updates as matrices. If there are none, Muon would be AdamW."""
-    names = (p.tensor.name for module in modules for _, p in named_pieces(module) if p.tensor.matrices is not None)
-    return list(dict.fromkeys(names))
+    pieces = (piece for module in modules for each, piece in named_pieces(module) if each.requires_grad)
+    return list(dict.fromkeys(piece.tensor.name for piece in pieces if piece.tensor.matrices is not None))
 
 
-def check_tied_buckets(buckets: Sequence[Bucket], mesh: ParallelMesh) -> None:
+def check_tied_buckets(buckets: Sequence[ParameterBucket], mesh: ParallelMesh) -> None:
     """Check that pipeline ranks that share weights have them in equal buckets. Called by all ranks together.
 
     Raises:
-        MegaliteError: they do not, so that gradients of different weights would be added.
+        MegaliteError: they do not, so that gradients of different weights would be added, or parts saved twice.
     """
     own = [
         (bucket.layout.slots[0].parameter.sharding.replica_group, list(bucket.layout.pieces(0, bucket.length)))
@@ -272,13 +256,14 @@ def _by_rules(parameter: Parameter, weight_decay: Callable[[str, Tensor], bool],
 def _parameter(old: nn.Parameter, sharding: Sharding, mesh: ParallelMesh) -> Parameter:
     name, scalar = sharding.name, not old.dim()
     if not old.is_floating_point():
-        raise MegaliteError(f"{name} is of {old.dtype}: only parameters of floating-point numbers can be trained")
+        raise MegaliteError(f"{name} is of {old.dtype}, and parameters are floating-point numbers: make it a buffer")
     built = isinstance(sharding.pieces[0].tensor.initial, AsBuilt)
     if built:
         _check_place(name, old, mesh)
     made = _Whole(replace(sharding, local_shape=() if scalar else sharding.local_shape), old.dtype, mesh.device)
     if built:
         made.data = old.detach().contiguous()
+    made.requires_grad_(old.requires_grad)
     return made
 
 
@@ -297,7 +282,7 @@ def _drawn(initial: Initial, name: str, shape: Sequence[int]) -> Drawn:
 
 
 def _values(name: str, old: Tensor, mesh: ParallelMesh, initial: Initial | None, seed: int) -> Tensor:
-    """Return the values of a tensor that is not trained: those that it has or, on the meta device, drawn ones."""
+    """Return the values of a buffer: those that it has or, on the meta device, drawn ones."""
     if initial is None or old.device.type != "meta" or mesh.device.type == "meta":
         _check_place(name, old, mesh)
         return old.detach().contiguous()

@@ -81,7 +81,7 @@ class ModuleStage(StageModule):
             metric: returns further sums, in evaluations only. Context-parallel ranks are averaged.
             terms: the terms of the loss; None for one that is a mean over samples.
             kept: the module's buffers.
-            uses: the numbers of uses of tied weights (`Records.uses`).
+            uses: the numbers of uses of tied weights (`give_records`).
             recompute: True to recompute each block in backward, or patterns of names of submodules to recompute.
             dtype: dtype in which the module gets floating-point fields of the batch; the loss gets them as they are.
                 None: the module does, too.

@@ -23,7 +23,8 @@ class BucketShardSpec:
 
     layout: BucketLayout
     zero_stage: int
-    """ZeRO stage 0 to 3. It is 0 if there is only one shard."""
+    """ZeRO stage 0 to 3. It is 0 if there is only one shard, or if only gradients and state would be sharded of frozen
+    parameters, which have none."""
     shards: int
     shard: int
     """Index of this rank's slice among the equal slices."""
@@ -50,7 +51,9 @@ class BucketShardSpec:
         shards = peers // instances
         instance, shard = divmod(position, shards)
         replica = copies.index(rank) * instances + instance
-        return BucketShardSpec(layout, zero_stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
+        if shards == 1 or (zero_stage < 3 and layout.frozen):
+            zero_stage = 0
+        return BucketShardSpec(layout, zero_stage, shards, shard, len(copies) * instances, replica)
 
     @property
     def counted_here(self) -> bool:

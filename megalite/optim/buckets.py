@@ -50,7 +50,7 @@ class DataParallel:
 
 
 class ParameterBucket:
-    """Flat parameters, which are sharded and gathered together."""
+    """Flat parameters, which are sharded and gathered together. Those of frozen parameters have nothing more."""
 
     def __init__(
         self,
@@ -78,6 +78,11 @@ class ParameterBucket:
         self._pending_gather: collectives.Pending | None = None
         self.keeps_gathered = False
         """True while `free_parameters` must not free them."""
+
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """Range of this rank's slice, [start, stop)."""
+        return self.shard_spec.owned
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter
@@ -166,11 +171,6 @@ class Bucket(ParameterBucket):
             slot.parameter.gradient_buffer = self
             slot.parameter.register_post_accumulate_grad_hook(_take_ordinary_gradient)
 
-    @property
-    def owned_range(self) -> tuple[int, int]:
-        """Range of this rank's slice, [start, stop)."""
-        return self.shard_spec.owned
-
     def begin_step(self, micro_batches: int) -> None:
         """Expect the gradients of this number of micro-batches."""
         for accumulator in self.accumulators:
@@ -236,7 +236,7 @@ def make_buckets(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `networks` into the flat buckets that `plan_buckets` returns.
+    """Move the trained parameters of `networks` into the flat buckets that `plan_buckets` returns.
 
     Args:
         networks: one per chunk of this rank.
@@ -250,15 +250,41 @@ def make_buckets(
     buckets = []
     for layout in plan_buckets(networks, mesh, options, blocks=blocks):
         first = layout.slots[0].parameter
-        peers, instances = mesh.ranks(*first.sharding.data_parallel_axes), options.instances
-        groups = _reduction_groups(mesh, peers, instances, first.sharding.replica_group)
-        position, zero_stage = peers.index(mesh.rank), options.zero_stage
-        shard_spec = BucketShardSpec.of(
-            layout, mesh.rank, peers=len(peers), position=position, zero_stage=zero_stage, instances=instances
-        )
-        uses = _uses_by_chunk(first.sharding, chunks_of[id(first)])
+        peers = mesh.ranks(*first.sharding.data_parallel_axes)
+        groups = _reduction_groups(mesh, peers, options.instances, first.sharding.replica_group)
+        shard_spec, uses = _shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
         buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
     return buckets
+
+
+def make_frozen_buckets(
+    networks: Sequence[nn.Module],
+    mesh: ParallelMesh,
+    options: DataParallel,
+    *,
+    blocks: Sequence[Sequence[nn.Module]] = (),
+    set_values: Callable[[Parameter], None] | None = None,
+) -> list[ParameterBucket]:
+    """Move the frozen parameters of `networks` into flat buckets, as `make_buckets` does with the trained ones."""
+    buckets = []
+    for layout in plan_buckets(networks, mesh, options, blocks=blocks, frozen=True):
+        peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
+        shards = _reduction_groups(mesh, peers, options.instances, ()).shards
+        shard_spec, prefetch = _shard_spec(layout, mesh, options), options.overlap_gather
+        buckets.append(ParameterBucket(shard_spec, shards, prefetch=prefetch, set_values=set_values))
+    return buckets
+
+
+def _shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel) -> BucketShardSpec:
+    peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
+    return BucketShardSpec.of(
+        layout,
+        mesh.rank,
+        peers=len(peers),
+        position=peers.index(mesh.rank),
+        zero_stage=options.zero_stage,
+        instances=options.instances,
+    )
 
 
 def plan_buckets(
@@ -267,8 +293,10 @@ def plan_buckets(
     options: DataParallel,
     *,
     blocks: Sequence[Sequence[nn.Module]] = (),
+    frozen: bool = False,
 ) -> list[BucketLayout]:
-    """Return the layouts of the buckets that `make_buckets` makes, without allocation or communication.
+    """Return the layouts of the buckets that `make_buckets` makes, without allocation or communication; or, if
+    `frozen`, those of `make_frozen_buckets`.
 
     The buckets are approximately in the order in which backward completes them. A bucket contains parameters of one
     chunk only, and under ZeRO 2 and 3 of one of the `blocks` only. A parameter that several chunks share is in a bucket
@@ -276,8 +304,8 @@ def plan_buckets(
     """
     layouts: list[BucketLayout] = []
     chunks_of = _chunks_by_parameter(networks)
-    dealt: set[int] = set()
     by_chunk = [unique_parameters(network) for network in networks]
+    dealt = {id(p) for parameters in by_chunk for p in parameters if p.requires_grad is frozen}  # in other buckets
     for chunk in reversed(range(len(networks))):
         in_lower = {id(parameter) for parameters in by_chunk[:chunk] for parameter in parameters}
         for part in [*(reversed(blocks[chunk]) if blocks and options.zero_stage >= 2 else ()), networks[chunk]]:

@@ -42,6 +42,9 @@ class BlockGathers:
 
     A recomputed block is gathered once for both its second forward and its backward. With overlap, the next block is
     gathered while the current one computes.
+
+    Frozen parameters have no last gradient. In backward they are freed when the next block is reached, which autograd
+    does after all operations of this one, and by the optimizer at the end of the backward.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[ParameterBucket]) -> None:
@@ -51,7 +54,10 @@ class BlockGathers:
             if bucket_of[id(parameter)].zero_stage == 3 and id(parameter) not in in_blocks:
                 raise ValueError(f"ZeRO 3 would never gather {parameter.sharding.name}: it is in no block")
         self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
+        self._frozen = [tuple(bucket for bucket in those if bucket.layout.frozen) for those in self._buckets]
         self._in_backward = False
+        self._reached = 0  # the block that backward has reached last
+        self._differentiated = set[int]()  # blocks whose outputs need gradients
         network.register_forward_pre_hook(lambda *_: self._enter(backward=False))
         network.register_forward_hook(lambda *_: self._enter(backward=True))
         for index, block in enumerate(blocks):
@@ -74,6 +80,7 @@ class BlockGathers:
         for tensor in _ends(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(in_backward)
+                self._differentiated.add(index)
 
     def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
         """Return a hook that gathers a block at the first gradient that reaches it, for one micro-batch.
@@ -87,7 +94,11 @@ class BlockGathers:
             nonlocal begun
             if not begun:
                 begun = True
-                self._gather(index, following=index - 1)
+                for bucket in self._frozen[self._reached]:
+                    if bucket not in self._frozen[index]:
+                        bucket.free_parameters()
+                self._reached = index
+                self._gather(index, following=max((n for n in self._differentiated if n < index), default=None))
 
         return hook
 

@@ -61,6 +61,11 @@ class BucketLayout:
     length: int
     """Number of elements, with padding. All shards have equal, aligned slices."""
 
+    @property
+    def frozen(self) -> bool:
+        """True if the parameters have no gradients. A bucket has either trained or frozen ones."""
+        return not self.slots[0].parameter.requires_grad
+
     def stretches(self) -> Iterator[tuple[ParameterGroup, tuple[Slot, ...], int, int]]:
         """Yield runs of consecutive slots of one group: the group, the slots, the first element, and the end.
 

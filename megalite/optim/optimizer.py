@@ -22,12 +22,12 @@ from torch import nn
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
 from megalite.optim.accumulator import Collective
-from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
 from megalite.optim.muon import Muon
-from megalite.optim.shard import Shard, StateSlice
+from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
@@ -63,8 +63,9 @@ class Optimizer:
         buckets: Sequence[Bucket],
         mesh: ParallelMesh,
         config: OptimizerConfig,
+        options: DataParallel,
         *,
-        overlap_gather: bool,
+        frozen: Sequence[ParameterBucket] = (),
         reduces_each_micro_batch: bool = False,
         module_states: Sequence[State] = (),
         tallies: Sequence[Tally] = (),
@@ -75,20 +76,22 @@ class Optimizer:
             buckets: the buckets of this rank.
             mesh: the mesh of ranks.
             config: the hyperparameters.
-            overlap_gather: let the gather of the parameters continue during the next forward.
+            options: the options of data parallelism.
+            frozen: the buckets of frozen parameters, which updates do not change.
             reduces_each_micro_batch: gradients are reduced after each micro-batch (ZeRO 2 and 3) instead of once per
                 step. The value is the same on all ranks, including ranks whose stages have no parameters.
             module_states: state of the network's modules.
             tallies: tallies of the network's modules.
         """
-        self.buckets, self.mesh, self.config = buckets, mesh, config
+        self.buckets, self.mesh, self.config, self.options = buckets, mesh, config, options
+        self.frozen = frozen
+        """Buckets of frozen parameters."""
         self.module_states = module_states
         """State of the network's modules. Updates do not change it."""
         self._tallies: dict[tuple[int, ...], list[Tally]] = {}
         """Tallies of modules, by the ranks over which they are summed."""
         for tally in tallies:
             self._tallies.setdefault(tally.group.ranks, []).append(tally)
-        self._overlap_gather = overlap_gather
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
@@ -106,14 +109,18 @@ class Optimizer:
         return [named for shard in self.shards for states in shard.own_states for named in states.items()]
 
     def slices(self) -> Iterator[StateSlice]:
-        """Yield the values and state that this rank updates, by parameter."""
+        """Yield the values and state that this rank updates, by parameter, and the frozen values that it stores."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.updated)
+        for bucket in self.frozen:
+            yield from frozen_slices(bucket, *bucket.shard_spec.updated)
 
     def saved_slices(self) -> Iterator[StateSlice]:
         """Yield the values and state that this rank saves. Over all ranks, each element is saved once."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
+        for bucket in self.frozen:
+            yield from frozen_slices(bucket, *bucket.shard_spec.saved)
 
     @contextmanager
     def settable_for_load(self) -> Iterator[None]:
@@ -146,6 +153,12 @@ class Optimizer:
         """Start the reductions that are due after this number of micro-batches of a chunk."""
         for bucket in self.buckets:
             bucket.begin_reduction(chunk, micro_batches)
+        self._free_frozen()
+
+    def _free_frozen(self) -> None:
+        """Free the frozen parameters that a backward, which has ended, has gathered last."""
+        for bucket in self.frozen:
+            bucket.free_parameters()
 
     @contextmanager
     def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
@@ -162,6 +175,7 @@ class Optimizer:
         finally:
             for bucket in buckets:
                 bucket.deferred = None
+            self._free_frozen()
 
     def complete(self, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradient reduction and compute the norms, without an update.
@@ -225,7 +239,7 @@ class Optimizer:
         for rule in self._rules:
             rule.update(rates, self.steps, factor)
         self.begin_parameter_gather()
-        if not self._overlap_gather:
+        if not self.options.overlap_gather:
             self.finish_parameter_gather()
 
     def begin_parameter_gather(self) -> None:
@@ -239,7 +253,7 @@ class Optimizer:
 
     def finish_parameter_gather(self) -> None:
         """Wait for the gathers that are still running after the step."""
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.finish_parameter_gather()
 
     @contextmanager
@@ -248,7 +262,7 @@ class Optimizer:
         data-parallel ranks do not run in step. All ranks enter it together.
         """
         self.finish_parameter_gather()
-        sharded = [bucket for bucket in self.buckets if bucket.zero_stage == 3]
+        sharded = [bucket for bucket in (*self.buckets, *self.frozen) if bucket.zero_stage == 3]
         for bucket in sharded:
             bucket.begin_parameter_gather()
             bucket.keeps_gathered = True
@@ -290,15 +304,17 @@ def make_optimizer(
         set_values: sets the initial values of a parameter. None: the parameters already have them.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
+    frozen = make_frozen_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
-        gather_around_forward(network, blocks[chunk] if blocks else (), buckets)
+        gather_around_forward(network, blocks[chunk] if blocks else (), [*buckets, *frozen])
     each = options.zero_stage >= 2 and mesh.size("dp", "cp") > options.instances
     return Optimizer(
         buckets,
         mesh,
         config,
-        overlap_gather=options.overlap_gather,
-        reduces_each_micro_batch=each or any(bucket.zero_stage >= 2 for bucket in buckets),
+        options,
+        frozen=frozen,
+        reduces_each_micro_batch=each or any(bucket.zero_stage >= 2 for bucket in (*buckets, *frozen)),
         module_states=list(states_of(nn.ModuleList(networks))),
         tallies=tallies_of(nn.ModuleList(networks)),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.buckets import Bucket
+from megalite.optim.buckets import Bucket, ParameterBucket
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.packed import Packed, Remainders, View
 from megalite.optim.update_rule import own_states, state_names
@@ -80,7 +80,12 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`."""
+    """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`.
+
+    A frozen one has none.
+    """
+    if not parameter.requires_grad:
+        return {}
     names = *state_names(config, ParameterGroup.of(parameter)), "master"
     dtypes = {name: state_dtype(config, name, parameter.dtype) for name in names}
     return {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}
@@ -199,6 +204,18 @@ class Shard:
                         name: _view(kept, low - segment.start, high - segment.start) for name, kept in state.items()
                     }
                     yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)
+
+
+def frozen_slices(bucket: ParameterBucket, begin: int, end: int) -> Iterator[StateSlice]:
+    """Yield the elements [begin, end) of a bucket of frozen parameters that this rank stores, by parameter."""
+    values, first = bucket.parameters, 0
+    if bucket.zero_stage == 3:
+        values, first = bucket.parameter_shard, bucket.owned_range[0]
+    for slot in bucket.slots:
+        low, high = max(slot.start, begin), min(slot.stop, end)
+        if low < high:
+            own = values[low - first : high - first]
+            yield StateSlice(slot.parameter, low - slot.start, high - slot.start, own, {})
 
 
 def _view(kept: Tensor | Packed, start: int, stop: int) -> Tensor | View:

@@ -67,7 +67,9 @@ def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ..
 
 
 def own_states(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> dict[str, State]:
-    """Return a parameter's state of other shapes, by name."""
+    """Return a parameter's state of other shapes, by name. A frozen one has none."""
+    if not parameter.requires_grad:
+        return {}
     made = {name: make(config, parameter, mesh) for name, make in RULE_STATE[config.optimizer].own.items()}
     return {name: state for name, state in made.items() if state is not None}
 

@@ -74,7 +74,7 @@ class _ColumnParallel(torch.autograd.Function):
         input, weights = ctx.saved_tensors[0].detach(), ctx.weights  # a deferred gradient must not keep the graph
         group: Group = ctx.group
         later = ctx.sequence_parallel and is_deferred(weights[0])
-        gather_now = ctx.sequence_parallel and not later
+        gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
         input_again = collectives.all_gather_async(input, group) if gather_now else collectives.completed(input)
         parts = _split_outputs(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]

@@ -157,8 +157,11 @@ def accumulate_grad(parameter: Parameter, gradient: Gradient, use: int = 0) -> T
     """Accumulate the gradient of a use into the parameter's buffer. Backward functions call it.
 
     Returns:
-        The value that the backward function must return to autograd: None, or the gradient if there is no buffer.
+        The value that the backward function must return to autograd: None, or the gradient if there is no buffer. That
+        of a frozen parameter is not computed.
     """
+    if not parameter.requires_grad:
+        return None
     if parameter.gradient_buffer is not None:
         parameter.gradient_buffer.accumulate(parameter, gradient, use)
         return None

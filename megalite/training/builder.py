@@ -23,7 +23,7 @@ from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import Bucket, DataParallel
+from megalite.optim.buckets import DataParallel, ParameterBucket
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -129,7 +129,8 @@ def make_proved_schedules(
     forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
     backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
-    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.zero_stage == 3))
+    whole = (*optimizer.buckets, *optimizer.frozen)
+    gathers = _inside("gather of parameters", (bucket for bucket in whole if bucket.zero_stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
     reduction, at_the_end = (reductions, ()) if each else ((), reductions)
     return ProvedSchedules(
@@ -158,7 +159,7 @@ def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
     has = [
         f"that a bucket of {bucket.length} elements is among {len(bucket.shard_group.ranks)} ranks of "
         f"{_data_axes(bucket)}"
-        for bucket in optimizer.buckets
+        for bucket in (*optimizer.buckets, *optimizer.frozen)
     ]
     # Each replica orthogonalizes different matrices. Collectives within a matrix's tensor-parallel ranks may differ.
     split = [set(mesh.ranks("tp")), set(mesh.ranks("etp"))]
@@ -170,13 +171,13 @@ def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
     return has + does
 
 
-def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
+def _inside(name: str, buckets: Iterable[ParameterBucket]) -> tuple[Inside, ...]:
     """Return the collectives over these buckets that data-parallel ranks run inside actions, one per group."""
     sizes = {_data_axes(bucket): len(bucket.shard_group.ranks) for bucket in buckets}
     return tuple(Inside(name, f"{size} of {axes}") for axes, size in sizes.items())
 
 
-def _data_axes(bucket: Bucket) -> str:
+def _data_axes(bucket: ParameterBucket) -> str:
     return " x ".join(bucket.slots[0].parameter.sharding.data_parallel_axes)
 
 

@@ -64,7 +64,7 @@ def measured(
     micro-batch.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
-    flat = (tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
+    flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
     parameters = _storages([*flat, *states])
     accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
@@ -114,6 +114,9 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
     """
     own = [state for _, state in optimizer.own_states]
     totals = [float(sum(state.values.nbytes for state in states)) for states in (optimizer.module_states, (), own)]
+    for frozen in optimizer.frozen:
+        shards = frozen.shard_group.size if frozen.zero_stage == 3 else 1
+        totals[0] += sum(slot.stop - slot.start for slot in frozen.slots) * frozen.parameters.itemsize / shards
     for shard in optimizer.shards:
         bucket, master = shard.bucket, shard.master.itemsize if shard.has_master else 0
         for slot in bucket.slots:

@@ -207,7 +207,7 @@ class ModuleTask(DatasetTask):
         numbers = stages.of_rank(mesh.coordinate("pp"))
         if own:
             self.aliases = _aliases(modules)
-        records = give_records(
+        uses_of_stages = give_records(
             modules,
             mesh,
             stages,
@@ -225,10 +225,10 @@ class ModuleTask(DatasetTask):
         _require_matches(options.buffers, buffers, "no buffer is called {}, for which there is a rule")
         _require_matches(recompute, parts, "no submodule is called {}, to be recomputed")
         chunks = []
-        for number, of_stage in zip(numbers, records, strict=True):
+        for number, uses in zip(numbers, uses_of_stages, strict=True):
             module, of_buffers = modules[number], _matching(options.buffers, buffers[number])
             rules = {each: options.buffers[each] for each in of_buffers}
-            kept = KeptBuffers(module, mesh, rules, frozen=of_stage.frozen)
+            kept = KeptBuffers(module, mesh, rules)
             chunks.append(
                 ModuleStage(
                     module,
@@ -241,7 +241,7 @@ class ModuleTask(DatasetTask):
                     metric=self._metric if options.metrics else None,
                     terms=self.terms,
                     kept=kept,
-                    uses=of_stage.uses,
+                    uses=uses,
                     seed=training.seed,
                     recompute=options.recompute is True or _matching(recompute, parts[number]),
                     one_block=options.allow_unused,
@@ -265,7 +265,7 @@ class ModuleTask(DatasetTask):
         return self._set_values
 
     def check(self, optimizer: Optimizer) -> None:
-        check_tied_buckets(optimizer.buckets, self.mesh)
+        check_tied_buckets([*optimizer.buckets, *optimizer.frozen], self.mesh)
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         for kept in self._kept():

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.optim.buckets import Bucket
+from megalite.optim.buckets import ParameterBucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel.collectives import all_gather_json, all_reduce_
 from megalite.parallel.mesh import ParallelMesh
@@ -117,7 +117,7 @@ def locate(
 
 
 def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
-    parameters = _some(chain.from_iterable(map(_parameters, optimizer.buckets)))
+    parameters = _some(chain.from_iterable(map(_parameters, (*optimizer.buckets, *optimizer.frozen))))
     loss = next((value for total in step.sums.values() if (value := not_finite(total))), None)
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
@@ -131,7 +131,7 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
     return _SecondRun(asdict(search.first), (samples[0], samples[-1]), *rest)
 
 
-def _parameters(bucket: Bucket) -> Iterator[str]:
+def _parameters(bucket: ParameterBucket) -> Iterator[str]:
     """Yield the logical names of the bucket's parameters that are not finite, of those stored on this rank."""
     if bucket.zero_stage == 3:
         yield from _names(bucket, bucket.parameter_shard, *bucket.owned_range)
@@ -161,7 +161,7 @@ def _some(names: Iterable[str]) -> list[str]:
     return list(islice(names, _SHOWN + 1))
 
 
-def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[str]:
+def _names(bucket: ParameterBucket, values: Tensor, start: int, stop: int) -> Iterator[str]:
     """Yield the logical names of non-finite tensors in elements [start, stop) of a bucket, which are `values`."""
     for name, low, high in bucket.layout.pieces(start, stop):
         if value := not_finite(values[low - start : high - start]):

@@ -327,11 +327,13 @@ def perturb_constants(network: nn.Module) -> None:
                 piece.view(parameter).add_(initial_values(noise, piece.box, SEED))
 
 
-def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter], Tensor]) -> list[Held]:
-    """Return this rank's boxes of `tensor_of(parameter)`, which has the layout of the parameter."""
+def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter], Tensor | None]) -> list[Held]:
+    """Return this rank's boxes of `tensor_of(parameter)`, which has the layout of the parameter, if it is not None."""
     pieces = []
     for parameter, piece in named_pieces(network):
-        values = piece.view(tensor_of(parameter).detach()).clone()
+        if (tensor := tensor_of(parameter)) is None:
+            continue
+        values = piece.view(tensor.detach()).clone()
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
         peers = ("edp",) if parameter.sharding.expert else ("dp", "cp")
         sent = values if mesh.rank == mesh.ranks(*peers)[0] else None
@@ -356,7 +358,9 @@ def whole_gradients(network: nn.Module, mesh: ParallelMesh, buckets: Sequence[Bu
     bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
     whole = {id(bucket): collectives.all_gather(bucket.gradient_shard, bucket.shard_group) for bucket in buckets}
 
-    def gradient(parameter: Parameter) -> Tensor:
+    def gradient(parameter: Parameter) -> Tensor | None:
+        if not parameter.requires_grad:
+            return None
         bucket = bucket_of[id(parameter)]
         slot = next(slot for slot in bucket.slots if slot.parameter is parameter)
         return whole[id(bucket)][slot.start : slot.stop].view(parameter.shape)

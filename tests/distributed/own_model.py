@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megalite
 
 SAMPLES, STEPS, RATE, DECAY = 12, 3, 0.02, 0.1
-LENGTH, VOCABULARY, WIDTH, CLASSES = 4, 11, 8, 5
+LENGTH, VOCABULARY, WIDTH, CLASSES, WIDE = 4, 11, 8, 5, 32
 IGNORED = -100
 
 Values = dict[str, Tensor]
@@ -114,6 +114,22 @@ class Target(nn.Module):
         return self.table(target)
 
 
+class Pair(nn.Module):
+    """Layer of a frozen teacher, and one of its student."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher.requires_grad_(False), student
+
+    def forward(self, teacher: Tensor, student: Tensor) -> dict[str, Tensor]:
+        return {"teacher": self.teacher(teacher).sin(), "student": self.student(student)}
+
+
+class FirstPair(Pair):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(tokens, tokens)
+
+
 def encoder_layer() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 12, dropout=0.0, batch_first=True)
 
@@ -179,6 +195,21 @@ def translator() -> list[nn.Module]:
     ]
 
 
+def distilled() -> list[nn.Module]:
+    """Return layers of a teacher and of a student, one layer of which is frozen, too."""
+    pairs = [Pair(nn.Linear(WIDE, WIDE), Block()) for _ in range(6)]
+    pairs[2].requires_grad_(False)
+    first = FirstPair(nn.Embedding(VOCABULARY, WIDE), nn.Embedding(VOCABULARY, WIDTH))
+    return [first, *pairs, Pair(nn.Linear(WIDE, VOCABULARY), nn.Linear(WIDTH, VOCABULARY))]
+
+
+def run_distilled(layers: Sequence[nn.Module], values: Values) -> tuple[dict[str, Tensor], Sums]:
+    outputs = layers[0](values["tokens"])
+    for layer in layers[1:]:
+        outputs = layer(**outputs)
+    return outputs, {}
+
+
 def run_translator(layers: Sequence[nn.Module], values: Values) -> tuple[Tensor, Sums]:
     """Run a translator's layers by hand."""
     end = layers[2](layers[1](layers[0](values["tokens"])))
@@ -221,6 +252,15 @@ def of_classes_and_size(output: Mapping[str, Tensor], values: Values) -> Sums:
 
 def count_classes_and_size(values: Values) -> dict[str, int]:
     return {"classes": len(values["label"]), "size": len(values["label"]) * WIDTH}
+
+
+def of_tokens_and_teacher(outputs: Mapping[str, Tensor], values: Values) -> Sums:
+    student, teacher = outputs["student"].log_softmax(-1), outputs["teacher"].softmax(-1)
+    return {"tokens": of_tokens(student, values), "teacher": F.kl_div(student, teacher, reduction="sum")}
+
+
+def count_tokens_and_teacher(values: Values) -> dict[str, int]:
+    return {"tokens": int(tokens_that_count(values)), "teacher": values["labels"].numel()}
 
 
 def correct_classes(output: Any, values: Values) -> Tensor:
@@ -294,6 +334,7 @@ MODELS = {
         run_translator,
         weights={"energy": 0.05},
     ),
+    "distilled": Model(distilled, {"loss": of_tokens_and_teacher, "count": count_tokens_and_teacher}, run_distilled),
 }
 CUT = {
     "mlp": MODELS["mlp"],
@@ -490,9 +531,8 @@ def plainly(cell: Cell, steps: int = STEPS) -> Trained:
         if step == 0:
             found.gradients = {n: p.grad.clone() for n, p in network.named_parameters() if p.grad is not None}
         optimizer.step()
-    found.parameters = {name: p.detach().clone() for name, p in network.named_parameters() if p.requires_grad}
+    found.parameters = {name: p.detach().clone() for name, p in network.named_parameters()}
     found.buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
-    found.buffers |= {name: p.detach().clone() for name, p in network.named_parameters() if not p.requires_grad}
     return found
 
 

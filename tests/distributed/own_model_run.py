@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,8 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megalite
 from megalite.errors import MegaliteError
+from megalite.optim.buckets import ParameterBucket
 from tests.distributed.layout_run import Held, held, held_states, whole_gradients
 from tests.distributed.own_model import (
+    EVALUATED,
     LENGTH,
     MODELS,
     STEPS,
@@ -115,6 +118,30 @@ def by_torch(cell: Cell, steps: int = STEPS) -> list[dict[str, float]]:
         dist.all_reduce(whole)
         losses.append({name: each / counts[name] for name, each in zip(sums, whole.tolist(), strict=True)})
     return losses
+
+
+def frozen_bytes(cell: Cell) -> tuple[int, int, float, int]:
+    """Return the bytes of frozen parameters on this rank: of all, of its slices, and those that are gathered, the most
+    during a step and an evaluation, in multiples of the largest block, and afterwards.
+    """
+    run = cell.trainer(valid_dataset=EVALUATED)
+    buckets = run._trainer.optimizer.frozen
+    gather, whole = ParameterBucket.begin_parameter_gather, list[int]()
+
+    def watched(bucket: ParameterBucket) -> None:
+        gather(bucket)
+        whole.append(sum(each.parameters.untyped_storage().size() for each in buckets))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParameterBucket, "begin_parameter_gather", watched)
+        run.step()
+        after_step = sum(each.parameters.untyped_storage().size() for each in buckets)
+        run.evaluate()
+    afterwards = after_step + sum(each.parameters.untyped_storage().size() for each in buckets)
+    own = sum(each.parameter_shard.untyped_storage().size() for each in buckets)
+    run.close()
+    every = sum(slot.parameter.nbytes for each in buckets for slot in each.slots)
+    return every, own, max(whole) / max(each.parameters.nbytes for each in buckets), afterwards
 
 
 @dataclass(frozen=True)

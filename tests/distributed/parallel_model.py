@@ -281,6 +281,26 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 }
 
 
+def is_frozen(name: str) -> bool:
+    """Tell if a weight is frozen by `with_frozen`."""
+    return name.startswith(("encoder.0.", "decoder.0."))
+
+
+def with_frozen(stages: Stages) -> Stages:
+    """Freeze the parallel layers of two blocks."""
+
+    def frozen(build: Callable[[megalite.ParallelContext], nn.Module]) -> Any:
+        def build_frozen(context: megalite.ParallelContext) -> nn.Module:
+            block = build(context)
+            for name, parameter in block.named_parameters():
+                parameter.requires_grad = name.startswith("plain.")
+            return block
+
+        return build_frozen
+
+    return [frozen(build) if number in (1, 4) else build for number, build in enumerate(stages)]
+
+
 def samples() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(5)
     made = []
@@ -301,11 +321,14 @@ def initial(name: str, _: torch.Generator, shape: Sequence[int]) -> Tensor:
     return values + 1.0 if "norm.weight" in name or "plain" in name else values
 
 
-def trainer(model: str, optimizer: str, layout: Mapping[str, Any], **options: Any) -> megalite.Trainer:
+def trainer(
+    model: str, optimizer: str, layout: Mapping[str, Any], *, frozen: bool = False, **options: Any
+) -> megalite.Trainer:
     """Start a run of a model on this rank."""
     chosen = MODELS[model]
     cut = {"source": 1, "target": 1, "labels": 1, "pairs": 1}
-    options = {"stages": chosen.stages(), "initial": initial, "sequence_dims": cut} | options
+    stages = with_frozen(chosen.stages()) if frozen else chosen.stages()
+    options = {"stages": stages, "initial": initial, "sequence_dims": cut} | options
     return megalite.Trainer(
         loss=lambda losses, values: losses.sum(),
         count=lambda values: values["labels"].numel(),
@@ -332,12 +355,15 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-def plainly(model: str, optimizer: str, shapes: Mapping[str, Sequence[int]]) -> Trained:
+def plainly(model: str, optimizer: str, shapes: Mapping[str, Sequence[int]], *, frozen: bool = False) -> Trained:
     """Train in one process with plain torch. `shapes`: the parameters by name."""
     chosen, options = MODELS[model], OPTIMIZERS[optimizer]
     generator = torch.Generator()
     weights = {
-        name: initial(name, generator, shape).double().reshape(tuple(shape)).requires_grad_()
+        name: initial(name, generator, shape)
+        .double()
+        .reshape(tuple(shape))
+        .requires_grad_(not (frozen and is_frozen(name)))
         for name, shape in shapes.items()
     }
     matrices = {name for name in weights if "bias" not in name and "norm" not in name and "plain" not in name}

@@ -301,15 +301,21 @@ def _reference(policy: Policy) -> tuple[float, float, float, int]:
     return at_once, later, refreshed, sum(parameter.untyped_storage().size() for parameter in parameters)
 
 
-def teachers(cells: Sequence[Cell], folder: Path) -> list[Tensor]:
-    """Return, for each cell, the log-probabilities that a teacher from a folder gives its samples of step 0."""
+def teachers(cells: Sequence[Cell], folder: Path) -> list[tuple[list[int], Tensor, int]]:
+    """Return, for each cell, its samples of step 0 on this rank, the log-probabilities that a teacher from a folder
+    gives them, and the number of bytes of the teacher's gathered parameters.
+    """
     found = []
     for cell in cells:
         policy = Policy.of(cell)
-        teacher = load_teacher(open_huggingface(folder), policy.chunks, policy.engine)
+        teacher = load_teacher(open_huggingface(folder), policy.chunks, policy.engine, policy.optimizer)
         actions = policy.schedules.evaluation(len(policy.micro_batches))
-        outputs = teacher.log_probabilities(actions, policy.micro_batches)
-        found.append(torch.cat([each.log_probabilities for each in outputs]))
+        outputs = torch.cat(
+            [each.log_probabilities for each in teacher.log_probabilities(actions, policy.micro_batches)]
+        )
+        samples = [sample for micro_batch in policy.micro_batches for sample in micro_batch.key.samples]
+        gathered = sum(parameter.untyped_storage().size() for parameter in teacher.network.parameters())
+        found.append((samples, outputs, gathered))
     return found
 
 

@@ -105,7 +105,7 @@ def trained(
 
     plans = find_messages(modules, batch(0, 0).values)
     stages = Stages(pp, chunks, v_shaped=schedule == "zb-v", messages=tuple(plan.passes for plan in plans[:-1]))
-    records = give_records(modules, mesh, stages)
+    of_stages = give_records(modules, mesh, stages)
     mine = stages.of_rank(mesh.coordinate("pp"))
     check_alike([modules[number] for number in mine], mesh)
     made = [
@@ -116,11 +116,11 @@ def trained(
             number=number,
             count=stages.count,
             loss=loss if kind == "images" else square,
-            kept=KeptBuffers(modules[number], mesh, frozen=record.frozen),
-            uses=record.uses,
+            kept=KeptBuffers(modules[number], mesh),
+            uses=uses,
             recompute=recompute,
         )
-        for number, record in zip(mine, records, strict=True)
+        for number, uses in zip(mine, of_stages, strict=True)
     ]
     optimizer = make_optimizer(
         made,

@@ -12,7 +12,7 @@ import torch
 from tests.distributed.layout_expected import assemble
 from tests.distributed.own_model import MODELS, RATE, SAMPLES, Cell, Trained, plainly
 from tests.distributed.own_model_run import OfRank, by_torch, run_cells
-from tests.harness.close import assert_gradient_close, assert_number_close, assert_parameter_close
+from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close, assert_parameter_close
 from tests.harness.covering_array import Factors, Row, covering_array, every_value_once
 from tests.harness.rank_pool import RankPools
 
@@ -38,7 +38,10 @@ def assert_trained(cell: Cell, ranks: list[OfRank]) -> None:
     for name, gradient in wanted.gradients.items():
         assert_gradient_close(gradients[name].view(gradient.shape), gradient, norm, f"gradient of {name}")
     for name, parameter in wanted.parameters.items():
-        assert_parameter_close(parameters[name].view(parameter.shape), parameter, RATE, name, relative=1e-9)
+        if name in wanted.gradients:
+            assert_parameter_close(parameters[name].view(parameter.shape), parameter, RATE, name, relative=1e-9)
+        else:
+            assert_bits_equal(parameters[name].view(parameter.shape), parameter, f"frozen {name}")
     buffers = assemble(rank.buffers for rank in ranks)
     assert buffers.keys() == wanted.buffers.keys()
     for name, buffer in wanted.buffers.items():
@@ -114,6 +117,21 @@ SAMPLES_CUT = [
 
 @pytest.mark.parametrize("cell", SAMPLES_CUT, ids=str)
 def test_samples_that_are_cut_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
+    assert_trained(cell, [result for (result,) in rank_pools(cell.world_size).run(run_cells, [cell])])
+
+
+DISTILLED = [
+    Cell("distilled"),
+    Cell("distilled", dp=2, zero=1, pp=2),
+    Cell("distilled", dp=3, zero=2, clip=0.5),
+    Cell("distilled", dp=3, zero=3, overlap=True),
+    Cell("distilled", dp=2, zero=3, recompute=True),
+    Cell("distilled", dp=2, pp=2, zero=3, schedule="zb-v", overlap=True),
+]
+
+
+@pytest.mark.parametrize("cell", DISTILLED, ids=str)
+def test_a_student_learns_from_a_frozen_teacher(cell: Cell, rank_pools: RankPools) -> None:
     assert_trained(cell, [result for (result,) in rank_pools(cell.world_size).run(run_cells, [cell])])
 
 

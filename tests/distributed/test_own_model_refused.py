@@ -59,12 +59,12 @@ def with_other_placement(kind: str) -> dict[str, Any]:
         layers[4].up.weight = nn.Parameter(layers[3].up.weight.data)
     elif kind == "integers":
         layers[4].register_parameter("steps", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
-        layers[4].steps.requires_grad = False
     return {"stages": layers}
 
 
 PLACED = {
     "meta": r"3\.scale is on the meta device and has no values: give initial=",
+    "integers": r"4\.steps is of torch\.int64, and parameters are floating-point numbers: make it a buffer",
     "memory": r"up\.weight of stage 3 \(Block\) and up\.weight of stage 4 \(Block\) share memory",
 }
 

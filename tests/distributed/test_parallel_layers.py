@@ -38,6 +38,7 @@ QUICK = [
     Cell(4, "encoder-decoder", "adamw", {"tp": 2, "pp": 2, "stages_per_rank": 2, "zero": 1}),
     Cell(4, "encoder-decoder", "clipped", {**SPLIT, "pp": 2, "schedule": "zb-v", "stages_per_rank": 2}),
     Cell(4, "encoder-decoder", "clipped", {**SPLIT, "dp": 2, "zero": 3, "overlap": True}),
+    Cell(4, "encoder-decoder", "adamw", {**SPLIT, "dp": 2, "zero": 3, "overlap": True}, {"frozen": True}),
     Cell(2, "experts", "clipped", {"ep": 2, "zero": 3}),
     Cell(2, "experts", "adamw", {**SPLIT, "ep": 2}, ONE_RANK_PER_EXPERT),
     Cell(4, "experts", "clipped", {**SPLIT, "dp": 2, "ep": 2, "zero": 1}),
@@ -56,6 +57,9 @@ REST = [
     Cell(4, "encoder-decoder", "adamw", {"pp": 2, "dp": 2, "zero": 2}, {"recompute": True}),
     Cell(4, "encoder-decoder", "sgd", {**SPLIT, "pp": 2, "schedule": "zb-h1"}),
     Cell(4, "encoder-decoder", "clipped", {"tp": 2, "dp": 2, "zero": 2}),
+    Cell(
+        4, "encoder-decoder", "clipped", {**SPLIT, "pp": 2, "schedule": "zb-v", "stages_per_rank": 2}, {"frozen": True}
+    ),
     Cell(4, "experts", "clipped", {**SPLIT, "pp": 2}),
     Cell(4, "experts", "adamw", {"ep": 4, "zero": 3, "overlap": True}),
     *(
@@ -73,14 +77,14 @@ REST = [
 ]
 
 
-def expected(model: str, optimizer: str, ranks: list[OfRank]) -> Trained:
+def expected(model: str, optimizer: str, ranks: list[OfRank], *, frozen: bool = False) -> Trained:
     parameters = assemble(rank.parameters for rank in ranks)
-    return _expected(model, optimizer, tuple((name, tuple(each.shape)) for name, each in parameters.items()))
+    return _expected(model, optimizer, tuple((name, tuple(each.shape)) for name, each in parameters.items()), frozen)
 
 
 @functools.cache
-def _expected(model: str, optimizer: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Trained:
-    return plainly(model, optimizer, dict(sorted(shapes)))
+def _expected(model: str, optimizer: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], frozen: bool) -> Trained:
+    return plainly(model, optimizer, dict(sorted(shapes)), frozen=frozen)
 
 
 def assert_parameters(ranks: list[OfRank], wanted: Trained) -> None:
@@ -93,7 +97,7 @@ def assert_parameters(ranks: list[OfRank], wanted: Trained) -> None:
 
 def check(rank_pools: RankPools, cell: Cell) -> None:
     ranks = rank_pools(cell.ranks).run(run, cell.model, cell.optimizer, cell.layout, **cell.options)
-    wanted = expected(cell.model, cell.optimizer, ranks)
+    wanted = expected(cell.model, cell.optimizer, ranks, frozen=cell.options.get("frozen", False))
     for rank in ranks:
         for step, losses in enumerate(wanted.losses):
             assert rank.losses[step].keys() == losses.keys()

@@ -195,12 +195,15 @@ def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: Rank
             assert (gathered == 0) == (layout == "dp2-zero3")
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2-pp2"])
+@pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "tp2-pp2"])
 def test_a_teacher_of_another_size_scores_the_samples(layout: str, tmp_path: Path, rank_pools: RankPools) -> None:
     teacher = Cell("llama", key_values="gqa", tied=False, vocabulary="odd")
     log_probabilities = exported(teacher, tmp_path / "teacher")
     student = Cell("gpt2", vocabulary="odd", **LAYOUTS[layout])
-    for (found,) in on_ranks(rank_pools, student.world_size, teachers, [student], tmp_path / "teacher"):
-        torch.testing.assert_close(found, log_probabilities, rtol=1e-10, atol=1e-10)
+    for ((samples, found, gathered),) in on_ranks(
+        rank_pools, student.world_size, teachers, [student], tmp_path / "teacher"
+    ):
+        torch.testing.assert_close(found, log_probabilities[samples], rtol=1e-10, atol=1e-10)
+        assert (gathered == 0) == (layout == "dp2-zero3")
     with pytest.raises(ConfigurationError, match="has 29 tokens, but the network that is trained has 32"):
         teachers([Cell("gpt2", vocabulary="even")], tmp_path / "teacher")

@@ -11,13 +11,5 @@ from megalite.optim.optimizer import Optimizer
 @contextmanager
 def unsharded_parameters(optimizer: Optimizer) -> Iterator[None]:
     """Gather all parameters within the block, to read weights outside a forward pass."""
-    optimizer.finish_parameter_gather()
-    for bucket in optimizer.buckets:
-        if bucket.zero_stage == 3:
-            bucket.begin_parameter_gather()
-    optimizer.finish_parameter_gather()
-    try:
+    with optimizer.gathered_parameters():
         yield
-    finally:
-        for bucket in optimizer.buckets:
-            bucket.free_parameters()

@@ -20,12 +20,10 @@ def linear(name: str, **options: Any) -> nn.Module:
     return megalite.ColumnParallelLinear(megalite.ParallelContext(ParallelMesh()), name, 4, 6, **options)
 
 
-def test_tied_and_frozen_weights_of_parallel_layers_are_refused() -> None:
+def test_tied_weights_of_parallel_layers_are_refused() -> None:
     layer = linear("up")
     with pytest.raises(megalite.MegaliteError, match=r"up\.weight of a parallel layer is in several places"):
         give_records([nn.ModuleList([layer, nn.Sequential(layer), _holder(layer)])], ParallelMesh())
-    with pytest.raises(megalite.MegaliteError, match=r"up\.weight of a parallel layer cannot be frozen"):
-        give_records([linear("up").requires_grad_(False)], ParallelMesh())
 
 
 def _holder(layer: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import megalite
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
@@ -99,7 +101,7 @@ class Run:
     def __post_init__(self) -> None:
         mesh, count = ParallelMesh(), len(self.modules)
         plans = find_messages(self.modules, self.values)
-        records = give_records(self.modules, mesh)
+        of_stages = give_records(self.modules, mesh)
         self.chunks = [
             ModuleStage(
                 module,
@@ -108,12 +110,12 @@ class Run:
                 number=number,
                 count=count,
                 loss=self.loss,
-                kept=KeptBuffers(module, mesh, frozen=record.frozen),
-                uses=record.uses,
+                kept=KeptBuffers(module, mesh),
+                uses=uses,
                 recompute=self.recompute,
                 one_block=self.allow_unused,
             )
-            for number, (module, plan, record) in enumerate(zip(self.modules, plans, records, strict=True))
+            for number, (module, plan, uses) in enumerate(zip(self.modules, plans, of_stages, strict=True))
         ]
         self.optimizer = make_optimizer(
             self.chunks,
@@ -181,6 +183,40 @@ def test_stages_train_as_a_plain_loop(parts: list[range], zero: int, recompute: 
     for step in range(STEPS):
         run.step([images(step, number) for number in range(MICRO_BATCHES)])
     assert_same_state(run.modules, expected)
+
+
+class Shifted(nn.Module):
+    """Module with a shift that is no trained parameter: a buffer, or a frozen one."""
+
+    def __init__(self, shift: Tensor | nn.Parameter) -> None:
+        super().__init__()
+        self.scores = nn.Linear(4, 5)
+        if isinstance(shift, nn.Parameter):
+            self.shift = shift
+        else:
+            self.register_buffer("shift", shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.scores(x) + self.shift
+        return scores
+
+
+def test_frozen_weights_that_were_saved_as_state_are_read(tmp_path: Path) -> None:
+    """Earlier versions saved them as they save buffers."""
+    frozen = nn.Parameter(torch.zeros(5), requires_grad=False)
+    for number, model in enumerate((Shifted(torch.arange(5.0)), Shifted(frozen))):
+        with megalite.Trainer(
+            model,
+            loss=lambda scores, batch: scores.square().mean(),
+            dataset=[torch.ones(4)] * 8,
+            optimizer=megalite.AdamW(lr=0.1),
+            micro_batch_size=4,
+            save=tmp_path,
+            quiet=True,
+        ) as run:
+            assert run.iteration == number
+            run.train(steps=number + 1)
+    assert model.shift.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 class Sometimes(nn.Module):

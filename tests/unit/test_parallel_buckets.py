@@ -188,7 +188,7 @@ def test_a_network_and_its_buckets_go_with_the_last_reference() -> None:
 def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
     """Two tensor-parallel copies of eight data-parallel peers in four instances: each element is saved once."""
     parameter = SimpleNamespace(sharding=SimpleNamespace(replica_ranks=(0, 1)))
-    layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48)
+    layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48, frozen=False)
     specs = [
         BucketShardSpec.of(layout, rank=copy, peers=8, position=position, zero_stage=1, instances=4)
         for copy in (0, 1)
