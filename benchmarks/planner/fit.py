@@ -68,17 +68,20 @@ CONSTANTS = (
         Constant(_AMPERE, name, width)
         for name, width in (
             *(("efficiency", 0.1), ("half", 0.5), ("attention.flash-2", 0.2), ("attention.triton", 0.3)),
-            *(("share", 0.15), ("launch", 1.0), ("network.beta", 0.3)),
+            *(("share", 0.15), ("launch", 0.5), ("network.beta", 0.3)),
         )
     ),
     *(
         Constant(_HOPPER, name, width)
         for name, width in (
             *(("efficiency", 0.1), ("half", 0.5), ("attention.flash-2", 0.3), ("attention.cudnn", 0.2)),
-            *(("attention.triton", 0.3), ("share", 0.15), ("launch", 1.0)),
+            *(("attention.triton", 0.3), ("share", 0.15), ("launch", 0.5)),
         )
     ),
     Constant(("H100-96GB",), "efficiency", 0.15),  # of less power
+    Constant(("B300", "GB300"), "efficiency", 0.15),
+    Constant(("B300", "GB300"), "share", 0.15),
+    Constant(("B200", "B300"), "efficiency", 0.1),
     *(
         Constant(_BLACKWELL, name, width)
         for name, width in (
@@ -86,7 +89,7 @@ CONSTANTS = (
             ("half", 0.3),
             ("attention.cudnn", 0.2),
             ("share", 0.15),
-            ("launch", 1.0),
+            ("launch", 0.5),
         )
     ),
 )
@@ -217,9 +220,8 @@ def main() -> None:
     errors = np.abs(np.exp(fit.predicted - fit.measured) - 1)
     for program, log in zip(fit.programs, fit.logs[len(CONSTANTS) :], strict=True):
         own = errors[[run.program == program for run in fit.runs]]
-        print(
-            f"{program:28} x {math.exp(log):.3f}  {len(own):4} runs, mean error {own.mean():6.1%}, most {own.max():6.1%}"
-        )
+        number = f"{program:28} x {math.exp(log):.3f}"
+        print(f"{number}  {len(own):4} runs, mean error {own.mean():6.1%}, most {own.max():6.1%}")
     if options.write:
         write(fit)
 

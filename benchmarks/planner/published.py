@@ -36,6 +36,8 @@ _NETWORKS = {  # seconds per byte and GPU
     "JAX-Toolbox": 42e-12,
 }
 _EAGER = KernelsConfig(kernels="reference")
+_MICRO_BATCHES_PER_STAGE = 6
+"""Micro-batches of a pipeline per stage that runs leave whose micro-batch is not published."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ _NO_OVERLAP = {"overlap_p2p_communication": False}
 _MODERN = Program(parallel=_OVERLAP | _HALF)
 PROGRAMS: Mapping[str, Program] = {
     "megatron-2020": Program(parallel=_HALF),
-    "megatron-2021": Program(parallel=_HALF | _NO_OVERLAP),
+    "megatron-2021": Program(parallel=_NO_OVERLAP),
     "megatron-2022": Program(parallel=_NO_OVERLAP),
     "megatron-core": Program(parallel=_OVERLAP),
     "megatron-deepspeed-2022": Program(parallel=_NO_OVERLAP),
@@ -266,12 +268,14 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
 
 
 def _micro_batch(row: Mapping[str, str], assumed: list[str]) -> int:
+    """Return the micro-batch; where it is missing, the largest that leaves a pipeline few bubbles."""
     if row["micro_batch"]:
         return _number(row, "micro_batch")
-    ranks = _number(row, "dp")
-    per_rank = _number(row, "global_batch", 1) // max(ranks, 1)
-    size = max(each for each in (1, 2, 4) if per_rank % each == 0) if per_rank else 1
-    assumed.append(f"micro-batch of {size}")
+    ranks, stages = _number(row, "dp"), _number(row, "pp")
+    of_rank = max(_number(row, "global_batch", 1) // ranks, 1)
+    enough = _MICRO_BATCHES_PER_STAGE * stages if stages > 1 else 1
+    size = max((each for each in (1, 2, 4) if of_rank % each == 0 and of_rank // each >= enough), default=1)
+    assumed.append(f"micro-batch {size}")
     return size
 
 

@@ -72,6 +72,7 @@ class Stack:
     attention: str = "flash-2"
     hidden_tensor: float = 0.0
     hidden_expert: float = 0.0
+    node_first: bool = False
     graphs: bool = False
     scattered: bool = False
     low_precision: str | None = None

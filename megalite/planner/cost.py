@@ -23,8 +23,11 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 5, 6
 """Times that attention without fusion reads or writes all scores: softmax, mask and dropout."""
 _CAST_BYTES = 3
 _SHORT, _LONG = 2, 4
-_LAUNCHES_OF_MESSAGE, _LAUNCHES_AFTER_WAIT = 4, 10
-"""What the host does for a message, and what it prepares before the device goes on after a wait, in launches."""
+_LAUNCHES_PER_RANK, _LAUNCHES_AFTER_WAIT = 0.6, 10
+"""What the host does for a message, per rank that it may wait for, and what it prepares before the device goes on after
+a wait, in launches."""
+CONTENTION = 0.2
+"""Share of the time of a hidden message that computation loses, since both need the device."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Prices:
 
     def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
         self.cluster, self.stack = cluster, stack or Stack()
-        self._groups: dict[tuple[MessageKind, tuple[int, ...], int], float] = {}
+        self._messages: dict[tuple[MessageKind, tuple[int, ...], int, int], float] = {}
 
     # -------------------------------------------------------------------------------------------- kernels
 
@@ -122,11 +125,14 @@ class Prices:
         passes = _PASSES_BACKWARD if backward else _PASSES_FORWARD
         return products + self.moved(2 * passes * scores) + (count + 2) * gpu.kernel
 
-    def work(self, work: Work, parallel: ParallelConfig, *, of_layer: bool = True, waits: int = 0) -> Cost:
+    def work(
+        self, work: Work, parallel: ParallelConfig, *, of_layer: bool = True, waits: int = 0, experts: int = 1
+    ) -> Cost:
         """Return the seconds of a pass: kernels one after another, or the host's launches if they take longer.
 
         Args:
             waits: times that the host waits for the device, after which the device waits for the next launches.
+            experts: experts that each token chooses.
         """
         products = attention = elementwise = 0.0
         for each, count in work.operations.items():
@@ -135,27 +141,29 @@ class Prices:
             attention += count * of_attention
             elementwise += count * of_elements
         kernels = Cost(products, attention, elementwise)
+        hosts = float(work.launches)
         messages = {"tensor": 0.0, "context": 0.0, "expert": 0.0}
         for message, count in work.messages.items():
-            messages[axis_of(message, parallel)] += self.message(message) * count
-        context = max(0.0, messages["context"] - kernels.attention)  # keys travel while others are attended to
+            axis = axis_of(message, parallel)
+            messages[axis] += count * self.message(message, experts if axis == "expert" else 1)
+            hosts += count * _LAUNCHES_PER_RANK * len(message.ranks)
+        context = exposed(messages["context"], kernels.attention)  # keys travel while others are attended to
         tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
         expert = messages["expert"] * (1 - self.stack.hidden_expert)
         device = kernels + Cost(tensor=tensor, context=context, expert=expert)
         launch = 0.0 if self.stack.graphs else self.cluster.gpu.launch
-        host = launch * (work.launches + _LAUNCHES_OF_MESSAGE * work.messages.total())
-        return device + Cost(launch=max(0.0, host - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
+        return device + Cost(launch=max(0.0, hosts * launch - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
 
     # -------------------------------------------------------------------------------------------- messages
 
-    def message(self, message: Message) -> float:
-        """Return the seconds of a message among ranks."""
-        key = (message.kind, message.ranks, message.bytes)
-        if key not in self._groups:
-            self._groups[key] = self.collective(message.kind, message.ranks, message.bytes)
-        return self._groups[key]
+    def message(self, message: Message, experts: int = 1) -> float:
+        """Return the seconds of a message among ranks. `experts`: experts that each token in it chooses."""
+        key = (message.kind, message.ranks, message.bytes, experts)
+        if key not in self._messages:
+            self._messages[key] = self.collective(message.kind, message.ranks, message.bytes, experts)
+        return self._messages[key]
 
-    def collective(self, kind: MessageKind, ranks: Sequence[int], size: float) -> float:
+    def collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int = 1) -> float:
         """Return the seconds of a message of `size` bytes, counted as in `Message`."""
         by_node = Counter(rank // self.cluster.node_ranks for rank in ranks)
         nodes, count = len(by_node), len(ranks)
@@ -167,7 +175,8 @@ class Prices:
             return link.alpha + size * link.beta
         of_node = count / nodes
         if kind == "all-to-all":
-            return _all_to_all(size, count, of_node, within, across)
+            copies = _reached(nodes, experts) / _reached(count, experts) if self.stack.node_first else 1.0
+            return _all_to_all(size, count, of_node, within, across, copies)
         times = 2 if kind == "all-reduce" else 1
         if nodes == 1:
             found = [times * ring(size, count, within)]
@@ -203,11 +212,22 @@ def switched(size: float, ranks: float, link: Link, *, reduced: bool) -> float:
     return 2 * link.alpha + share * size * link.beta
 
 
-def _all_to_all(size: float, ranks: int, of_node: float, within: Link, across: Link) -> float:
+def _reached(places: float, experts: int) -> float:
+    """Return how many places a token goes to on average, if each of its experts may be in any of them."""
+    return places * (1 - (1 - 1 / places) ** experts)
+
+
+def _all_to_all(size: float, ranks: int, of_node: float, within: Link, across: Link, copies: float) -> float:
+    """Return the seconds of an all-to-all. `copies`: share of what it sends that goes to other nodes."""
     nodes = ranks / of_node
     inside = (of_node - 1) / ranks * size * within.beta + (of_node - 1) * within.alpha
-    outside = (ranks - of_node) / ranks * size * across.beta + (nodes - 1) * across.alpha
+    outside = copies * (ranks - of_node) / ranks * size * across.beta + (nodes - 1) * across.alpha
     return max(inside, outside)
+
+
+def exposed(message: float, window: float) -> float:
+    """Return the seconds by which a message makes a computation of `window` seconds longer that runs meanwhile."""
+    return max(0.0, message - window) + CONTENTION * min(message, window)
 
 
 def axis_of(message: Message, parallel: ParallelConfig) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
-from megalite.planner.cost import Cost, Prices
+from megalite.planner.cost import Cost, Prices, exposed
 from megalite.planner.records import MessageKind, PartRecord
 
 _UPDATE_BYTES = 34
@@ -63,9 +63,9 @@ class DataParallel:
             reduces = self._seconds("reduce-scatter" if stage else "all-reduce", record, self._gradient_bytes)
             gathers = self._seconds("all-gather", record, self._weight_bytes) if stage else 0.0
             if stage == 3:
-                forward += count * max(0.0, gathers - of_forward)
+                forward += count * exposed(gathers, of_forward)
             if stage >= 2:
-                backward += count * max(0.0, reduces + (gathers if stage == 3 else 0.0) - of_backward)
+                backward += count * exposed(reduces + (gathers if stage == 3 else 0.0), of_backward)
             else:
                 reduce += count * reduces
             gather += count * gathers * (stage < 3)
@@ -115,7 +115,7 @@ class DataParallel:
         if not overlapped or not elements:
             return seconds
         bucket = self.config.parallel.ddp_bucket_size or max(_OVERLAP_BUCKET, _BUCKET_PER_RANK * len(self._dense))
-        return max(seconds - window, seconds * min(1.0, bucket / elements))
+        return max(exposed(seconds, window), seconds * min(1.0, bucket / elements))
 
     def _kinds(self, record: PartRecord) -> Iterable[tuple[int, range]]:
         yield record.parameters, self._dense

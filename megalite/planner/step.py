@@ -141,8 +141,9 @@ class Step:
     def _price(self, record: PartRecord, *, of_layer: bool) -> tuple[Cost, Cost, float]:
         if id(record) not in self._records:
             parallel, waits = self.config.parallel, record.synchronizations
-            forward = self.prices.work(record.forward, parallel, of_layer=of_layer, waits=waits)
-            backward = self.prices.work(record.backward, parallel, of_layer=of_layer)
+            experts = self.config.model.moe_router_topk if self.config.model.num_experts else 1
+            forward = self.prices.work(record.forward, parallel, of_layer=of_layer, waits=waits, experts=experts)
+            backward = self.prices.work(record.backward, parallel, of_layer=of_layer, experts=experts)
             self._records[id(record)] = forward, backward, self._products(record.forward, of_layer=of_layer)
         return self._records[id(record)]
 
