@@ -122,6 +122,7 @@ def test_samples_that_are_cut_train_as_plain_torch(cell: Cell, rank_pools: RankP
 
 DISTILLED = [
     Cell("distilled"),
+    Cell("distilled", dp=2),
     Cell("distilled", dp=2, zero=1, pp=2),
     Cell("distilled", dp=3, zero=2, clip=0.5),
     Cell("distilled", dp=3, zero=3, overlap=True),
