@@ -3,9 +3,9 @@
     python -m benchmarks.planner.fit [--write]
 
 Fitted are a few constants of each kind of GPU and one number of each program, by the logarithms of predicted to
-measured seconds, with a loss that outliers do not dominate. Each constant has a prior at its present value, as wide as
-such constants are known, so that one that few runs depend on stays where it is. The runs of a source count as the root
-of their number. Leaving a source out (`without`) starts from the fit of all and follows its derivatives.
+measured seconds, with a loss that outliers do not dominate. Each constant has a prior, as wide as such constants are
+known without these runs, so that one that few runs depend on stays near it. The runs of a source count as the root of
+their number. Leaving a source out (`without`) starts from the fit of all and follows its derivatives.
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ from scipy.optimize import least_squares
 from benchmarks.planner.predict import step_of
 from benchmarks.planner.published import Run, published
 from megalite.planner import cluster as cluster_module
-from megalite.planner.cluster import Cluster
+from megalite.planner.cluster import Cluster, find_cluster, find_stack
 
 Array = NDArray[np.float64]
-_AMPERE = ("A100-SXM-40GB", "A100-SXM-80GB")
-_HOPPER = ("H100-SXM", "H100-96GB")
-_BLACKWELL = ("B200", "B300", "GB200", "GB300")
 _STACK_WIDTH = 0.25
 _STEP = 0.02
 _SCALE = 0.08
@@ -43,55 +40,75 @@ class Constant:
     """Constant of some GPUs, which the fit multiplies by a number.
 
     Attributes:
-        name: field of `Gpu`, kernel of attention as "attention.KERNEL", or "network.beta".
-        width: standard deviation of the prior of the number's logarithm.
+        name: field of `Gpu`, or kernel of attention as "attention.KERNEL".
+        prior: what is known of the first GPU's constant without these runs.
+        width: standard deviation of its logarithm, that is, how well it is known.
+        per: another GPU; then the prior is of the first GPU's constant as a multiple of that of this one.
     """
 
     gpus: tuple[str, ...]
     name: str
+    prior: float
     width: float
+    per: str | None = None
 
     def on(self, cluster: Cluster, factor: float) -> Cluster:
         """Return a cluster with the constant times `factor`, if its GPU is one of these."""
         if cluster.gpu.name not in self.gpus:
             return cluster
-        if self.name == "network.beta":
-            return replace(cluster, network=replace(cluster.network, beta=cluster.network.beta * factor))
         field, _, kernel = self.name.partition(".")
         gpu, value = cluster.gpu, getattr(cluster.gpu, field)
         changed = dict(value) | {kernel: value[kernel] * factor} if kernel else value * factor
         return replace(cluster, gpu=replace(gpu, **{field: changed}))
 
+    @property
+    def expected(self) -> float:
+        """Logarithm of the number that would give the constant its prior."""
+        present = self._present(self.gpus[0]) / (self._present(self.per) if self.per else 1.0)
+        return math.log(self.prior / present)
+
+    def _present(self, gpu: str) -> float:
+        field, _, kernel = self.name.partition(".")
+        value = getattr(find_cluster(gpu).gpu, field)
+        return float(value[kernel] if kernel else value)
+
+
+def _constants(gpus: tuple[str, ...], **priors: tuple[float, float]) -> list[Constant]:
+    return [Constant(gpus, name.replace("__", ".").replace("_", "-"), *prior) for name, prior in priors.items()]
+
 
 CONSTANTS = (
-    *(
-        Constant(_AMPERE, name, width)
-        for name, width in (
-            *(("efficiency", 0.1), ("half", 0.5), ("attention.flash-2", 0.2), ("attention.triton", 0.3)),
-            *(("share", 0.15), ("launch", 0.5), ("network.beta", 0.3)),
-        )
+    *_constants(
+        ("A100-SXM-80GB", "A100-SXM-40GB"),
+        efficiency=(0.8, 0.1),
+        half=(100, 0.5),
+        attention__flash_2=(0.6, 0.2),
+        attention__triton=(0.36, 0.3),
+        share=(0.8, 0.15),
+        launch=(50e-6, 0.3),
     ),
-    *(
-        Constant(_HOPPER, name, width)
-        for name, width in (
-            *(("efficiency", 0.1), ("half", 0.5), ("attention.flash-2", 0.3), ("attention.cudnn", 0.2)),
-            *(("attention.triton", 0.3), ("share", 0.15), ("launch", 0.5)),
-        )
+    *_constants(
+        ("H100-SXM", "H100-96GB"),
+        efficiency=(0.75, 0.1),
+        half=(150, 0.5),
+        attention__flash_2=(0.36, 0.3),
+        attention__cudnn=(0.55, 0.2),
+        attention__triton=(0.2, 0.3),
+        share=(0.8, 0.15),
+        launch=(35e-6, 0.3),
     ),
-    Constant(("H100-96GB",), "efficiency", 0.15),  # of less power
-    Constant(("B300", "GB300"), "efficiency", 0.15),
-    Constant(("B300", "GB300"), "share", 0.15),
-    Constant(("B200", "B300"), "efficiency", 0.1),
-    *(
-        Constant(_BLACKWELL, name, width)
-        for name, width in (
-            ("efficiency", 0.1),
-            ("half", 0.3),
-            ("attention.cudnn", 0.2),
-            ("share", 0.15),
-            ("launch", 0.5),
-        )
+    Constant(("H100-96GB",), "efficiency", 0.87, 0.15, per="H100-SXM"),  # less power
+    *_constants(
+        ("GB200", "B200", "GB300", "B300"),
+        efficiency=(0.75, 0.1),
+        half=(200, 0.3),
+        attention__cudnn=(0.5, 0.2),
+        share=(0.75, 0.15),
+        launch=(30e-6, 0.3),
     ),
+    Constant(("GB300", "B300"), "efficiency", 1.0, 0.15, per="GB200"),
+    Constant(("GB300", "B300"), "share", 1.0, 0.15, per="GB200"),
+    Constant(("B200", "B300"), "efficiency", 1.0, 0.1, per="GB200"),
 )
 
 
@@ -106,6 +123,8 @@ class Fit:
         self.measured = np.log([run.seconds for run in runs])
         of_source = Counter(run.source for run in runs)
         self.weights = np.array([of_source[run.source] ** -0.25 for run in runs])
+        numbers = [math.log(find_stack(program).factor) for program in self.programs]
+        self.expected = np.array([each.expected for each in CONSTANTS] + [-number for number in numbers])
         self.logs = np.zeros(len(self.widths))
         self.predicted, self.slopes = self._at(self.logs)
 
@@ -121,10 +140,10 @@ class Fit:
 
         def residuals(logs: Array) -> Array:
             linear = self.predicted - self.measured + self.slopes @ (logs - self.logs)
-            return np.concatenate((_soft(linear / _SCALE) * weights, logs / self.widths))
+            return np.concatenate((_soft(linear / _SCALE) * weights, (logs - self.expected) / self.widths))
 
-        limits = 3 * self.widths
-        return least_squares(residuals, self.logs, bounds=(-limits, limits)).x
+        least, most = self.expected - 3 * self.widths, self.expected + 3 * self.widths
+        return least_squares(residuals, np.clip(self.logs, least + 1e-9, most - 1e-9), bounds=(least, most)).x
 
     def seconds(self, run: Run, logs: Array) -> float:
         """Return the predicted seconds of a run."""
@@ -185,7 +204,7 @@ def write(fit: Fit) -> None:
         kind, _, name = section.partition("]")[0].removeprefix("[").partition(".")
         if kind == "gpu":
             for constant, log in zip(CONSTANTS, fit.logs, strict=False):
-                if name in constant.gpus and constant.name != "network.beta":
+                if name in constant.gpus:
                     section = _scaled(section, constant.name, math.exp(log))
         if kind == "stack" and name in factors:
             section = _with_factor(section, factors[name])

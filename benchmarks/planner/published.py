@@ -73,13 +73,14 @@ PROGRAMS: Mapping[str, Program] = {
     "bridge": _MODERN,
     "bridge-experts": _MODERN,
     "bridge-experts-2026": _MODERN,
+    "bridge-experts-padded": _MODERN,
     "core-experts": _MODERN,
     "core-deepep": _MODERN,
     "titan-eager": Program(False, kernels=_EAGER),
     "titan-compile": Program(False),
     "titan-async": Program(False),
     "llm-foundry": Program(False, parallel=_HALF, kernels=_EAGER),
-    "internevo": Program(False, parallel=_OVERLAP | _HALF),
+    "internevo": Program(False, parallel=_HALF),
     "nanotron": Program(False, parallel=_NO_OVERLAP, kernels=_EAGER),
     "pax": Program(False, parallel=_OVERLAP | _HALF),
     "pax-te": Program(False, parallel=_OVERLAP | _HALF),
@@ -168,6 +169,8 @@ def program_of(row: Mapping[str, str]) -> str:
     if "Bridge" in source:
         if not row["experts"]:
             return "bridge"
+        if "tokendrop" in row["model"]:
+            return "bridge-experts-padded"
         return "bridge-experts-2026" if "26.04" in source or "26.02.01" in source else "bridge-experts"
     raise ValueError("its program is unknown")
 

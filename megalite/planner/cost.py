@@ -23,9 +23,9 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 5, 6
 """Times that attention without fusion reads or writes all scores: softmax, mask and dropout."""
 _CAST_BYTES = 3
 _SHORT, _LONG = 2, 4
-_LAUNCHES_PER_RANK, _LAUNCHES_AFTER_WAIT = 0.6, 10
-"""What the host does for a message, per rank that it may wait for, and what it prepares before the device goes on after
-a wait, in launches."""
+_LAUNCHES_OF_MESSAGE, _LAUNCHES_AFTER_WAIT = 1.5, 10
+"""What the host does for a message, per doubling of the ranks that may be late, and what it prepares before the device
+goes on after a wait, in launches."""
 CONTENTION = 0.2
 """Share of the time of a hidden message that computation loses, since both need the device."""
 
@@ -146,7 +146,7 @@ class Prices:
         for message, count in work.messages.items():
             axis = axis_of(message, parallel)
             messages[axis] += count * self.message(message, experts if axis == "expert" else 1)
-            hosts += count * _LAUNCHES_PER_RANK * len(message.ranks)
+            hosts += count * _LAUNCHES_OF_MESSAGE * math.log2(max(len(message.ranks), 2))
         context = exposed(messages["context"], kernels.attention)  # keys travel while others are attended to
         tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
         expert = messages["expert"] * (1 - self.stack.hidden_expert)

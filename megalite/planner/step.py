@@ -76,6 +76,7 @@ class Step:
         self.layout = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)
         self._data = DataParallel(config, world_size, prices)
         self.transfer = self._transfer()
+        self._head = self._without_tied(parts.head)
         self._records: dict[int, tuple[Cost, Cost, float]] = {}
         stages: dict[tuple[tuple[int, ...], bool, bool], StageTime] = {}
         self.stages: list[StageTime] = []
@@ -118,7 +119,8 @@ class Step:
         records = {id(each): each for each in layers}
         forward, backward, weights = Cost(), Cost(), 0.0
         ahead: list[tuple[PartRecord, int, Cost, Cost]] = []
-        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [parts.head] * stage.loss
+        head = self._head if stage.embedding else parts.head
+        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [head] * stage.loss
         for record, count, of_layer in [
             *((records[key], count, True) for key, count in counts.items()),
             *((record, 1, False) for record in others),
@@ -137,6 +139,14 @@ class Step:
             weights,
             exchange,
         )
+
+    def _without_tied(self, head: PartRecord) -> PartRecord:
+        """Return the head for a stage that has the embedding too: a weight of both is exchanged and updated once."""
+        model, tensor = self.config.model, self.config.parallel.tensor_model_parallel_size
+        if model.untie_embeddings_and_output_weights:
+            return head
+        tied = model.padded_vocab_size(tensor) // tensor * model.hidden_size
+        return replace(head, parameters=max(head.parameters - tied, 0))
 
     def _price(self, record: PartRecord, *, of_layer: bool) -> tuple[Cost, Cost, float]:
         if id(record) not in self._records:
