@@ -106,7 +106,8 @@ def takes_flash(query: Tensor, mask: PartMask, cap: float | None, kept: Kept | N
     if query.device.type == "cpu":
         return True
     width, narrow = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and narrow and not isinstance(mask, Tensor) and width % 8 == 0 and width <= 256
+    on_gpu = query.is_cuda or query.is_meta  # the meta device stands for a GPU
+    return on_gpu and narrow and not isinstance(mask, Tensor) and width % 8 == 0 and width <= 256
 
 
 def _additive(mask: PartMask, query: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ def flash_attention(
         causal: query i sees the keys up to i.
     """
     operators: Any = torch.ops.aten
-    if query.is_cuda:
+    if not query.is_cpu:
         found = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     else:
         operator = operators._scaled_dot_product_flash_attention_for_cpu
@@ -70,7 +70,7 @@ def flash_attention_gradients(
     """Return the gradients of query, key and value. Output and log-sum-exp may be those over more keys than these."""
     operators: Any = torch.ops.aten
     given = (gradient, query, key, value, output, lse)
-    if query.is_cuda:
+    if not query.is_cpu:
         state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout's generator, which is not used
         lengths = None, None, query.shape[2], key.shape[2]
         operator = operators._scaled_dot_product_flash_attention_backward
