@@ -21,7 +21,9 @@ _ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
 _HEAD_WIDTH, _TILE = 32, 128
 _PASSES_FORWARD, _PASSES_BACKWARD = 5, 6
 """Times that attention without fusion reads or writes all scores: softmax, mask and dropout."""
-_CAST_BYTES = 3
+_CAST_BYTES = 4
+"""Bytes per element that is cast to low precision, also transposed: the input of a product and, in backward, the
+gradient of its output. The product for the gradient of a weight takes both as they are, and weights are cast rarely."""
 _SHORT, _LONG = 2, 4
 _LAUNCHES_OF_MESSAGE, _LAUNCHES_AFTER_WAIT = 1.5, 10
 """What the host does for a message, per doubling of the ranks that may be late, and what it prepares before the device
@@ -105,9 +107,9 @@ class Prices:
             return 0.0, self._attention(operation), 0.0
         low = self.stack.low_precision if of_layer else None
         seconds = max(self.product(operation.shape, low or operation.dtype), self.moved(operation.bytes))
-        batch, rows, columns, inner = operation.shape
-        casts = self.moved(_CAST_BYTES * batch * inner * (rows + columns)) if low else 0.0
-        return gpu.kernel + seconds, 0.0, casts
+        batch, rows, _, inner = operation.shape
+        cast = low and not operation.name.startswith("addmm")
+        return gpu.kernel + seconds, 0.0, self.moved(_CAST_BYTES * batch * rows * inner) if cast else 0.0
 
     def _attention(self, operation: Operation) -> float:
         gpu = self.cluster.gpu

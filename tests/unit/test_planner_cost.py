@@ -93,7 +93,9 @@ def test_low_precision_is_for_layers_and_casts_cost() -> None:
     of_layer, of_head = (prices.operation(product(1, 8192, 8192, 8192), of_layer=each) for each in (True, False))
     assert of_head == PRICES.operation(product(1, 8192, 8192, 8192))
     assert of_layer.products < of_head.products
-    assert of_layer.elementwise == pytest.approx(3 * 2 * 8192**2 / 5e11)
+    assert of_layer.elementwise == pytest.approx(4 * 8192**2 / 5e11)
+    of_weight = product(1, 8192, 8192, 8192)._replace(name="addmm")
+    assert prices.operation(of_weight).elementwise == 0.0
 
 
 def test_ring_and_tree_by_hand() -> None:
