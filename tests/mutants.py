@@ -2555,6 +2555,13 @@ MUTANTS = (
         "tests/distributed/test_layouts_steps.py::test_zero_and_overlap_change_no_bit[1-3-adam-float64]",
     ),
     Mutant(
+        "the number of zero gradients is asked for parameter by parameter",
+        "megalite/optim/statistics.py",
+        "count += part.numel() - part.count_nonzero()",
+        "count += part.numel() - int(part.count_nonzero())",
+        "tests/unit/test_host_budget.py::test_the_host_waits_in_the_listed_places_alone[2---log-num-zeros-in-grad]",
+    ),
+    Mutant(
         "a norm's exact sum forgets the lower half of its numbers",
         "megalite/optim/exact_sum.py",
         "((high << HALF_BITS) + low) << place",

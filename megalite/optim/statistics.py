@@ -39,15 +39,14 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
 
 def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     """Return the number of zeros in the gradients of the full model. Each element is counted once, padding is not."""
-    count = 0
+    count = torch.zeros((), dtype=torch.int64, device=mesh.device)  # the host waits for the device at the end
     for bucket in buckets:
         if bucket.shard_spec.counted_here:
             begin, end = bucket.owned_range
             for _, start, stop in bucket.layout.pieces(begin, end):
                 part = bucket.gradient_shard[start - begin : stop - begin]
-                count += part.numel() - int(part.count_nonzero())
-    total = torch.tensor(count, device=mesh.device)
-    return int(collectives.all_reduce_(total, mesh.world()))
+                count += part.numel() - part.count_nonzero()
+    return int(collectives.all_reduce_(count, mesh.world()))
 
 
 def _sums_of_squares(values: Tensor | View) -> Tensor:

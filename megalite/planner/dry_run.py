@@ -26,6 +26,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
+from megalite.planner.host_time import host_speed
 from megalite.planner.recording import Recorder
 from megalite.planner.records import Work
 from megalite.training import builder
@@ -139,7 +140,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         micro_batches = len(gradients.micro_batches)
         del gradients
         mesh.traffic.listener = None
-    with gpu_kernels(config.kernels), recorder.without_record():
+    with gpu_kernels(config.kernels), host_speed():
         began = time.perf_counter()
         trainer.step()
         seconds = time.perf_counter() - began

@@ -74,12 +74,6 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         self._stack.close()
 
-    @contextmanager
-    def without_record(self) -> Iterator[None]:
-        """Run code on the meta device within the block without a record, so that it takes only its own time."""
-        with recorded_launches(lambda name, tensors: None), _FlashAttention(), _HostValues():
-            yield
-
     def listen(self, traffic: Traffic) -> None:
         """Record the messages of a mesh."""
         traffic.listener = self._sent
@@ -117,7 +111,7 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_device = [each for each in given if each.is_meta]
-        if on_device and (value := _value_on_host(name, args, kwargs)) is not None:
+        if on_device and (value := value_on_host(name, args, kwargs)) is not None:
             self.waits[_place()] += 1
             return value
         result = func(*args, **kwargs)
@@ -198,22 +192,10 @@ def _resized(call: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-class _HostValues(TorchDispatchMode):
-    """Values for the host in place of those that a tensor on the meta device has not."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _ASKING and (value := _value_on_host(name, args, kwargs or {})) is not None:
-            return value
-        return func(*args, **kwargs or {})
-
-
-def _value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what the host gets in place of values of a tensor on the meta device; None if it does not ask for any.
 
     Numbers are 1; whole tensors are of ones or, if they hold whole numbers, of zeros, so that sums are finite.
@@ -239,12 +221,32 @@ class _FlashAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention or not args[0].is_meta or kwargs.get("attn_mask") is not None:
-            return func(*args, **kwargs)
-        operator = torch.ops.aten._scaled_dot_product_flash_attention
-        options = {"scale": kwargs.get("scale")}
-        return operator(*args[:3], kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False), **options)[0]
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and takes_flash(args[0], kwargs):
+            return flash_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def takes_flash(query: Tensor, options: Mapping[str, Any]) -> bool:
+    """Tell whether a GPU computes such an attention by torch's flash operator."""
+    return query.is_meta and options.get("attn_mask") is None
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """Compute scaled_dot_product_attention by torch's flash operator."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention
+    found: Tensor = operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return found
 
 
 def _counted(
