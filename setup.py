@@ -7,5 +7,8 @@ from setuptools import find_packages, setup
 setup(
     packages=find_packages(".", include=["megalite", "megalite.*"]) + find_packages("kernels"),
     package_dir={"megalite_kernels": "kernels/megalite_kernels"},
-    package_data={"megalite": ["py.typed", "config/*.toml", "translation/*.toml"], "megalite_kernels": ["py.typed"]},
+    package_data={
+        "megalite": ["py.typed", "config/*.toml", "planner/*.toml", "translation/*.toml"],
+        "megalite_kernels": ["py.typed"],
+    },
 )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import csv
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner.programs import PROGRAMS, Program, program_of
 from megalite.config import RunConfig
 from megalite.config.data import DataConfig
-from megalite.config.kernels import KernelsConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
@@ -35,73 +35,8 @@ _NETWORKS = {  # seconds per byte and GPU
     "Zero Bubble": 90e-12,  # RoCE; its speed is not stated
     "JAX-Toolbox": 42e-12,
 }
-_EAGER = KernelsConfig(kernels="reference")
 _MICRO_BATCHES_PER_STAGE = 6
 """Micro-batches of a pipeline per stage that runs leave whose micro-batch is not published."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What is known of the program of a source.
-
-    Attributes:
-        lineage: true for Megatron-LM and what was made from it.
-        parallel, training: fields of these sections that rows leave out.
-    """
-
-    lineage: bool = True
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
-    kernels: KernelsConfig = KernelsConfig()  # noqa: RUF009
-
-
-_HALF = {"grad_reduce_in_bf16": True}
-_OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-_NO_OVERLAP = {"overlap_p2p_communication": False}
-_MODERN = Program(parallel=_OVERLAP | _HALF)
-PROGRAMS: Mapping[str, Program] = {
-    "megatron-2020": Program(parallel=_HALF),
-    "megatron-2021": Program(parallel=_NO_OVERLAP),
-    "megatron-2022": Program(parallel=_NO_OVERLAP),
-    "megatron-core": Program(parallel=_OVERLAP),
-    "megatron-deepspeed-2022": Program(parallel=_NO_OVERLAP),
-    "megatron-deepspeed-2023": Program(parallel=_NO_OVERLAP),
-    "zero-bubble": Program(parallel=_NO_OVERLAP),
-    "nemo-2023": Program(parallel=_OVERLAP, training={"recompute_granularity": "selective"}),
-    "nemo-2024": _MODERN,
-    "mlperf": _MODERN,
-    "bridge": _MODERN,
-    "bridge-experts": _MODERN,
-    "bridge-experts-2026": _MODERN,
-    "bridge-experts-padded": _MODERN,
-    "core-experts": _MODERN,
-    "core-deepep": _MODERN,
-    "titan-eager": Program(False, kernels=_EAGER),
-    "titan-compile": Program(False),
-    "titan-async": Program(False),
-    "llm-foundry": Program(False, parallel=_HALF, kernels=_EAGER),
-    "internevo": Program(False, parallel=_HALF),
-    "nanotron": Program(False, parallel=_NO_OVERLAP, kernels=_EAGER),
-    "pax": Program(False, parallel=_OVERLAP | _HALF),
-    "pax-te": Program(False, parallel=_OVERLAP | _HALF),
-}
-_OF_SOURCE = (
-    ("Megatron-LM 2020", "megatron-2020"),
-    ("Jan-2021", "megatron-2021"),
-    ("SC21", "megatron-2021"),
-    ("README GPT-3 example", "megatron-2021"),
-    ("Reducing Activation", "megatron-2022"),
-    ("README H100 model table", "megatron-core"),
-    ("bigscience", "megatron-deepspeed-2022"),
-    ("vTrain", "megatron-deepspeed-2023"),
-    ("Zero Bubble", "zero-bubble"),
-    ("NeMo-Megatron-Launcher", "nemo-2023"),
-    ("NeMo ", "nemo-2024"),
-    ("MLPerf", "mlperf"),
-    ("llm-foundry", "llm-foundry"),
-    ("InternEvo", "internevo"),
-    ("nanotron", "nanotron"),
-)
 
 
 @dataclass(frozen=True)
@@ -150,29 +85,6 @@ def published() -> tuple[tuple[Run, ...], dict[int, str]]:
         except ValueError as error:
             reasons[number] = str(error)
     return tuple(found), reasons
-
-
-def program_of(row: Mapping[str, str]) -> str:
-    """Return the name of the program of a row."""
-    source, note = row["source"], row["note"]
-    for part, program in _OF_SOURCE:
-        if part in source:
-            return program
-    if "torchtitan" in source:
-        if "Async" in note or row["tp"] not in ("1.0", ""):
-            return "titan-async"
-        return "titan-compile" if "compile" in note or row["precision"] == "fp8" else "titan-eager"
-    if "JAX" in source:
-        return "pax-te" if "TE" in row["precision"] else "pax"
-    if "ModelZoo" in source:
-        return "core-deepep" if "DeepEP" in note else "core-experts"
-    if "Bridge" in source:
-        if not row["experts"]:
-            return "bridge"
-        if "tokendrop" in row["model"]:
-            return "bridge-experts-padded"
-        return "bridge-experts-2026" if "26.04" in source or "26.02.01" in source else "bridge-experts"
-    raise ValueError("its program is unknown")
 
 
 def _run(number: int, row: Mapping[str, str]) -> Run:
@@ -246,7 +158,7 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
         }
     width = {"qwen3": 128, "gpt oss": 64}
     channels = next((size for part, size in width.items() if part in name), None)
-    positions = {} if llama or nemotron or "mpt" in name else {"max_position_embeddings": int(row["seq"])}
+    positions = {} if llama or nemotron else {"max_position_embeddings": int(row["seq"])}
     return ModelConfig(
         num_layers=_number(row, "layers"),
         hidden_size=_number(row, "hidden"),
@@ -260,7 +172,7 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
         squared_relu=nemotron,
         normalization="RMSNorm" if llama else "LayerNorm",
         add_bias_linear=not (llama or nemotron or "mpt" in name),
-        position_embedding_type="rope" if llama or nemotron else "none" if "mpt" in name else "learned_absolute",
+        position_embedding_type="rope" if llama or nemotron else "learned_absolute",
         qk_layernorm="qwen3" in name,
         untie_embeddings_and_output_weights=llama or nemotron,
         hidden_dropout=0.0,

@@ -102,6 +102,12 @@ class Step:
         return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak)
 
     @property
+    def idle(self) -> float:
+        """Share of the passes in which the busiest rank of the pipeline waits, for others or for messages."""
+        busy = max((self._busy(rank) for rank in range(self.layout.ranks)), key=lambda each: each.total)
+        return 1 - (busy.total - busy.pipeline) / max(self._ends())
+
+    @property
     def bound(self) -> float:
         """Seconds that the step takes at least, without a simulation."""
         busy = [self._busy(rank).total for rank in range(self.layout.ranks)]

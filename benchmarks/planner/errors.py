@@ -1,0 +1,82 @@
+"""Errors and intervals of predictions of published runs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from benchmarks.planner.fit import Fit
+from benchmarks.planner.programs import PROGRAMS
+from benchmarks.planner.published import Run
+
+_COVERED = 0.9
+_FEW = 20
+"""Runs of a program below which its interval is that of all programs."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Run with the seconds that a fit without its source predicts."""
+
+    run: Run
+    seconds: float
+
+    @property
+    def log(self) -> float:
+        """Logarithm of predicted to measured seconds."""
+        return math.log(self.seconds / (self.run.seconds or math.nan))
+
+    @property
+    def error(self) -> float:
+        """Error as a share of the measured seconds, with its sign."""
+        return math.exp(self.log) - 1
+
+
+def predictions(fit: Fit) -> list[Prediction]:
+    """Return the predictions of all runs but those that are kept for the number of a program."""
+    by_number = {run.number: run for run in fit.runs}
+    found: dict[int, float] = {}
+    for source in dict.fromkeys(run.source for run in fit.runs):
+        found |= fit.without(source)
+    return [Prediction(by_number[number], seconds) for number, seconds in sorted(found.items())]
+
+
+def mean_error(found: Iterable[Prediction]) -> float:
+    """Return the mean absolute error."""
+    return fmean(abs(each.error) for each in found)
+
+
+def of_lineage(found: Iterable[Prediction]) -> list[Prediction]:
+    """Return the predictions of Megatron-LM and of what was made from it."""
+    return [each for each in found if PROGRAMS[each.run.program].lineage]
+
+
+def widths(found: Sequence[Prediction]) -> dict[str, float]:
+    """Return the factor of each program that the measured seconds are within nine times of ten; "" for all."""
+    by_program = defaultdict(list)
+    for each in found:
+        by_program[each.run.program].append(abs(each.log))
+        by_program[""].append(abs(each.log))
+    return {
+        program: math.exp(_quantile(logs, _COVERED))
+        for program, logs in by_program.items()
+        if len(logs) >= _FEW or not program
+    }
+
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    """Return the value that this share of as many others will not exceed (split conformal prediction)."""
+    ordered = sorted(values)
+    return ordered[min(math.ceil((len(ordered) + 1) * share), len(ordered)) - 1]
+
+
+def covered(found: Sequence[Prediction]) -> float:
+    """Return the share of runs within the interval that the runs of other sources give."""
+    inside = []
+    for source in {each.run.source for each in found}:
+        width = math.log(widths([each for each in found if each.run.source != source])[""])
+        inside += [abs(each.log) <= width for each in found if each.run.source == source]
+    return fmean(inside)
