@@ -91,7 +91,7 @@ CONSTANTS = (
         ("H100-SXM", "H100-96GB"),
         efficiency=(0.75, 0.1),
         half=(150, 0.5),
-        attention__flash_2=(0.36, 0.3),
+        attention__flash_2=(0.36, 0.1),
         attention__cudnn=(0.55, 0.2),
         attention__triton=(0.2, 0.3),
         share=(0.8, 0.15),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megalite.config import RunConfig
 from megalite.config.pipeline_layout import StageLayers, schedule_name, shape, stage_layers, virtual_stages
@@ -226,7 +227,13 @@ class Step:
 
     def orders(self, micro_batches: int, group: int | None) -> list[list[Action]]:
         """Return the order of each rank."""
-        return orders_of(SCHEDULES[self.schedule], self.layout, micro_batches, group)
+        return _orders(self.schedule, self.layout, micro_batches, group)
+
+
+@lru_cache(maxsize=64)
+def _orders(schedule: str, layout: Stages, micro_batches: int, group: int | None) -> list[list[Action]]:
+    """Return the order of each rank; many layouts have the same."""
+    return orders_of(SCHEDULES[schedule], layout, micro_batches, group)
 
 
 def shares(cost: Cost) -> Mapping[str, float]:
