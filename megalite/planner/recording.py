@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.parallel.mesh import Traffic
 from megalite.planner.records import Message, MessageKind, Operation, OperationKind, Work
+from megalite_kernels.implementation import on_gpu
 from megalite_kernels.launch import recorded_launches
 
 BLOCK = 512
@@ -115,6 +116,8 @@ class Recorder(TorchDispatchMode):
             self.waits[_place()] += 1
             return value
         result = func(*args, **kwargs)
+        for tensor in on_device:  # made by torch.tensor, of which no operator tells
+            self._keep(tensor)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
         if not made and not on_device:
             return result
@@ -142,7 +145,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         tensors = list(tensors)
         size = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-        dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.int64)
+        inputs = tensors[1:] if kind == "product" and len(tensors) > 3 else tensors  # without what is added to
+        dtype = next((each.dtype for each in inputs if each.is_floating_point()), torch.int64)
         operation = Operation(name, kind, shape, flops, size, str(dtype).removeprefix("torch."))
         self._phase().operations[operation] += 1
 
@@ -216,7 +220,7 @@ def value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 class _FlashAttention(TorchFunctionMode):
-    """Attention by the operator that a GPU runs. On the meta device, torch would take plain products instead."""
+    """Attention by the flash operator of a device. On the meta device, torch would take plain products instead."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -228,7 +232,7 @@ class _FlashAttention(TorchFunctionMode):
 
 
 def takes_flash(query: Tensor, options: Mapping[str, Any]) -> bool:
-    """Tell whether a GPU computes such an attention by torch's flash operator."""
+    """Tell whether such an attention runs by torch's flash operator, where the meta device stands for another."""
     return query.is_meta and options.get("attn_mask") is None
 
 
@@ -244,9 +248,14 @@ def flash_attention(
     **_: Any,
 ) -> Tensor:
     """Compute scaled_dot_product_attention by torch's flash operator."""
-    operator = torch.ops.aten._scaled_dot_product_flash_attention
-    found: Tensor = operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    return found
+    operators = torch.ops.aten
+    if on_gpu(query):
+        found = operators._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        operator = operators._scaled_dot_product_flash_attention_for_cpu
+        found = operator(query, key, value, dropout_p, is_causal, scale=scale)
+    output: Tensor = found[0]
+    return output
 
 
 def _counted(
