@@ -26,8 +26,8 @@ _CAST_BYTES = 4
 gradient of its output. The product for the gradient of a weight takes both as they are, and weights are cast rarely."""
 _SHORT, _LONG = 2, 4
 _LAUNCHES_OF_MESSAGE, _LAUNCHES_AFTER_WAIT = 1.5, 10
-"""What the host does for a message, per doubling of the ranks that may be late, and what it prepares before the device
-goes on after a wait, in launches."""
+"""Work of the host for a message, per doubling of the ranks that may be late, and before the device goes on after a
+wait, in launches."""
 CONTENTION = 0.2
 """Share of the time of a hidden message that computation loses, since both need the device."""
 

@@ -1,4 +1,4 @@
-"""What data-parallel ranks exchange in a step, how much of it computation hides, and the update of the weights."""
+"""Messages of data-parallel ranks in a step, how much of them computation hides, and the update of the weights."""
 
 from __future__ import annotations
 

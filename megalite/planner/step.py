@@ -46,7 +46,7 @@ class StepTime:
 
     seconds: float
     cost: Cost
-    """What takes them, on the pipeline rank that ends last."""
+    """Breakdown of them, on the pipeline rank that ends last."""
     stages: tuple[StageTime, ...]
     tokens_per_second: float
     """Per GPU."""
