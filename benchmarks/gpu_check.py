@@ -6,9 +6,10 @@ Parts, the most telling first: every kernel against float64; attention in blocks
 ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
 parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of one's
 own against the CPU; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels
-beside their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is
-measured is written as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left
-out: --only takes the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
+beside their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's; time and
+memory of one rank of published layouts. What is measured is written as it comes, to
+benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes the parts one by
+one. Fails where numbers are wrong; a rival or a variant that fails is a note.
 `--device cpu` tries the parts that can be tried without a GPU.
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_own_model, kernels
+from benchmarks import gpu_as_rank, gpu_own_model, kernels
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
 from benchmarks.gpu_experts import (
     ALLOWED,
@@ -194,6 +195,14 @@ def check_own_model(report: Report) -> None:
         report.fail("own model: log-probabilities")
 
 
+def check_as_rank(report: Report) -> None:
+    """Time and memory of one rank of published layouts. One that fails is wrong: each fits an 80 GB GPU."""
+    for row in gpu_as_rank.measure(gpu_as_rank.LAYOUTS if report.gpu else gpu_as_rank.SMALL, report.deadline):
+        report.tell("as rank", row, _words(row))
+        if "failed" in row:
+            report.fail(f"as rank: {row['name']}")
+
+
 PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
     "operations": check_operations,
@@ -204,6 +213,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "benchmark": check_benchmark,
     "resume": check_resume,
     "layouts": check_layouts,
+    "as-rank": check_as_rank,
 }
 OPTIONAL = ("training", "benchmark")
 """What is no number that could be wrong: where it cannot run is a note."""

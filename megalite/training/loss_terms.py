@@ -68,7 +68,7 @@ def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -
 def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
     """Return the sum of each term over the ranks, including the stages of the pipeline.
 
-    A rank may lack a term. Raises MegaliteError if no rank has a sum of it.
+    A rank may lack a term. Raises MegaliteError if no rank has a sum of it, unless the others have no processes.
     """
     # A missing sum is -0.0, and `+ 0.0` turns a present -0.0 into 0.0. A total is then -0.0 only if all ranks lack it.
     sums = _totals(
@@ -77,7 +77,8 @@ def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> 
         mesh,
         over_stages=True,
     )
-    if missing := [name for name, total in sums.items() if total == 0.0 and math.copysign(1.0, total) < 0.0]:
+    missing = [name for name, total in sums.items() if total == 0.0 and math.copysign(1.0, total) < 0.0]
+    if missing and mesh.is_connected:  # otherwise another stage would have returned it
         raise MegaliteError(
             f"no stage returned the term of the loss that is declared as {missing[0]}: have a layer or the head return "
             "its sum, or take it out of `loss_terms`"

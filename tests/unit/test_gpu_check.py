@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_context, gpu_experts, gpu_own_model, gpu_training
+from benchmarks import gpu_as_rank, gpu_check, gpu_context, gpu_experts, gpu_own_model, gpu_training
+from benchmarks.gpu_as_rank import Published
 from benchmarks.gpu_check import Report
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
 
 RUN = ["--device", "cpu", "--results"]
 
@@ -192,3 +195,26 @@ def test_layouts_of_several_gpus_include_context_parallelism() -> None:
     for family in gpu_training.FAMILIES:
         assert {"CP 2 p2p", "CP 2 a2a"} <= dict(gpu_training.layouts(4, family)).keys()
         assert not any("--cp" in flags for _, flags in gpu_training.layouts(1, family))
+
+
+def test_ranks_of_layouts_run_alone_on_a_cpu_and_a_failure_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small = gpu_as_rank.SMALL["small"]
+    broken = Published(3, small.flags)
+    monkeypatch.setattr(gpu_as_rank, "SMALL", {"small": small, "broken": broken})
+    code, found = run(monkeypatch, tmp_path, {"as-rank": gpu_check.check_as_rank})
+    assert code == 1
+    right, failed = found["as rank"]
+    assert right["rank"] == "0 of 8"
+    assert right["step"].endswith(")")
+    assert "GiB at the peak" in right["memory"]
+    assert failed["failed"]
+    assert found["wrong"] == ["as rank: broken"]
+
+
+@pytest.mark.parametrize("name", gpu_as_rank.LAYOUTS)
+def test_published_layouts_are_valid(name: str) -> None:
+    layout = gpu_as_rank.LAYOUTS[name]
+    flags = f"{gpu_as_rank.COMMON} {layout.flags}".split()
+    resolve(parse_arguments(flags, lambda *_: {}).config, layout.ranks)
