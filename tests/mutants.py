@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("megalite", "kernels", "tests", "tools", "examples", "pretrain_gpt.py", "pyproject.toml")
+COPIED = ("megalite", "kernels", "tests", "benchmarks", "tools", "examples", "pretrain_gpt.py", "pyproject.toml")
 COST = {"unit": 1, "kernels": 2, "distributed": 2, "kubernetes": 2, "end_to_end": 8}
 """Approximate cost of a test, by its folder."""
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
