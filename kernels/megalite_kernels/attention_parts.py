@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from megalite_kernels.attention import Kept, attention_with_lse
+from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 
 PartMask = Literal["all", "causal"] | Tensor | BlockMask
@@ -103,11 +104,10 @@ def takes_flash(query: Tensor, mask: PartMask, cap: float | None, kept: Kept | N
     """Tell if one of torch's flash operators computes such a part."""
     if cap is not None or kept is not None or isinstance(mask, BlockMask):
         return False
-    if query.device.type == "cpu":
+    if not on_gpu(query):
         return True
     width, narrow = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    on_gpu = query.is_cuda or query.is_meta  # the meta device stands for a GPU
-    return on_gpu and narrow and not isinstance(mask, Tensor) and width % 8 == 0 and width <= 256
+    return narrow and not isinstance(mask, Tensor) and width % 8 == 0 and width <= 256
 
 
 def _additive(mask: PartMask, query: Tensor) -> Tensor | None:

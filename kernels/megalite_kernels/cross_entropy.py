@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 
 CPU_CHUNK_ELEMENTS = 1 << 18
 """Logits per chunk on the CPU: few enough to stay in the cache between passes."""
@@ -109,7 +109,7 @@ def _capped(logits: Tensor, options: LossOptions) -> Tensor:
 def _chunks(logits: Tensor) -> list[slice]:
     """Cut the tokens into the slices that are processed one at a time."""
     tokens, width = logits.shape
-    step = max(CPU_CHUNK_ELEMENTS // width if logits.device.type == "cpu" else tokens, 1)
+    step = max(tokens if on_gpu(logits) else CPU_CHUNK_ELEMENTS // width, 1)
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 

@@ -100,6 +100,13 @@ class Kernels:
         return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
+def on_gpu(tensor: Tensor) -> bool:
+    """Tell whether operations on a tensor are those of a GPU. The meta device stands for one if Triton is chosen, and
+    otherwise for a CPU.
+    """
+    return tensor.is_cuda or (tensor.is_meta and _current.choice == "triton")
+
+
 def is_installed() -> bool:
     """Tell whether Triton is installed."""
     return _INSTALLED

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite_kernels.implementation import on_gpu
+
 
 def silu_gradient_into(place: Tensor, gradient: Tensor, input: Tensor) -> None:
     """Write the gradient of silu(input) into `place`, which may be a view of a part of a larger tensor."""
@@ -48,7 +50,7 @@ def flash_attention(
         causal: query i sees the keys up to i.
     """
     operators: Any = torch.ops.aten
-    if not query.is_cpu:
+    if on_gpu(query):
         found = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     else:
         operator = operators._scaled_dot_product_flash_attention_for_cpu
@@ -70,7 +72,7 @@ def flash_attention_gradients(
     """Return the gradients of query, key and value. Output and log-sum-exp may be those over more keys than these."""
     operators: Any = torch.ops.aten
     given = (gradient, query, key, value, output, lse)
-    if not query.is_cpu:
+    if on_gpu(query):
         state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout's generator, which is not used
         lengths = None, None, query.shape[2], key.shape[2]
         operator = operators._scaled_dot_product_flash_attention_backward

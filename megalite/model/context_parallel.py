@@ -172,7 +172,8 @@ class ContextParallelCore:
             for heads_of, needed in zip(own, self._groups_of, strict=True)
         ]
         """The rows of queries, keys and values, one after the other, that each rank gets when heads are exchanged."""
-        self._order = torch.tensor([row for rows in self._sent for row in rows], device=mesh.device)
+        order = [row for rows in self._sent for row in rows] if self.head_exchange.size > 1 else []
+        self._order = torch.tensor(order, dtype=torch.int64, device=mesh.device)
 
     @property
     def inside(self) -> list[Inside]:

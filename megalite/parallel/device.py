@@ -9,6 +9,8 @@ import weakref
 
 import torch
 
+from megalite_kernels.implementation import on_gpu
+
 
 def local_device(local_rank: int) -> torch.device:
     """Return the device of the process with this local rank: a CUDA or ROCm device, or the CPU."""
@@ -41,11 +43,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def adds_products_in(target: torch.Tensor) -> bool:
-    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary.
-
-    The meta device stands for a GPU.
-    """
-    return target.device.type in ("cuda", "meta") and torch.version.hip is None and target.dtype == torch.float32
+    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary."""
+    return on_gpu(target) and torch.version.hip is None and target.dtype == torch.float32
 
 
 def make_deterministic(enabled: bool) -> None:

@@ -21,6 +21,7 @@ from megalite.parallel.cross_entropy import over_ranks
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, accumulate_grad, is_deferred
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
+from megalite_kernels.implementation import on_gpu
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
 """On a GPU: the most logits per chunk, and the fewest tokens per chunk. Fewer tokens do not keep a GPU busy."""
@@ -160,8 +161,8 @@ def _whole(hidden: Tensor, split_over: Group | None) -> Tensor:
 def _logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of the tokens with their logits [tokens in chunk, columns]. All chunks use the same memory."""
     tokens, width = hidden.shape[0], weight.shape[0]
-    on_cpu = hidden.device.type == "cpu"
-    elements, least = (CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS) if on_cpu else (CHUNK_ELEMENTS, CHUNK_TOKENS)
+    on_cpu = CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS
+    elements, least = (CHUNK_ELEMENTS, CHUNK_TOKENS) if on_gpu(hidden) else on_cpu
     step = min(max(elements // width, least), tokens)
     place = hidden.new_empty(step, width)
     for start in range(0, tokens, max(step, 1)):
