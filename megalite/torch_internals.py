@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 Made = TypeVar("Made", bound=Tensor)
 _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo; of NCCL, if torch is built with it
@@ -101,9 +103,22 @@ def make_subclass(kind: type[Made], data: Tensor) -> Made:
     return torch.Tensor._make_subclass(kind, data, True)
 
 
-def storage_identity(tensor: Tensor) -> int:
+def storage_identity(of: Tensor | torch.UntypedStorage) -> int:
     """Return an identifier of a tensor's storage. It also works on the meta device, where there are no addresses."""
-    return tensor.untyped_storage()._cdata
+    return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+
+
+def flash_operator(*, of_gpu: bool) -> Callable[..., Sequence[Any]]:
+    """Return torch's operator of flash attention, whose first result is the output."""
+    operators = torch.ops.aten
+    if of_gpu:
+        return operators._scaled_dot_product_flash_attention
+    return operators._scaled_dot_product_flash_attention_for_cpu
+
+
+def argument_names(operator: str) -> list[str]:
+    """Return the names of the arguments of an operator of torch, in order."""
+    return [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments]
 
 
 def record_memory(entries: int, out_of_memory: Callable[[int, int, int, int], None]) -> None:

@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank holds, sends and computes in one step.
+    """Figures of what one rank holds, sends and computes in one step.
 
     Attributes:
         coordinates: place of the rank on each axis of the mesh.

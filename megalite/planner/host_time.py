@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.planner.recording import flash_attention, takes_flash, value_on_host
+from megalite.torch_internals import TorchDispatchMode
 from megalite_kernels.launch import recorded_launches
 
 _ASKING = ("item", "tolist", "cpu", "nonzero", "__bool__", "__float__", "__int__")

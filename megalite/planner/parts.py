@@ -33,10 +33,10 @@ class Parts:
     """Records of the parts of a network on one rank, in one layout."""
 
     stage: PartRecord
-    """What a stage with layers does and holds beside its layers, its input among it."""
+    """Record of what a stage with layers does and holds beside its layers, its input among it."""
     embedding: PartRecord
     layers: tuple[PartRecord, ...]
-    """For each layer of the network; equal layers have the same record."""
+    """Record of each layer of the network; equal layers have the same one."""
     head: PartRecord
     """The final norm, the output layer and the loss."""
 

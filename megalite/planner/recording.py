@@ -19,11 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megalite.parallel.mesh import Traffic
 from megalite.planner.records import Message, MessageKind, Operation, OperationKind, Work
+from megalite.torch_internals import (
+    TorchDispatchMode,
+    argument_names,
+    flash_operator,
+    storage_identity,
+    tree_leaves,
+)
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.launch import recorded_launches
 
@@ -155,7 +160,7 @@ class Recorder(TorchDispatchMode):
     def _keep(self, tensor: Tensor) -> None:
         """Count the storage of a tensor until it is freed."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_identity(storage)
         if key not in self._storages and (size := storage.nbytes()):
             self._storages[key] = weakref.ref(storage, partial(self._free, key))
             self._count(key, size)
@@ -165,8 +170,8 @@ class Recorder(TorchDispatchMode):
         self._count(key, 0)
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._storages:
-            self._count(storage._cdata, storage.nbytes())
+        if (key := storage_identity(storage)) in self._storages:
+            self._count(key, storage.nbytes())
 
     def _count(self, key: int, size: int) -> None:
         before = self._sizes.pop(key, 0)
@@ -248,13 +253,8 @@ def flash_attention(
     **_: Any,
 ) -> Tensor:
     """Compute scaled_dot_product_attention by torch's flash operator."""
-    operators = torch.ops.aten
-    if on_gpu(query):
-        found = operators._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
-    else:
-        operator = operators._scaled_dot_product_flash_attention_for_cpu
-        found = operator(query, key, value, dropout_p, is_causal, scale=scale)
-    output: Tensor = found[0]
+    operator = flash_operator(of_gpu=on_gpu(query))
+    output: Tensor = operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return output
 
 
@@ -281,8 +281,7 @@ def _counted(
 
 
 def _is_causal(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    schema = getattr(torch.ops.aten, name).default._schema.arguments
-    number = next(index for index, each in enumerate(schema) if each.name == "is_causal")
+    number = argument_names(name).index("is_causal")
     return bool(args[number] if number < len(args) else kwargs.get("is_causal", False))
 
 

@@ -17,7 +17,7 @@ class Operation(NamedTuple):
     """Name of torch's operator or of megalite's kernel, for example "mm"."""
     kind: OperationKind
     shape: tuple[int, int, int, int]
-    """Of a product: batch, M, N and K. Of attention: batch * heads, queries, keys and head width. Otherwise zeros."""
+    """Sizes: batch, M, N and K of a product; batch * heads, queries, keys and head width of attention; else zeros."""
     flops: int
     """Floating-point operations, of products and attention only. Causal attention counts half of the score matrix."""
     bytes: int
@@ -68,11 +68,11 @@ class Work:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What one part of a stage (the embedding, a layer, the head) does with a micro-batch, and holds."""
+    """Record of what a part of a stage (the embedding, a layer, the head) does with a micro-batch, and holds."""
 
     forward: Work
     backward: Work
-    """With what is recomputed."""
+    """Work of backward, that of a recomputation included."""
     kept: int
     """Bytes that forward keeps for backward."""
     forward_peak: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,15 @@ def test_storages_are_told_apart() -> None:
         one, other = torch.zeros(4, device=device), torch.zeros(4, device=device)
         assert internals.storage_identity(one) == internals.storage_identity(one[2:]), VERSION
         assert internals.storage_identity(one) != internals.storage_identity(other), VERSION
+        assert internals.storage_identity(one) == internals.storage_identity(one.untyped_storage()), VERSION
+
+
+@pytest.mark.parametrize("of_gpu", [True, False])
+def test_the_operator_of_flash_attention_has_these_arguments(of_gpu: bool) -> None:
+    operator: Any = internals.flash_operator(of_gpu=of_gpu)
+    names = internals.argument_names(str(operator).removeprefix("aten."))
+    assert names[:5] == ["query", "key", "value", "dropout_p", "is_causal"], VERSION
+    assert "scale" in names, VERSION
 
 
 def test_formats_have_the_names_that_files_hold() -> None:
