@@ -29,11 +29,11 @@ class RankMemory:
     gradients: float
     optimizer: float
     activations: float
-    """What the micro-batches in flight keep from forward to backward."""
+    """Tensors that the micro-batches in flight keep from forward to backward."""
     transient: float
     """Tensors of a pass that nothing keeps, and gathered weights and gradients under ZeRO 2 and 3."""
     reserved: float
-    """What the GPU's driver and the communication library take."""
+    """Memory that the GPU's driver and the communication library take."""
 
     @property
     def total(self) -> float:
