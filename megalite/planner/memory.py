@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.planner.parts import Parts
-from megalite.planner.records import PartRecord
+from megalite.planner.records import PartRecord, Work
 from megalite.training.builder import model_dtype
 
 _WEIGHTS = ParameterGroup(weight_decay=True, is_embedding_or_output=False, matrices=True)
@@ -31,7 +31,7 @@ class RankMemory:
     activations: float
     """Tensors that the micro-batches in flight keep from forward to backward."""
     transient: float
-    """Tensors of a pass that nothing keeps, and gathered weights and gradients under ZeRO 2 and 3."""
+    """Tensors of a pass that nothing keeps, and whole weights and gradients under ZeRO 2 and 3."""
     reserved: float
     """Memory that the GPU's driver and the communication library take."""
 
@@ -83,13 +83,14 @@ def memory_of_ranks(
         chunks = [_parts_of(all_layers[stage], parts) for stage in stages.of_rank(rank)]
         kept = [sum(part.kept for part in chunk) for chunk in chunks]
         held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
+        held += _counted_twice(config, world_size, element, [all_layers[stage] for stage in stages.of_rank(rank)])
         found.append(
             RankMemory(
                 held.parameters,
                 held.gradients,
                 held.optimizer,
                 peak_in_flight(order, kept),
-                max(map(_transient, chunks)) + _unsharded(chunks, config, element),
+                max(_transient(chunk, config, element) for chunk in chunks),
                 reserved,
             )
         )
@@ -103,25 +104,41 @@ def _parts_of(stage: StageLayers, parts: Parts) -> list[PartRecord]:
     return [*[parts.embedding] * stage.embedding, *extra, *layers, *[parts.head] * stage.loss]
 
 
-def _transient(chunk: Sequence[PartRecord]) -> float:
+def _counted_twice(config: RunConfig, world_size: int, element: Element, chunks: Sequence[StageLayers]) -> _State:
+    """Return, as negative bytes, what the records of both embedding and head have if they share one weight.
+
+    Each use keeps a sum of gradients of its own, unless these are sharded.
+    """
+    both = any(chunk.embedding for chunk in chunks) and any(chunk.loss for chunk in chunks)
+    if config.model.untie_embeddings_and_output_weights or not both:
+        return _State()
+    tensor = config.parallel.tensor_model_parallel_size
+    word = -(config.model.padded_vocab_size(tensor) // tensor) * config.model.hidden_size
+    found = _State.of(PartRecord(Work(), Work(), 0, 0, 0, word), config, world_size, element)
+    return found if config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
+
+
+def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element) -> float:
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
-    Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept.
+    Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
+    ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
+    before are still being reduced, and the weights of the next one already gathered.
     """
-    most, freed = 0, 0
-    for part in reversed(chunk):
-        most = max(most, part.backward_peak - freed, part.forward_peak - part.kept - freed)
+    stage, parallel = config.parallel.zero_stage, config.parallel
+    gradient = element.gradient if stage >= 2 else 0.0
+    parameter = element.parameter if stage == 3 else 0.0
+    sizes = [part.parameters + part.expert_parameters for part in chunk]
+    most, freed = 0.0, 0
+    for index in reversed(range(len(chunk))):
+        part, whole = chunk[index], sizes[index] * (gradient + parameter)
+        if parallel.overlap_grad_reduce and index + 1 < len(chunk):
+            whole += sizes[index + 1] * gradient
+        if parallel.overlap_param_gather and index:
+            whole += sizes[index - 1] * parameter
+        most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
         freed += part.kept
     return most
-
-
-def _unsharded(chunks: Sequence[Sequence[PartRecord]], config: RunConfig, element: Element) -> float:
-    """Return the bytes of the blocks whose weights or gradients are whole at one time under ZeRO 2 and 3."""
-    stage = config.parallel.zero_stage
-    if stage < 2:
-        return 0.0
-    sizes = sorted(part.parameters + part.expert_parameters for chunk in chunks for part in chunk)[-2:]
-    return sum(sizes) * (element.gradient + (element.parameter if stage == 3 else 0.0))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""Memory of layouts from the records of parts, against dry runs of the whole rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config.parse import parse_arguments
+from megalite.config.pipeline_layout import schedule_name, shape, virtual_stages
+from megalite.config.validate import resolve
+from megalite.pipeline.schedules import SCHEDULES, orders_of
+from megalite.pipeline.stages import Stages
+from megalite.planner.dry_run import dry_run, gpu_kernels
+from megalite.planner.memory import memory_of_ranks
+from megalite.planner.parts import part_records
+from megalite.training.data import known_vocabulary
+
+FLAGS = """--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816 --seq-length 2048
+--max-position-embeddings 2048 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+--vocab-size 32000 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 128 --bf16 --lr 1
+--train-iters 1 --hidden-dropout 0 --attention-dropout 0"""
+LAYOUTS = [
+    "--tp 2 --sequence-parallel --use-distributed-optimizer",
+    "--data-parallel-sharding-strategy optim_grads_params --untie-embeddings-and-output-weights",
+    "--data-parallel-sharding-strategy optim_grads --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "--pp 4 --num-virtual-stages-per-pipeline-rank 2 --tp 2 --overlap-grad-reduce --use-distributed-optimizer",
+    "--pp 4 --pipeline-schedule zb-h1 --use-distributed-optimizer",
+    "--pp 4 --pipeline-schedule zb-v --recompute-activations",
+    "--cp 4 --tp 2 --use-distributed-optimizer",
+    "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
+]
+RANKS = 32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_that_of_a_dry_run(layout: str) -> None:
+    """Kept memory is the same. Transient memory is that of the largest part, so the peak may differ by some percent."""
+    config = resolve(parse_arguments(f"{FLAGS} {layout}".split()).config, RANKS)
+    config = replace(config, model=replace(config.model, vocab_size=known_vocabulary(config)[0]))
+    with gpu_kernels(config.kernels):
+        parts = part_records(config)
+    parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
+    stages = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)
+    batch = config.training.global_batch_size or 0
+    micro_batches = batch // (config.training.micro_batch_size * parallel.data_parallel_size(RANKS))
+    orders = orders_of(SCHEDULES[schedule_name(chunks, parallel)], stages, micro_batches, None)
+    found = memory_of_ranks(config, RANKS, parts, orders)
+    for stage in {0, stages.ranks - 1}:
+        wanted = dry_run(config, RANKS, stage * (RANKS // stages.ranks))
+        memory = found[stage]
+        for kind in ("parameters", "gradients", "optimizer"):
+            size = getattr(wanted.memory, kind)
+            assert getattr(memory, kind) == pytest.approx(size, rel=2e-3), kind  # but for the padding of shards
+        assert memory.activations == pytest.approx(
+            wanted.memory.activations, rel=5e-3
+        )  # but for a few numbers per token
+        assert memory.total == pytest.approx(wanted.peak, rel=0.08)
