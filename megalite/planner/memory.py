@@ -83,14 +83,15 @@ def memory_of_ranks(
         chunks = [_parts_of(all_layers[stage], parts) for stage in stages.of_rank(rank)]
         kept = [sum(part.kept for part in chunk) for chunk in chunks]
         held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
-        held += _counted_twice(config, world_size, element, [all_layers[stage] for stage in stages.of_rank(rank)])
+        shared = _shared_elements(config, [all_layers[stage] for stage in stages.of_rank(rank)])
+        held += _counted_twice(config, world_size, element, shared)
         found.append(
             RankMemory(
                 held.parameters,
                 held.gradients,
                 held.optimizer,
                 peak_in_flight(order, kept),
-                max(_transient(chunk, config, element) for chunk in chunks),
+                max(_transient(chunk, config, element, shared) for chunk in chunks),
                 reserved,
             )
         )
@@ -104,26 +105,31 @@ def _parts_of(stage: StageLayers, parts: Parts) -> list[PartRecord]:
     return [*[parts.embedding] * stage.embedding, *extra, *layers, *[parts.head] * stage.loss]
 
 
-def _counted_twice(config: RunConfig, world_size: int, element: Element, chunks: Sequence[StageLayers]) -> _State:
+def _shared_elements(config: RunConfig, chunks: Sequence[StageLayers]) -> int:
+    """Return the elements of a weight that is both embedding and output layer of a rank with these stages."""
+    both = any(chunk.embedding for chunk in chunks) and any(chunk.loss for chunk in chunks)
+    if config.model.untie_embeddings_and_output_weights or not both:
+        return 0
+    tensor = config.parallel.tensor_model_parallel_size
+    return config.model.padded_vocab_size(tensor) // tensor * config.model.hidden_size
+
+
+def _counted_twice(config: RunConfig, world_size: int, element: Element, shared: int) -> _State:
     """Return, as negative bytes, what the records of both embedding and head have if they share one weight.
 
     Each use keeps a sum of gradients of its own, unless these are sharded.
     """
-    both = any(chunk.embedding for chunk in chunks) and any(chunk.loss for chunk in chunks)
-    if config.model.untie_embeddings_and_output_weights or not both:
-        return _State()
-    tensor = config.parallel.tensor_model_parallel_size
-    word = -(config.model.padded_vocab_size(tensor) // tensor) * config.model.hidden_size
-    found = _State.of(PartRecord(Work(), Work(), 0, 0, 0, word), config, world_size, element)
+    found = _State.of(PartRecord(Work(), Work(), 0, 0, 0, -shared), config, world_size, element)
     return found if config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
 
 
-def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element) -> float:
+def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element, shared: int) -> float:
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
     Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
     ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
-    before are still being reduced, and the weights of the next one already gathered.
+    before are still being reduced, and the weights of the next one already gathered. Those of a weight that embedding
+    and head share, of `shared` elements, wait for both.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
     gradient = element.gradient if stage >= 2 else 0.0
@@ -132,8 +138,8 @@ def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element)
     most, freed = 0.0, 0
     for index in reversed(range(len(chunk))):
         part, whole = chunk[index], sizes[index] * (gradient + parameter)
-        if parallel.overlap_grad_reduce and index + 1 < len(chunk):
-            whole += sizes[index + 1] * gradient
+        if index + 1 < len(chunk):
+            whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, shared) * gradient
         if parallel.overlap_param_gather and index:
             whole += sizes[index - 1] * parameter
         most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
