@@ -128,8 +128,8 @@ def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element,
 
     Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
     ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
-    before are still being reduced, and the weights of the next one already gathered. Those of a weight that embedding
-    and head share, of `shared` elements, wait for both.
+    before are still being reduced, and the weights of the next one already gathered. A weight that embedding and
+    head share, of `shared` elements, has both sums of gradients until the embedding's has arrived.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
     gradient = element.gradient if stage >= 2 else 0.0
@@ -139,7 +139,9 @@ def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element,
     for index in reversed(range(len(chunk))):
         part, whole = chunk[index], sizes[index] * (gradient + parameter)
         if index + 1 < len(chunk):
-            whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, shared) * gradient
+            whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, 2 * shared) * gradient
+        else:
+            whole += shared * gradient
         if parallel.overlap_param_gather and index:
             whole += sizes[index - 1] * parameter
         most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
