@@ -150,6 +150,8 @@ class ParallelAttention(nn.Module):
     Context-parallel ranks gather keys and values: their tokens see those of the whole sample.
     """
 
+    context_parallel = True
+
     def __init__(
         self,
         context: ParallelContext,

@@ -26,7 +26,7 @@ class SyncBatchNorm(nn.Module):
     def __init__(
         self,
         num_features: int,
-        axes: Sequence[str] = ("dp",),
+        axes: Sequence[str] = ("dp", "cp"),
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
