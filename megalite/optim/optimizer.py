@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.errors import MegaliteError
 from megalite.optim import statistics
 from megalite.optim.accumulator import Collective
 from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
@@ -143,7 +144,16 @@ class Optimizer:
                 segment.settable.clear()
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect the gradients of this number of micro-batches."""
+        """Expect the gradients of this number of micro-batches.
+
+        Raises MegaliteError if a parameter that was frozen at the start needs a gradient now.
+        """
+        for slot in (slot for bucket in self.frozen for slot in bucket.slots):
+            if slot.parameter.requires_grad:
+                raise MegaliteError(
+                    f"{slot.parameter.sharding.name} was frozen when the run began, and requires a gradient now: set "
+                    "requires_grad before, or begin another run with these weights and load_optim=False"
+                )
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
         for tally in chain.from_iterable(self._tallies.values()):
