@@ -22,7 +22,7 @@ from megalite.data.sampler import micro_batch_samples
 from megalite.errors import DataError
 from megalite.process.signals import STOP_SIGNALS
 
-__all__ = ["AnyDatasetLoader", "Batch", "SampleSource", "check"]
+__all__ = ["AnyDatasetLoader", "Batch", "SampleSource", "check", "checksum_of_start"]
 
 PROBES = 4
 
@@ -248,9 +248,7 @@ def check(source: SampleSource, remembered: Mapping[str, Any]) -> tuple[str, ...
             "depend on it. Give the dataset of the saved run, or begin a new run with this one"
         )
     source.record_start(*remembered["epoch_start"])
-    # Read in a worker process here too, if one reads later: it may not be able to use what this process has opened.
-    probe = replace(source, collate=_checksum_of_first, num_workers=min(source.num_workers, 1))
-    with AnyDatasetLoader(probe, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1) as loader:
+    with _probe(source) as loader:
         for sample, saved in remembered["checksums"]:
             if loader.micro_batches(sample, 1)[0].values != saved:
                 return (
@@ -259,6 +257,20 @@ def check(source: SampleSource, remembered: Mapping[str, Any]) -> tuple[str, ...
                     "never read. A dataset with random numbers of a generator of its own causes this note too",
                 )
     return ()
+
+
+def checksum_of_start(source: SampleSource) -> int:
+    """Return the checksum of a dataset's first sample."""
+    with _probe(source) as loader:
+        checksum: int = loader.micro_batches(0, 1)[0].values
+    return checksum
+
+
+def _probe(source: SampleSource) -> AnyDatasetLoader:
+    """Return a loader of checksums of single samples, the same on every rank."""
+    # Read in a worker process here too, if one reads later: it may not be able to use what this process has opened.
+    probe = replace(source, collate=_checksum_of_first, num_workers=min(source.num_workers, 1))
+    return AnyDatasetLoader(probe, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1)
 
 
 def _prepare_worker(closing: Any, given: Callable[[int], None] | None, worker: int) -> None:

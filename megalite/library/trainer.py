@@ -36,8 +36,9 @@ from megalite.post_training.export import export_tensors
 from megalite.process.ending import at_exit
 from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
-from megalite.training.dataset_task import DatasetTask
+from megalite.training.dataset_task import DatasetTask, check_alike
 from megalite.training.display import Display
+from megalite.training.evaluation import evaluate
 from megalite.training.loop import TrainingLoop
 from megalite.training.metrics import StepMetrics
 from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
@@ -112,7 +113,8 @@ class Trainer(TokenMethods):
             valid_dataset: data of evaluations.
             collate: makes a batch from a list of samples; None: torch's, or that of the DataLoader.
             shuffle: read each epoch in another order; None: as the DataLoader does, otherwise False.
-            metrics: functions from outputs and a batch to a sum over samples, by name, for evaluations.
+            metrics: functions from outputs and a batch to a sum over samples, or to a sum and the number of its items,
+                by name, for evaluations.
             sequence_dims: dimensions of the fields of a batch that are sequences, by their names or, in a tuple, their
                 places. With `Layout(cp=...)`, the model, the loss and `count` get a rank's part of these fields.
             terms: terms of the loss that stages return themselves, in a `StageOutput`.
@@ -312,16 +314,18 @@ class Trainer(TokenMethods):
         if dataset is not None:
             seed, collate = self.config.training.seed, None if task.train is None else task.train.collate
             source = SampleSource.of(dataset, seed=seed, shuffle=False, collate=collate)
+            for note in check_alike("the dataset of the evaluation", source, self.mesh):
+                self._display().message(note)
         if source is None:
             raise ConfigurationError("there is nothing to evaluate: give Trainer(valid_dataset=...)")
         batches = self.config.training.eval_iters
         if dataset is not None:
             batches = evaluation_batches(source, trainer.evaluation_batch_size, batches)
         with trainer.sections(EVALUATION):
-            means = trainer.evaluate(loader=task.loader(source), batches=batches)
+            means = evaluate(trainer, loader=task.loader(source), batches=batches)
         assert means is not None
-        if note := trainer.empty_note():
-            self._display().message(note)
+        if empty := trainer.empty_terms.note():
+            self._display().message(empty)
         return dict(means)
 
     def save(self) -> None:

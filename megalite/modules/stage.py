@@ -30,6 +30,7 @@ from megalite.parallel.stage_module import StageModule
 
 Sums = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """Function from the last stage's output and the batch to a sum over its samples, or several by name."""
+Metrics = Callable[[Any, Any], "Mapping[str, Any]"]
 LOSS = "loss"
 """Name of a loss that is one tensor."""
 
@@ -49,6 +50,11 @@ def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
     return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight, count_axes=("dp",))
 
 
+def items_of(metric: str) -> str:
+    """Return the name under which a stage returns the number of items of a metric."""
+    return f"items of {metric}"
+
+
 class ModuleStage(StageModule):
     """A stage that runs a plain module, with the parameters of `give_records`."""
 
@@ -62,7 +68,7 @@ class ModuleStage(StageModule):
         count: int = 1,
         loss: Sums | None = None,
         loss_is_mean: bool = False,
-        metric: Sums | None = None,
+        metric: Metrics | None = None,
         terms: Sequence[LossTerm] | None = None,
         kept: KeptBuffers | None = None,
         uses: Mapping[str, int] | None = None,
@@ -78,7 +84,8 @@ class ModuleStage(StageModule):
             number: the number of the stage among `count`.
             loss: returns the sums of the terms of the loss, in the last stage.
             loss_is_mean: True if `loss` returns a mean over the samples instead. Context-parallel ranks are averaged.
-            metric: returns further sums, in evaluations only. Context-parallel ranks are averaged.
+            metric: returns further sums by name, in evaluations only, or pairs of a sum and the number of its items.
+                Those of samples alone are averaged over context-parallel ranks.
             terms: the terms of the loss; None for one that is a mean over samples.
             kept: the module's buffers.
             uses: the numbers of uses of tied weights (`give_records`).
@@ -94,11 +101,12 @@ class ModuleStage(StageModule):
         self.module, self.kept = module, kept
         self.plan, self.number, self.count = plan or StagePlan(), number, count
         self._loss, self._metric, self._seed = loss, metric, seed
-        self._loss_is_mean, self._dtype = loss_is_mean, dtype
+        self._loss_is_mean, self._dtype, self._device = loss_is_mean, dtype, mesh.device
         self._parts, self._part = mesh.size("cp"), mesh.coordinate("cp")  # of each sample
         self._terms = tuple(terms) if terms is not None else (mean_over_samples(),)
         self._shared = {name: (module.get_parameter(name), use) for name, use in (uses or {}).items()}
         self._one_block = one_block or not self.plan.blocks
+        self._in_evaluation = [part for part in module.modules() if not part.training]
         self._generators = list(dict.fromkeys((torch.default_generator, default_generator(mesh.device))))
         for part in module.modules():
             if callable(bind := getattr(part, "bind", None)):
@@ -119,6 +127,13 @@ class ModuleStage(StageModule):
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         return self._terms
+
+    def train(self, mode: bool = True) -> ModuleStage:
+        """Set the mode of all modules but those that were given in evaluation mode, which stay in it."""
+        super().train(mode)
+        for part in self._in_evaluation:
+            part.training = False
+        return self
 
     def blocks(self) -> list[nn.Module]:
         return [self.module] if self._one_block else [part for _, part in self.parts()]
@@ -167,8 +182,7 @@ class ModuleStage(StageModule):
                 found = {name: mean * samples for name, mean in found.items()}
             sums = add_sums(own, found)
             if self._metric is not None and not self.training:
-                of_samples = self._wide(self._metric(result, micro_batch.values))
-                sums = add_sums(sums, {name: value / self._parts for name, value in of_samples.items()})
+                sums = add_sums(sums, self._measured(result, micro_batch))
         return StageOutput({}, sums)
 
     def _passed_on(self, inputs: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -190,6 +204,22 @@ class ModuleStage(StageModule):
             # A view, so that what is passed through has an edge of its own in the graph.
             passed[spec.name] = tensor if tensor is not None else inputs[spec.name].view_as(inputs[spec.name])
         return passed
+
+    def _measured(self, result: Any, micro_batch: Samples) -> TermSums:
+        """Return the sum of each metric, and the number of items that it is over."""
+        assert self._metric is not None
+        found = dict[str, Tensor]()
+        for name, value in self._metric(result, micro_batch.values).items():
+            if not isinstance(value, tuple):  # context-parallel ranks have parts of the same samples
+                value = value / self._parts, len(micro_batch.sample_ids) / self._parts
+            if len(value) != 2 or any(isinstance(each, Tensor) and each.dim() for each in value):
+                raise MegaliteError(
+                    f"the metric {name} returned {_shapes(value)}: return a sum over the samples of the micro-batch, "
+                    "or a sum and the number of its items, in tensors without dimensions"
+                )
+            for each, number in zip((name, items_of(name)), value, strict=True):
+                found[each] = torch.as_tensor(number, dtype=torch.float64, device=self._device)
+        return found
 
     def _wide(self, sums: Tensor | TermSums) -> TermSums:
         """Return sums by name, in fp32 or wider. Raises MegaliteError if they are not scalars."""
@@ -279,6 +309,10 @@ def _recomputing(module: nn.Module, forward: Callable[..., Any], *by_position: A
             "or give recompute=[...] without it"
         )
     return output
+
+
+def _shapes(values: Sequence[Any]) -> str:
+    return ", ".join(f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else str(each) for each in values)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

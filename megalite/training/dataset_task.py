@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
-from megalite.data.any_dataset import AnyDatasetLoader, Batch, check
+from megalite.data.any_dataset import AnyDatasetLoader, Batch, check, checksum_of_start
 from megalite.data.sample_source import SampleSource
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import CheckpointError, ConfigurationError
@@ -54,8 +54,8 @@ class DatasetTask(Task):
         self, config: TaskConfig, mesh: ParallelMesh, train: SampleSource | None, valid: SampleSource | None
     ) -> None:
         assert config.training.global_batch_size is not None
-        for name, source in (("dataset", train), ("valid_dataset", valid)):
-            _require_equal(name, source, mesh)
+        given = (("dataset", train), ("valid_dataset", valid))
+        self._data_differ = [note for name, source in given for note in check_alike(name, source, mesh)]
         self.config, self.mesh, self.train, self.valid = config, mesh, train, valid
         self.dtype = builder.model_dtype(config)
         self.batch_size = GlobalBatchSize(config.training.global_batch_size)
@@ -148,7 +148,7 @@ class DatasetTask(Task):
     def notes(self) -> tuple[str, ...]:
         sources = [source for source in (self.train, self.valid) if source is not None]
         of_sources = dict.fromkeys(note for source in sources for note in source.notes)
-        return (*of_sources, *self._left_out(), *self._data_notes)
+        return (*of_sources, *self._data_differ, *self._left_out(), *self._data_notes)
 
     def _left_out(self) -> tuple[str, ...]:
         """Return a note if evaluations leave out samples that do not fill a batch of all ranks."""
@@ -191,8 +191,14 @@ class _NoData(AnyDatasetLoader):
         pass
 
 
-def _require_equal(name: str, source: SampleSource | None, mesh: ParallelMesh) -> None:
-    """Raise ConfigurationError on all ranks if their datasets differ in kind or length."""
+def check_alike(name: str, source: SampleSource | None, mesh: ParallelMesh) -> tuple[str, ...]:
+    """Compare the datasets of all ranks. Called by all ranks together.
+
+    Returns a note if the first sample is not the same on all of them.
+
+    Raises:
+        ConfigurationError: they differ in kind or length, or ranks that have parts of the same samples have others.
+    """
     own = None if source is None else [source.is_stream, source.length]
     for rank, other in enumerate(found := all_gather_json(own, mesh)):
         if other != found[0]:
@@ -201,3 +207,20 @@ def _require_equal(name: str, source: SampleSource | None, mesh: ParallelMesh) -
                 f"{name} has {lengths[0]} samples on rank 0 and {lengths[1]} on rank {rank}: give all ranks the whole "
                 "dataset, from which each takes its samples"
             )
+    if source is None or mesh.world_size == 1:
+        return ()
+    checksum = checksum_of_start(source)
+    starts = all_gather_json((mesh.coordinate("dp"), checksum), mesh)
+    wrong = [rank for rank, start in enumerate(starts) if start[1] != starts[0][1]]
+    if not wrong:
+        return ()
+    told = f"the first sample of {name} is another on rank {wrong[0]} than on rank 0"
+    if len({dp for dp, _ in starts}) != len({(dp, start) for dp, start in starts}):
+        raise ConfigurationError(
+            f"{told}, and ranks of a pipeline, or of tensor or context parallelism, need the same samples: seed what "
+            "makes the dataset alike on all ranks, and give each the whole of it"
+        )
+    return (
+        f"note: {told}. If ranks have parts of it, samples are lost: give each the whole dataset, which megalite "
+        "shares out. A dataset with random numbers of a generator of its own causes this note too",
+    )

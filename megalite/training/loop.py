@@ -21,6 +21,7 @@ from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
+from megalite.training.evaluation import evaluate
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
@@ -177,7 +178,7 @@ class TrainingLoop:
             return trainer.iteration < trainer.iterations and self._on_any_rank(self._told_to_stop())[0]
 
         with self.sections(EVALUATION):
-            means = trainer.evaluate(should_stop=stopped)
+            means = evaluate(trainer, should_stop=stopped)
         trainer.evaluation_left = means is None
         if means is not None:
             loss, others = self._shown("validation", means)
@@ -190,7 +191,7 @@ class TrainingLoop:
         trainer = self.trainer
         if trainer.task.has_test:
             with self.sections(EVALUATION):
-                means = trainer.evaluate(test=True)
+                means = evaluate(trainer, test=True)
             assert means is not None
             loss, others = self._shown("test", means)
             extra = {f"test_{name}": mean for name, mean in others.items()}
@@ -206,7 +207,7 @@ class TrainingLoop:
         return loss, others
 
     def _tell_empty(self) -> None:
-        note = self.trainer.empty_note()
+        note = self.trainer.empty_terms.note()
         if note is not None:
             self.display.message(note)
 

@@ -60,6 +60,11 @@ def counted(terms: Sequence[LossTerm], micro_batches: Iterable[Any], device: tor
     return counts
 
 
+def no_count(micro_batch: object) -> torch.Tensor:
+    """Return the count of a sum that is no mean."""
+    return torch.zeros(())
+
+
 def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
     """Return the sum of each term's counts over the ranks. A term that is missing in `own` counts as 0."""
     return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
@@ -99,6 +104,27 @@ def _totals(
             totals = collectives.all_reduce_(totals, mesh.group("pp"))
         found.update(zip(names, totals.tolist(), strict=True))
     return found
+
+
+class EmptyTerms:
+    """Terms that counted nothing in a step or an evaluation. Each is told once."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        self._told = 0  # the first ones of them
+
+    def add(self, counts: Totals) -> None:
+        self._found += [name for name, count in counts.items() if not count and name not in self._found]
+
+    def note(self) -> str | None:
+        """Return a note on the terms that have not been told, if there are any."""
+        found, self._told = self._found[self._told :], len(self._found)
+        if not found:
+            return None
+        return (
+            f"note: the count of {', '.join(found)} was 0 in a step or an evaluation: its mean is recorded as 0, and "
+            "it gives no gradients. This is said once: see what count=... returns, or the loss mask"
+        )
 
 
 def loss_multipliers(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from megalite.modules.buffers import KeptBuffers, Rule
 from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
-from megalite.modules.sequences import SequenceDims, check_mixes_no_tokens, own_part
+from megalite.modules.sequences import PlainAttentionWatch, SequenceDims, check_mixes_no_tokens, own_part
 from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
@@ -86,6 +87,7 @@ class ModuleTask(DatasetTask):
         plain = [each for each in options.stages if isinstance(each, nn.Module)]
         check_apart(plain)
         self._modules = self._build(mesh, plain)
+        self._in_evaluation = in_evaluation(self._modules)
         self._pristine = copies_on_meta(plain)  # for other ranks' stages; functions build theirs again
         self._example = self._first_batch()
         self._modules = self._into_stages(self._modules)
@@ -94,7 +96,7 @@ class ModuleTask(DatasetTask):
         self._plans = self._find_plans()
         self.terms, self._loss = self._declare_loss()
         self.loss_name = self.terms[0].name
-        self.evaluated = (*self.terms, *map(mean_over_samples, options.metrics))
+        self.evaluated, self.metrics = self.terms, tuple(options.metrics)
         self._set_values: Callable[[Parameter], None] | None = None
         self.aliases: dict[str, str] = {}
         """Further names of tied weights, each with the name in checkpoints."""
@@ -195,7 +197,8 @@ class ModuleTask(DatasetTask):
             return [StagePlan()]
         values = None if self._example is None else in_dtype(self._example.values, self.dtype)
         try:
-            return find_messages(self._modules, values, self.options.messages)
+            with PlainAttentionWatch() if self.mesh.size("cp") > 1 else nullcontext():
+                return find_messages(self._modules, values, self.options.messages)
         except NotOnMetaError:
             if len(self._modules) > 1:
                 raise
@@ -300,7 +303,7 @@ class ModuleTask(DatasetTask):
         own = tuple(LossTerm(name, _counted(count, name)) for name in names)
         return (*own, *self.options.terms), _with_terms(loss, names)
 
-    def _metric(self, outputs: Any, values: Any) -> dict[str, Tensor]:
+    def _metric(self, outputs: Any, values: Any) -> dict[str, Any]:
         return {name: function(outputs, values) for name, function in self.options.metrics.items()}
 
     # ------------------------------------------------------------------------------------------------ the data
@@ -330,8 +333,18 @@ class ModuleTask(DatasetTask):
 
     def notes(self) -> tuple[str, ...]:
         mean = self.options.loss is not None and self.options.count is None
-        note = "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with"
-        return (*super().notes(), *([f"{note} count=..., it is a sum"] if mean else []))
+        found = [*super().notes()]
+        if mean:
+            found.append(
+                "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with "
+                "count=..., it is a sum"
+            )
+        if self._in_evaluation:
+            found.append(
+                f"note: {shortened(self._in_evaluation)} in evaluation mode, as given: without dropout, and with the "
+                "running statistics of norms. Call train() of what should train otherwise"
+            )
+        return tuple(found)
 
 
 def _aliases(modules: Sequence[nn.Module]) -> dict[str, str]:
@@ -339,6 +352,33 @@ def _aliases(modules: Sequence[nn.Module]) -> dict[str, str]:
     first: dict[int, str] = {}
     names = ((name, each) for module in modules for name, each in module.named_parameters(remove_duplicate=False))
     return {name: first[id(each)] for name, each in names if first.setdefault(id(each), name) != name}
+
+
+def in_evaluation(modules: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the modules that stay in evaluation mode, without those within them.
+
+    If all of them are in it, as a library may load a model, none was chosen: they are set to train.
+    """
+    parts = [(name, part) for number, module in enumerate(modules) for name, part in _with_names(number, module)]
+    if not any(part.training for _, part in parts):
+        for module in modules:
+            module.train()
+        return []
+    found: dict[str, None] = {}
+    for name, part in parts:
+        if not part.training and not any(name.startswith(f"{each}.") for each in found):
+            found[name] = None
+    return list(found)
+
+
+def _with_names(number: int, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return ((name or f"stage {number}", part) for name, part in module.named_modules())
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the subject of a sentence about modules."""
+    others = f"{len(names) - 1} other module{'s' if len(names) > 2 else ''}"
+    return f"{names[0]} stays" if len(names) == 1 else f"{names[0]} and {others} stay"
 
 
 def _matching(patterns: Iterable[str], names: Sequence[str]) -> list[str]:

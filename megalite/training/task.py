@@ -42,6 +42,7 @@ class Task(ABC):
     Attributes:
         loss_name: name of the term that records and the screen show as the loss.
         evaluated: terms whose means an evaluation computes; `loss_name` is the name of one of them.
+        metrics: names of further means of an evaluation. Their counts are sums of the last stage (`items_of`).
         batch_size: number of samples in a step.
         hidden_size: width of the network, for the learning rate noam.
         has_validation: True if the task has data for evaluations between steps.
@@ -53,6 +54,7 @@ class Task(ABC):
 
     loss_name: str
     evaluated: Sequence[LossTerm]
+    metrics: Sequence[str] = ()
     batch_size: GlobalBatchSize
     hidden_size: int = 1
     has_validation: bool = False

@@ -1,4 +1,4 @@
-"""The trainer of a run on this rank: training step, evaluation, saving and loading."""
+"""The trainer of a run on this rank: training step, saving and loading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
+from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import Action
@@ -34,12 +34,12 @@ from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
 from megalite.training.load_report import load_notes, rounding_notes
-from megalite.training.loss_terms import Totals
+from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.task import Loader, Task
+from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
 ENDLESS = 2**62
@@ -116,8 +116,7 @@ class Trainer:
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
-        self._empty: list[str] = []  # terms that counted nothing, the first `_told` of which have been told
-        self._told = 0
+        self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages)
         self.checkpoints: Checkpoints | None = None
@@ -175,15 +174,15 @@ class Trainer:
         loss_scale = gradients.loss_scale
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
-            self._return_unused_memory(1)
+            self.return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
-            self._return_unused_memory(2)
+            self.return_unused_memory(2)
         micro_batches = gradients.micro_batches
         with self.sections(SAVE):
             self.task.end_step(micro_batches, updated=not update.skipped)
         totals = loss_terms.total_sums(gradients.terms, gradients.sums, self.mesh)
         losses = loss_terms.means(totals, gradients.counts)
-        self._remember_empty(gradients.counts)
+        self.empty_terms.add(gradients.counts)
         scale_is_adapting = (  # it is too large still, which is no divergence
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
@@ -204,7 +203,8 @@ class Trainer:
         with self.sections(DATA):
             return self.loader.micro_batches(self.consumed_samples, number)
 
-    def _return_unused_memory(self, level: int) -> None:
+    def return_unused_memory(self, level: int) -> None:
+        """Give cached memory of the device back, if the setting is at least this level."""
         if self.config.training.empty_unused_memory_level >= level:
             device.return_unused_memory(self.mesh.device)
 
@@ -218,19 +218,6 @@ class Trainer:
             return None
         with self.sections(SECOND_RUN):
             return locate(skipped, self.chunks, self.engine, self.schedules.stages, self.optimizer, self.mesh)
-
-    def _remember_empty(self, counts: Totals) -> None:
-        self._empty += [name for name, count in counts.items() if not count and name not in self._empty]
-
-    def empty_note(self) -> str | None:
-        """Return a note on terms that counted nothing in a step or an evaluation; each is told once."""
-        found, self._told = self._empty[self._told :], len(self._empty)
-        if not found:
-            return None
-        return (
-            f"note: the count of {', '.join(found)} was 0 in a step or an evaluation: its mean is recorded as 0, and "
-            "it gives no gradients. This is said once: see what count=... returns, or the loss mask"
-        )
 
     def draw_time_line(self) -> str | None:
         """Draw the time line of the last step if it was requested. Called by all ranks together.
@@ -262,59 +249,6 @@ class Trainer:
         """Tell if a validation is due after this step."""
         due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
         return due and self.task.has_validation
-
-    def evaluate(
-        self,
-        *,
-        test: bool = False,
-        should_stop: Callable[[], bool] | None = None,
-        loader: Loader[Any] | None = None,
-        batches: int | None = None,
-    ) -> Totals | None:
-        """Compute the means of the evaluated terms over `eval_iters` batches, starting at the first sample of the
-        validation data, or of the test data. `loader` and `batches` give other data, and another number.
-
-        Data with a length have each sample at most once, and the last batch may be smaller.
-
-        `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
-        evaluation was stopped.
-        """
-        self.network.eval()
-        sums, counts = NO_SUMS, NO_SUMS
-        batch_size, terms = self.evaluation_batch_size, self.task.evaluated
-        num_micro_batches = self.num_micro_batches(batch_size)
-        actions = self.schedules.evaluation(num_micro_batches)
-        with loader or self.task.evaluation_loader(test=test) as loader:
-            wanted = (self.config.training.eval_iters if batches is None else batches) * batch_size
-            samples = wanted if loader.length is None else min(wanted, loader.length)
-            for start in range(0, samples, batch_size):
-                if start and should_stop is not None and should_stop():
-                    return None
-                if start + batch_size <= samples:
-                    micro_batches = loader.micro_batches(start, num_micro_batches)
-                    sums = add_sums(sums, self.engine.run(actions, micro_batches))
-                    counts = add_sums(counts, loss_terms.counted(terms, micro_batches, self.mesh.device))
-                else:
-                    last_sums, last_counts = self._evaluate_last(loader, start)
-                    sums, counts = add_sums(sums, last_sums), add_sums(counts, last_counts)
-        self._return_unused_memory(1)
-        total = loss_terms.total_sums(terms, sums, self.mesh)
-        total_counts = loss_terms.total_counts(terms, counts, self.mesh)
-        self._remember_empty(total_counts)
-        return loss_terms.means(total, total_counts)
-
-    def _evaluate_last(self, loader: Loader[Any], start: int) -> tuple[TermSums, TermSums]:
-        """Return this rank's sums and counts over the samples from `start` on, which do not fill a batch."""
-        if not self.schedules.has(1, backward=False):
-            self.schedules.prove(evaluation=[1], mesh=self.mesh)
-        sums, counts, device = NO_SUMS, NO_SUMS, self.mesh.device
-        for micro_batch, stages, is_counted in self.task.last_micro_batches(loader, start):
-            engine = PipelineEngine(self.chunks, stages, self.engine.rank, self.engine.links, device)
-            found = engine.run(self.schedules.evaluation(1), [micro_batch])
-            if is_counted:  # all ranks run it, since they communicate
-                sums = add_sums(sums, found)
-                counts = add_sums(counts, loss_terms.counted(self.task.evaluated, [micro_batch], device))
-        return sums, counts
 
     # ------------------------------------------------------------------------------------------------ save and load
 

@@ -25,6 +25,7 @@ from megalite.parallel.state import states_of
 from megalite.training import experts as training_experts
 from megalite.training.data import open_data
 from megalite.training.display import Display
+from megalite.training.evaluation import evaluate
 from megalite.training.gpt_task import gpt_trainer
 from megalite.training.resume import find_resume_point
 from tests.distributed.layout_expected import on_ranks
@@ -63,7 +64,7 @@ def trained(flags: str) -> tuple[list[dict[str, float]], dict[str, list[float]],
         for number in range(STEPS):
             with mock.patch.object(statistics, "norms", infinite if number == SKIPPED else statistics.norms):
                 records.append(dict(trainer.step().extra))
-            trainer.evaluate()
+            evaluate(trainer)
     states = {state.sharding.name: state.values.tolist() for state in states_of(trainer.network)}
     return records, states, line, notes
 
@@ -218,7 +219,7 @@ def routed(flags: str, steps: int) -> list[float]:
         for _ in range(steps):
             metrics = trainer.step()
             found += [metrics.loss, metrics.grad_norm]
-            trainer.evaluate()  # which neither records nor replays
+            evaluate(trainer)  # which neither records nor replays
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import megalite
 from megalite.data.any_dataset import Batch
+from megalite.modules.sequences import CONTEXT_PARALLEL
 from megalite.modules.stage import ModuleStage
 from megalite.parallel.mesh import UnconnectedMesh
 from tests.distributed.own_model import (
@@ -27,14 +28,19 @@ from tests.distributed.own_model import (
     mean_of_classes,
     share_correct,
 )
-from tests.distributed.own_model_run import evaluated, message_of
+from tests.distributed.own_model_run import OfRank, evaluated, message_of, run_cell
 from tests.distributed.parallel_model import trainer
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
 
 
+def tokens_after_the_first(outputs: Any, values: Values) -> tuple[Tensor, Tensor]:
+    """Return the sum of tokens, and how many of them are not the first word of the vocabulary."""
+    return values["tokens"].sum(), (values["tokens"] > 0).sum()
+
+
 def test_an_evaluation_of_parts_is_that_of_samples(rank_pools: RankPools) -> None:
-    options = {"valid_dataset": EVALUATED, "metrics": {"share": share_correct}}
+    options = {"valid_dataset": EVALUATED, "metrics": {"share": share_correct, "tokens": tokens_after_the_first}}
     (wanted,) = rank_pools(1).run(evaluated, Cell("watched"), **options)
     assert 0 < wanted["share"] < 1
     for found in rank_pools(2).run(evaluated, Cell("watched", cp=2), **options):
@@ -146,6 +152,63 @@ def test_plain_attention_is_refused_unless_it_gets_whole_samples(rank_pools: Ran
         assert message.startswith("self_attn of stage 3 is a MultiheadAttention, which sees only this rank's part of a")
     layers[3].self_attn.context_parallel = False
     assert rank_pools(2).run(message_of, Cell("mlp", cp=2), stages=layers) == ["", ""]
+
+
+class Mixing(nn.Module):
+    """Layer that mixes the tokens of a sample in another way than by a module of its own."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
+
+
+class Across(nn.Module):
+    """Layer that applies a module along [batch, features, tokens]."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module.double()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.module(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+SEES_A_PART = "sees only this rank's part of a sequence with Layout"
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Mixing, "Mixing calls scaled_dot_product_attention, which "),
+        (lambda: Across(nn.Conv1d(WIDTH, WIDTH, 3, padding=1)), "module of stage 3 is a Conv1d, which "),
+        (lambda: Across(nn.BatchNorm1d(WIDTH)), "module of stage 3 is a BatchNorm1d, which "),
+        (lambda: Across(megalite.SyncBatchNorm(WIDTH, axes=("dp",))), "module of stage 3 is a SyncBatchNorm, which "),
+    ],
+    ids=["attention", "convolution", "norm", "norm over dp"],
+)
+def test_layers_that_mix_the_tokens_of_a_part_are_refused(
+    make: Callable[[], nn.Module], told: str, rank_pools: RankPools
+) -> None:
+    layers = built("mlp")
+    layers[3] = make()
+    for message in rank_pools(2).run(message_of, Cell("mlp", cp=2), stages=layers):
+        assert message.startswith(told + SEES_A_PART), message
+    for part in layers[3].modules():
+        setattr(part, CONTEXT_PARALLEL, False)
+    assert rank_pools(2).run(message_of, Cell("mlp", cp=2), stages=layers) == ["", ""]
+
+
+def test_batches_are_normalized_with_all_parts_of_samples(rank_pools: RankPools) -> None:
+    layers = built("mlp")
+    layers[3] = Across(nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 1), megalite.SyncBatchNorm(WIDTH)))
+    (wanted,) = rank_pools(1).run(run_cell, Cell("mlp"), stages=layers)
+    for found in rank_pools(2).run(run_cell, Cell("mlp", cp=2), stages=layers):
+        assert_close_parts(found, wanted)
+
+
+def assert_close_parts(found: OfRank, wanted: OfRank) -> None:
+    for numbers, expected in zip(found.losses, wanted.losses, strict=True):
+        for name, number in expected.items():
+            assert_number_close(numbers[name], number, name)
 
 
 class Pooled(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalite
@@ -148,6 +149,39 @@ def test_a_dataset_of_another_length_is_refused(tmp_path: Path, rank_pools: Rank
     rank_pools(2).run(part_of_run, cell, 1, save=tmp_path)
     for message in rank_pools(2).run(message_of, cell, save=tmp_path, dataset=Samples(39)):
         assert "the dataset had 40 samples when the run was saved and has 39 samples now" in message
+
+
+def of_rank(layout: dict[str, Any], samples: int = 8, *, differ: bool = True) -> str:
+    """Train with a dataset that is not the same on all ranks, and return what is said of it."""
+    generator = torch.Generator().manual_seed(dist.get_rank() if differ else 0)
+    dataset = [(torch.randn(4, generator=generator), torch.tensor(1)) for _ in range(8)]
+    torch.manual_seed(0)
+    try:
+        with megalite.Trainer(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+            loss=lambda outputs, batch: nn.functional.cross_entropy(outputs, batch[1]),
+            dataset=dataset,
+            optimizer=megalite.SGD(lr=0.1),
+            layout=megalite.Layout(**layout),
+            micro_batch_size=2,
+            quiet=True,
+        ) as run:
+            run.evaluate(dataset[: samples + dist.get_rank()])
+            return "\n".join(run._trainer.notes())
+    except megalite.MegaliteError as error:
+        return str(error)
+
+
+def test_datasets_that_are_not_the_same_are_told(rank_pools: RankPools) -> None:
+    differs = "the first sample of dataset is another on rank 1 than on rank 0"
+    for message in rank_pools(2).run(of_rank, {"dp": 2}):
+        assert f"note: {differs}. If ranks have parts of it, samples are lost" in message
+    for message in rank_pools(2).run(of_rank, {"pp": 2}):
+        assert message.startswith(f"{differs}, and ranks of a pipeline")
+    for message in rank_pools(2).run(of_rank, {"dp": 2}, differ=False):
+        assert "another on rank" not in message
+    for message in rank_pools(2).run(of_rank, {"dp": 2}, 6, differ=False):
+        assert message.startswith("the dataset of the evaluation has 6 samples on rank 0 and 7 on rank 1")
 
 
 class Vectors(nn.Module):

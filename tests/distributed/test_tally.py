@@ -24,6 +24,7 @@ from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.state import State, states_of
 from megalite.parallel.tally import Tally
 from megalite.training.data import open_data
+from megalite.training.evaluation import evaluate
 from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.rank_pool import RankPools
@@ -74,7 +75,7 @@ def trained(flags: str) -> list[tuple[str, list[int]]]:
         for number in range(STEPS):
             with mock.patch.object(statistics, "norms", infinite if number == SKIPPED else statistics.norms):
                 assert trainer.step().skipped == (number == SKIPPED)
-            trainer.evaluate()
+            evaluate(trainer)
     return [(state.sharding.name, state.values.tolist()) for state in states_of(trainer.network)]
 
 

@@ -20,6 +20,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.simulator import ScheduleError
 from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
 from megalite.training.data import open_data
+from megalite.training.evaluation import evaluate
 from megalite.training.gpt_task import gpt_trainer
 from megalite.training.metrics import StepMetrics
 from tests.distributed.layout_expected import on_ranks
@@ -58,7 +59,7 @@ def run(flags: str, *, evaluates: bool = True) -> tuple[list[StepMetrics], list[
         for _ in range(STEPS):
             steps.append(trainer.step())
             if evaluates:
-                evaluations.append((trainer.evaluate() or {})["lm_loss"])
+                evaluations.append((evaluate(trainer) or {})["lm_loss"])
     return steps, evaluations, math.hypot(*trainer.optimizer.parameter_norms().values())
 
 
@@ -157,7 +158,7 @@ def test_unused_memory_is_returned_as_often_as_asked(
     with trainer.loader:
         trainer.step()
         assert len(calls) == of_a_step
-        trainer.evaluate()
+        evaluate(trainer)
     assert len(calls) == of_a_step + of_an_evaluation
 
 

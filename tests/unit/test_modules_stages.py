@@ -305,7 +305,7 @@ def test_the_last_stage_returns_sums_and_in_evaluation_metrics() -> None:
         "a": (6.0, torch.float32),
         "b": (6.0, torch.float32),
     }
-    assert set(stage.eval()({}, batch).terms) == {"a", "b", "most"}
+    assert set(stage.eval()({}, batch).terms) == {"a", "b", "most", "items of most"}
     assert stage.loss_terms[0].count(batch).item() == 2
 
 
@@ -380,7 +380,7 @@ def test_collectives_of_recomputed_parts_are_listed_twice() -> None:
     def norms() -> list[SyncBatchNorm]:
         return [OfTwo(3), OfTwo(3)]
 
-    each = Inside("batch statistics", "dp")
+    each = Inside("batch statistics", "dp x cp")
     assert one_stage(nn.Sequential(*norms())).inside(backward=False) == [each] * 2
     assert one_stage(nn.Sequential(*norms())).inside(backward=True) == [each] * 2
     assert one_stage(nn.Sequential(*norms()), recompute=["1"]).inside(backward=True) == [each] * 3

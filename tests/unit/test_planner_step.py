@@ -233,7 +233,7 @@ def test_bound_is_below_the_time(schedule: tuple[str, int], ranks: int, micro_ba
     ("schedule", "chunks", "paper"), [("1f1b", 1, 0.243), ("interleaved-1f1b", 3, 0.106), ("zb-h1", 1, 0.159)]
 )
 def test_bubbles_are_those_of_the_zero_bubble_paper(schedule: str, chunks: int, paper: float) -> None:
-    """By the times that arXiv:2401.10241 measured for its 1.5B model on eight ranks, with 24 micro-batches."""
+    """Compare by the times that arXiv:2401.10241 measured for its 1.5B model on eight ranks, 24 micro-batches."""
     orders = orders_of(SCHEDULES[schedule], Stages(8, chunks), 24, None)
     passes = [milliseconds / chunks for milliseconds in (18.522, 18.086, 9.337)]
     spans = simulate(Stages(8, chunks), orders, durations(*passes), 0.601)

@@ -1,0 +1,71 @@
+"""Evaluation of a network: means of the loss and of metrics over a dataset, whose samples count once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megalite.modules.stage import items_of
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
+from megalite.pipeline.engine import PipelineEngine
+from megalite.training import loss_terms
+from megalite.training.loss_terms import Totals
+from megalite.training.task import Loader
+from megalite.training.trainer import Trainer
+
+
+def evaluate(
+    trainer: Trainer,
+    *,
+    test: bool = False,
+    should_stop: Callable[[], bool] | None = None,
+    loader: Loader[Any] | None = None,
+    batches: int | None = None,
+) -> Totals | None:
+    """Compute the means of the evaluated terms over `eval_iters` batches, starting at the first sample of the
+    validation data, or of the test data. `loader` and `batches` give other data, and another number.
+
+    Data with a length have each sample at most once, and the last batch may be smaller. Called by all ranks together.
+
+    `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
+    evaluation was stopped.
+    """
+    trainer.network.eval()
+    task, mesh, batch_size = trainer.task, trainer.mesh, trainer.evaluation_batch_size
+    sums, counts = NO_SUMS, NO_SUMS
+    with loader or task.evaluation_loader(test=test) as loader:
+        wanted = (trainer.config.training.eval_iters if batches is None else batches) * batch_size
+        samples = wanted if loader.length is None else min(wanted, loader.length)
+        for start in range(0, samples, batch_size):
+            if start and should_stop is not None and should_stop():
+                return None
+            is_full = start + batch_size <= samples
+            for found in (_of_batch if is_full else _of_last)(trainer, loader, start):
+                sums, counts = add_sums(sums, found[0]), add_sums(counts, found[1])
+    trainer.return_unused_memory(1)
+    metrics = [LossTerm(name, loss_terms.no_count) for metric in task.metrics for name in (metric, items_of(metric))]
+    totals = dict(loss_terms.total_sums((*task.evaluated, *metrics), sums, mesh))
+    total_counts = dict(loss_terms.total_counts(task.evaluated, counts, mesh))
+    total_counts |= {metric: totals.pop(items_of(metric)) for metric in task.metrics}
+    trainer.empty_terms.add(total_counts)
+    return loss_terms.means(totals, total_counts)
+
+
+def _of_batch(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tuple[TermSums, TermSums]]:
+    """Yield this rank's sums and counts of a batch."""
+    number = trainer.num_micro_batches(trainer.evaluation_batch_size)
+    micro_batches = loader.micro_batches(start, number)
+    sums = trainer.engine.run(trainer.schedules.evaluation(number), micro_batches)
+    yield sums, loss_terms.counted(trainer.task.evaluated, micro_batches, trainer.mesh.device)
+
+
+def _of_last(trainer: Trainer, loader: Loader[Any], start: int) -> Iterator[tuple[TermSums, TermSums]]:
+    """Yield this rank's sums and counts of the samples from `start` on, which do not fill a batch."""
+    if not trainer.schedules.has(1, backward=False):
+        trainer.schedules.prove(evaluation=[1], mesh=trainer.mesh)
+    device = trainer.mesh.device
+    for micro_batch, stages, is_counted in trainer.task.last_micro_batches(loader, start):
+        engine = PipelineEngine(trainer.chunks, stages, trainer.engine.rank, trainer.engine.links, device)
+        sums = engine.run(trainer.schedules.evaluation(1), [micro_batch])
+        if is_counted:  # all ranks run it, since they communicate
+            yield sums, loss_terms.counted(trainer.task.evaluated, [micro_batch], device)
