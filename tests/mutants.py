@@ -2135,8 +2135,8 @@ MUTANTS = (
     Mutant(
         "a bucket that one rank holds alone is gathered onto itself",
         "megalite/parallel/collectives.py",
-        "completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    group.record("
-        '"all-gather", ',
+        "completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    "
+        'group.record("all-gather", ',
         'completed(tensor if out is None else out.copy_(tensor))\n    group.record("all-gather", ',
         f"{_UNIT}buckets.py::test_a_bucket_of_one_rank_is_not_copied_onto_itself[3]",
     ),
