@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megalite.config import RunConfig
 from megalite.config.alone import Alone, take_alone
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
+from megalite.config.pipeline_layout import is_automatic
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
 from megalite.errors import EXIT_FINISHED
@@ -53,6 +55,11 @@ def main() -> int:
     place = place_from_environment()
     alone, argv = take_alone(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
+    if is_automatic(arguments.config.parallel):
+        from megalite.planner.stage_layout import with_stages
+
+        ranks = place.world_size if alone is None else alone.world_size
+        arguments = replace(arguments, config=with_stages(arguments.config, ranks))
     if alone is not None:
         return run_alone(alone, arguments.config)
     startup = Startup(place)

@@ -69,7 +69,7 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
     from megalite.translation.source import translate
 
-    report = translate(arguments.file, _variables(arguments.set), arguments.ranks)
+    report = translate(arguments.file, variables(arguments.set), arguments.ranks)
     if (
         report.per_node is None
         and arguments.ranks
@@ -100,8 +100,8 @@ def main() -> None:
         _run(report, arguments.ranks)
 
 
-def _variables(settings: Sequence[str]) -> dict[str, str]:
-    """Return the variables that are given."""
+def variables(settings: Sequence[str]) -> dict[str, str]:
+    """Return the variables that --set gives."""
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

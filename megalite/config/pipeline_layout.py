@@ -14,10 +14,11 @@ from itertools import accumulate, groupby
 
 from megalite.config.fields import given
 from megalite.config.model import ModelConfig
-from megalite.config.parallel import SHAPES, ParallelConfig, Shape
+from megalite.config.parallel import SHAPES, ParallelConfig, ScheduleName, Shape
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
+AUTO = "auto"
 _FLAG = "--pipeline-model-parallel-layout"
 _MOST_LETTERS = 100_000
 _FOREIGN = {
@@ -48,6 +49,12 @@ class StageLayers:
         return ", ".join(parts + ["loss"] * self.loss) or "nothing"
 
 
+def is_automatic(parallel: ParallelConfig) -> bool:
+    """Tell whether the contents of the stages are to be chosen before the run: by `auto`, or by `auto:FILE`."""
+    layout = parallel.pipeline_model_parallel_layout
+    return layout is not None and layout.partition(":")[0] == AUTO
+
+
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
     """Return the number of stages per rank. Raises ConfigurationError if they cannot be divided evenly."""
     ranks = parallel.pipeline_model_parallel_size
@@ -71,7 +78,7 @@ def shape(parallel: ParallelConfig) -> Shape:
     return SHAPES[parallel.pipeline_schedule] if parallel.pipeline_schedule is not None else Shape()
 
 
-def schedule_name(chunks: int, parallel: ParallelConfig) -> str:
+def schedule_name(chunks: int, parallel: ParallelConfig) -> ScheduleName:
     """Return the name of the schedule of `chunks` stages per rank, or of the default one if no flag gives it."""
     return parallel.pipeline_schedule or ("interleaved-1f1b" if chunks > 1 else "1f1b")
 

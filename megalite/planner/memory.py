@@ -12,12 +12,13 @@ from megalite.config.pipeline_layout import StageLayers, shape, stage_layers, vi
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.shard import bytes_per_element, state_dtype
 from megalite.pipeline.schedules import Action
-from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.planner.parts import Parts
 from megalite.planner.records import PartRecord, Work
 from megalite.training.builder import model_dtype
 
+Flights = Sequence[tuple[int, ...]]
+"""Numbers of micro-batches in flight by chunk, at those moments than which no other has more of all chunks."""
 _WEIGHTS = ParameterGroup(weight_decay=True, is_embedding_or_output=False, matrices=True)
 
 
@@ -73,13 +74,35 @@ def memory_of_ranks(
         orders: order of the passes on each pipeline rank.
         reserved: bytes that the driver and the communication library take.
     """
+    return memory_in_flight(config, world_size, parts, [in_flight(order) for order in orders], reserved)
+
+
+def in_flight(order: Sequence[Action]) -> Flights:
+    """Return the moments of a rank's order with the most micro-batches in flight."""
+    counts = [0] * (1 + max(action.chunk for action in order))
+    moments: dict[tuple[int, ...], None] = {}
+    for action in order:
+        if action.kind == "F":
+            counts[action.chunk] += 1
+        elif action.kind in ("B", "W"):
+            moments[tuple(counts)] = None
+            counts[action.chunk] -= 1
+    return [
+        each for each in moments if not any(other != each and all(map(int.__ge__, other, each)) for other in moments)
+    ]
+
+
+def memory_in_flight(
+    config: RunConfig, world_size: int, parts: Parts, flights: Sequence[Flights], reserved: float = 0.0
+) -> list[RankMemory]:
+    """Return the memory of the first rank of each pipeline stage, by the micro-batches in flight on each."""
     parallel, element = config.parallel, Element.of(config)
     stages = Stages(
         parallel.pipeline_model_parallel_size, virtual_stages(config.model, parallel), shape(parallel).v_shaped
     )
     all_layers = stage_layers(config.model, parallel)
     found = []
-    for rank, order in enumerate(orders):
+    for rank, moments in enumerate(flights):
         chunks = [_parts_of(all_layers[stage], parts) for stage in stages.of_rank(rank)]
         kept = [sum(part.kept for part in chunk) for chunk in chunks]
         held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
@@ -90,7 +113,7 @@ def memory_of_ranks(
                 held.parameters,
                 held.gradients,
                 held.optimizer,
-                peak_in_flight(order, kept),
+                max(sum(map(int.__mul__, moment, kept)) for moment in moments),
                 max(_transient(chunk, config, element, shared) for chunk in chunks),
                 reserved,
             )

@@ -274,9 +274,9 @@ def test_an_unknown_value_is_needed_by_any_flag(
 
 
 def test_a_variable_needs_a_name() -> None:
-    assert translate._variables(["A=b=c", "1=x"])["A"] == "b=c"
+    assert translate.variables(["A=b=c", "1=x"])["A"] == "b=c"
     with pytest.raises(ConfigurationError, match="expected NAME=VALUE"):
-        translate._variables(["A"])
+        translate.variables(["A"])
 
 
 def test_sizes_of_each_rank_and_of_all() -> None:

@@ -1,0 +1,308 @@
+"""Find the fastest layouts of a run on a cluster that fit, before it starts.
+
+    python tools/plan.py --config 7b.yaml --global-batch-size 512 --cluster H100-SXM --gpus 64 --explain
+    python tools/plan.py --translate examples/gpt3/train_gpt3_175b_distributed.sh --cluster A100-SXM-80GB --explain
+
+Other flags are pretrain_gpt.py's. Of them, the layout, the recomputation and the size of micro-batches are replaced,
+but for what --keep names. The best layout is printed as a command, and its memory is checked by a dry run of the
+fullest rank. Exit codes: 0, or 64 for wrong flags and for runs that no layout can split or fit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from megalite.config import RunConfig
+from megalite.config.command_line import flag_groups
+from megalite.config.data import DataConfig
+from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most
+from megalite.config.parse import parse_arguments
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.yaml_file import read_file, read_sections
+from megalite.errors import ConfigurationError
+from megalite.lifecycle.failure import run_tool
+
+if TYPE_CHECKING:
+    from megalite.planner.plan import Plan, Planner
+    from megalite.planner.search import Found
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_SUFFIXES = (".json", ".csv", ".html")
+_ASSUMED = {"micro_batch_size": "1", "lr": "1e-4"}
+"""Values of required flags that a plan can do without."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of this program."""
+
+    cluster: str = "H100-SXM"
+    """A cluster or a GPU that is known, or a file that describes one (megalite/planner/clusters.toml says how)."""
+    gpus: Annotated[PositiveInt, at_most(1_000_000)] | None = None
+    """GPUs of the run; unset: those that the script of --translate starts."""
+    stack: str | None = None
+    """Program that trains, of those in clusters.toml; unset: megalite."""
+    top: Annotated[PositiveInt, at_most(1000)] = 5
+    """Layouts to find."""
+    keep: tuple[str, ...] = ()
+    """Axes that stay as the flags have them: tensor sequence pipeline chunks schedule context expert expert_tensor zero
+    recompute micro_batch; or all of them, as "layout"."""
+    explain: bool = False
+    """Show where the time goes, what each change of the layout would buy, and the memory of each stage."""
+    scaling: str | None = None
+    """A..B: show the steps of the best layout on A, 2 A, ... B GPUs."""
+    tokens: str | None = None
+    """Tokens of the training, such as 15T: show how many days it takes."""
+    failures_per_gpu_hour: NonNegativeFloat | None = None
+    """Failures that end the run, per hour of a GPU: show the best interval between checkpoints and the goodput."""
+    node_mtbf_hours: PositiveFloat | None = None
+    """Hours between two failures of a node, in place of the rate per GPU."""
+    save_seconds: NonNegativeFloat = 10.0
+    """Seconds for which a checkpoint stops the training."""
+    restart_seconds: NonNegativeFloat = 300.0
+    """Seconds from a failure until the run trains again."""
+    translate: str | None = None
+    """Plan the layout of a launch script or of settings of another program, as megalite-translate reads it."""
+    set: tuple[str, ...] = field(default=())
+    """NAME=VALUE: variables of that script."""
+    output: tuple[str, ...] = ()
+    """Files to write: .json with everything, .csv with the table, .html with the pictures."""
+    processes: Annotated[PositiveInt, at_most(64)] = 2
+    """Processes of the search."""
+
+
+def main() -> None:
+    """Parse the flags, find the layouts, and print them."""
+    own, argv = split_flags(sys.argv[1:])
+    options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
+    check(options)
+    gpus = options.gpus
+    if options.translate is not None:
+        argv, gpus = translated(options, argv)
+    if gpus is None:
+        raise ConfigurationError("--gpus is missing: give the number of GPUs")
+    config = completed(argv)
+    from megalite.planner.cluster import find_cluster, find_stack
+    from megalite.planner.layouts import AXES
+    from megalite.planner.plan import Planner
+
+    keep = tuple(AXES) if options.keep == ("layout",) or options.translate is not None else options.keep
+    if unknown := [name for name in keep if name not in AXES]:
+        raise ConfigurationError(f"--keep {unknown[0]}: give layout, or some of {', '.join(AXES)}")
+    cluster, stack = find_cluster(options.cluster), find_stack(options.stack) if options.stack else None
+    if cluster.nodes is not None and gpus > cluster.nodes * cluster.node_ranks:
+        raise ConfigurationError(
+            f"--gpus {gpus}: --cluster {options.cluster} has {cluster.nodes * cluster.node_ranks} GPUs"
+        )
+    planner = Planner(config, cluster, gpus, stack, options.processes)
+    for line in report(planner, options, argv, keep):
+        print(line)
+
+
+def check(options: Options) -> None:
+    """Raise ConfigurationError for values that cannot be used."""
+    for path in options.output:
+        if Path(path).suffix not in _SUFFIXES:
+            raise ConfigurationError(f"--output {path}: the name must end in {', '.join(_SUFFIXES)}")
+    if options.scaling is not None:
+        two_numbers(options.scaling)
+    if options.tokens is not None:
+        count(options.tokens)
+    if options.failures_per_gpu_hour is not None and options.node_mtbf_hours is not None:
+        raise ConfigurationError("--failures-per-gpu-hour and --node-mtbf-hours both give the failures: drop one")
+    if options.set and options.translate is None:
+        raise ConfigurationError("--set is for --translate, which is not given")
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of this program, and the flags of the run."""
+    names = {"help", *(each.name for each in fields(Options))}
+    own: list[str] = []
+    others: list[str] = []
+    for flag, values in flag_groups(argv):
+        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
+        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
+    return own, others
+
+
+def translated(options: Options, argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """Return the flags of a script of another program, with those given here, and the number of its ranks."""
+    from megalite.commands.translate import variables
+    from megalite.translation.source import translate
+
+    assert options.translate is not None
+    found = translate(options.translate, variables(options.set), options.gpus)
+    if found.missing:
+        raise ConfigurationError("\n".join(found.missing))
+    for line in found.refused:
+        print(f"not planned: {line}")
+    return [*found.flags, *argv], options.gpus or found.world_size
+
+
+def completed(argv: Sequence[str]) -> RunConfig:
+    """Return the run, with values for what a plan does not need: data, tokenizer, length, learning rate."""
+    given = {flag.replace("-", "_") for flag, _ in flag_groups(argv)}
+    for flag, values in flag_groups(argv):
+        if flag == "config" and len(values) == 1:
+            sections = read_sections(read_file(values[0]), values[0])
+            given |= {name for section in sections.values() for name in section}
+    added = [word for name, value in _ASSUMED.items() if name not in given for word in (f"--{name}", value)]
+    config = parse_arguments([*argv, *added]).config
+    data, training = config.data, config.training
+    if not (data.data_path or data.data_args_path or data.train_data_path or data.per_split_data_args_path):
+        data = replace(data, mock_data=True, split=DataConfig.split)
+    if data.tokenizer_type is None and config.model.vocab_size is not None:
+        data = replace(data, tokenizer_type="NullTokenizer")
+    if training.train_iters is None and training.train_samples is None:
+        training = replace(training, train_iters=1)
+    return replace(config, data=data, training=training)
+
+
+def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the report, and write the files.
+
+    Raises:
+        ConfigurationError: nothing fits; the lines before say what is missing.
+    """
+    from megalite.planner.layouts import AXES
+    from megalite.planner.report import misfits, table
+    from megalite.planner.search import Found, search
+
+    as_given = set(keep) == set(AXES)
+    found = Found([planner.plan(planner.config)]) if as_given else search(planner, options.top, keep)
+    if not found.plans:
+        yield from misfits(found)
+        raise ConfigurationError(missing(planner, found))
+    best = found.plans[0]
+    yield from table(found.plans)
+    yield ""
+    if not as_given:
+        yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} are possible"
+        yield from misfits(found)
+    if best.missing:
+        yield f"does not fit: {best.too_large}"
+    rank, peak = planner.confirm(best)
+    words = f"of stage {best.fullest}, " if best.layout.pipeline > 1 else ""
+    yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB"
+    notes = list(lengths(best, options, planner.cluster.node_ranks))
+    yield from notes
+    if options.explain:
+        yield from explained(planner, best)
+    if options.scaling is not None:
+        from megalite.planner import growth
+
+        yield ""
+        yield from growth.lines(growth.sizes(planner, best, *two_numbers(options.scaling)))
+    starts = commands_of(planner, best, argv)
+    yield from ("", *starts)
+    write_files(options, planner, found.plans, starts, notes)
+
+
+def explained(planner: Planner, plan: Plan) -> Iterator[str]:
+    """Yield where the time and the memory of a plan go, and what each change would buy."""
+    from megalite.planner.neighbours import neighbours
+    from megalite.planner.report import memory_lines, neighbour_lines, time_lines
+
+    yield ""
+    yield f"a step of {plan.step.seconds:.3f} s ({plan.step.mfu:.1%} of the peak):"
+    yield from time_lines(plan.step.cost)
+    yield ""
+    yield from memory_lines(plan)
+    yield ""
+    yield from neighbour_lines(plan, neighbours(planner, plan))
+
+
+def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
+    """Return the commands that run a plan, by torchrun and by SLURM."""
+    from megalite.planner.flags import commands, layout_flags, without_layout
+
+    rest = without_layout(argv)
+    own = [word for flag in layout_flags(plan.config, completed(rest)) for word in flag]
+    return list(commands([*rest, *own], planner.gpus, planner.cluster.node_ranks))
+
+
+def write_files(
+    options: Options, planner: Planner, plans: Sequence[Plan], starts: Sequence[str], notes: Sequence[str]
+) -> None:
+    """Write the files of --output."""
+    from megalite.atomic_files import write_atomically
+    from megalite.planner.html import page
+    from megalite.planner.report import as_csv, as_json
+
+    for path in map(Path, options.output):
+        if path.suffix == ".csv":
+            text = as_csv(plans)
+        elif path.suffix == ".json":
+            text = json.dumps({"plans": list(map(as_json, plans)), "commands": starts}, indent=1)
+        else:
+            title = f"Layouts on {planner.gpus:,} x {planner.cluster.gpu.name}"
+            text = page(title, plans, planner.time_line(plans[0]), starts, notes)
+        write_atomically(path, text.encode())
+
+
+def lengths(plan: Plan, options: Options, node_ranks: int) -> Iterator[str]:
+    """Yield the days of the training, and what failures take of them."""
+    from megalite.planner.goodput import Failures, days
+
+    tokens = None if options.tokens is None else count(options.tokens)
+    speed = plan.step.tokens_per_second * plan.gpus
+    if tokens is not None:
+        yield f"{options.tokens} tokens take {days(tokens, speed):,.1f} days at {speed:,.0f} tokens per second"
+    by_gpu, by_node = options.failures_per_gpu_hour, options.node_mtbf_hours
+    if by_gpu is None and by_node is None:
+        return
+    nodes = -(-plan.gpus // node_ranks)
+    rate = by_gpu * plan.gpus if by_gpu is not None else nodes / (by_node or 1.0)
+    failures = Failures(rate / 3600, options.save_seconds, options.restart_seconds)
+    if rate == 0 or options.save_seconds == 0:
+        yield f"goodput {failures.best:.1%}"
+        return
+    every = failures.interval / plan.step.seconds
+    yield (
+        f"a failure every {1 / rate:,.1f} hours: goodput is {failures.best:.1%} with a checkpoint every "
+        f"{failures.interval / 60:.1f} minutes (--save-interval {max(round(every), 1)})"
+    )
+    if tokens is not None:
+        yield f"with failures {days(tokens, speed * failures.best):,.1f} days"
+
+
+def missing(planner: Planner, found: Found) -> str:
+    """Return what is missing if nothing fits, and what would save it."""
+    from megalite.planner.savings import savings
+
+    nearest = found.nearest
+    lines = [
+        f"no layout fits {planner.gpus:,} x {planner.cluster.gpu.name}: at least {nearest.missing / 2**30:.1f} GiB are "
+        f"missing ({nearest.nearest})",
+        *(f"  {line}" for line in savings(planner, nearest.nearest)),
+    ]
+    return "\n".join(lines)
+
+
+def two_numbers(text: str) -> tuple[int, int]:
+    """Return the numbers of --scaling. Raises ConfigurationError if they are none."""
+    first, _, last = text.partition("..")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 2**20):
+        raise ConfigurationError(f"--scaling {text}: give two numbers of GPUs, as in 8..16384")
+    return int(first), int(last)
+
+
+def count(text: str) -> float:
+    """Return a number of tokens, such as 15T. Raises ConfigurationError if it is none."""
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        number = float(text if unit is None else text[:-1]) * (unit or 1.0)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e18:
+        raise ConfigurationError(f"--tokens {text}: give a number, as in 300B or 15T")
+    return number
+
+
+command = partial(run_tool, main)

@@ -1,0 +1,236 @@
+"""Search for the fastest layouts that fit: bounds decide which layouts are looked at more closely.
+
+Each layout first has a bound from the network's sizes (`Least`), then one from the records of its parts (`Step.bound`),
+and is simulated last. The layout with the smallest bound is always the next one, so the first K that come out simulated
+are the K fastest ones of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from megalite.config import RunConfig
+from megalite.errors import ConfigurationError
+from megalite.planner.cost import Prices
+from megalite.planner.layouts import STRATEGIES, Layout, layouts, require_batch
+from megalite.planner.least import Least, Passes
+from megalite.planner.memory import RankMemory
+from megalite.planner.parts import Parts
+from megalite.planner.plan import GIB, Plan, Planner, misfit, parts_key
+from megalite.planner.stage_layout import seconds_of
+from megalite.planner.step import Step
+
+_AHEAD = 4
+"""Layouts with the next smallest bounds whose parts each process records ahead."""
+STATE = "weights, gradients and optimizer state alone"
+
+
+@dataclass
+class Misfits:
+    """Layouts of one kind that do not fit, and the nearest to fitting among them."""
+
+    count: int
+    missing: float
+    """Bytes that the nearest one has not."""
+    nearest: Layout
+    words: str
+    """Its fullest stage with its memory."""
+
+
+@dataclass
+class Found:
+    """Result of a search.
+
+    Attributes:
+        plans: the fastest layouts that fit, in order.
+        misfits: the layouts that do not fit, by what is too large.
+        counts: numbers of layouts: "possible" ones, those "recorded" and those "simulated".
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    misfits: dict[str, Misfits] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def nearest(self) -> Misfits:
+        """The layouts among which the least memory is missing."""
+        return min(self.misfits.values(), key=lambda each: each.missing)
+
+
+class _Entry(NamedTuple):
+    """Layout in the queue, with the least seconds that it takes."""
+
+    seconds: float
+    layout: Layout
+    stages: tuple[int, ...] = ()
+    """Stages of ZeRO for which its weights have room, as long as its parts are not recorded."""
+    config: RunConfig | None = None
+    step: Step | None = None
+    plan: Plan | None = None
+
+
+class _Search:
+    """Search with its queue. The arguments are those of `search`."""
+
+    def __init__(self, planner: Planner, top: int, keep: Collection[str]) -> None:
+        self.planner, self.top, self.keep = planner, top, keep
+        self.found = Found()
+        self.room = planner.cluster.gpu.memory
+        self._least = Least(planner.config, planner.gpus, planner.prices)
+        self._queue: list[_Entry] = []
+
+    def run(self) -> Found:
+        """Look at the layout with the smallest bound until enough of them have been simulated."""
+        self._fill()
+        while self._queue and len(self.found.plans) < self.top:
+            entry = heapq.heappop(self._queue)
+            if entry.plan is not None:
+                self.found.plans.append(entry.plan)
+            elif entry.step is not None:
+                self._simulate(entry)
+            else:
+                self._open(entry)
+        return self.found
+
+    def _fill(self) -> None:
+        """Queue all layouts whose weights have room."""
+        planner, counts, least = self.planner, self.found.counts, self._least
+        all_stages = range(len(STRATEGIES)) if "zero" not in self.keep else [planner.config.parallel.zero_stage]
+        for layout in layouts(planner.config, planner.gpus, self.keep):
+            stages = all_stages if planner.gpus > layout.tensor * layout.pipeline else [0]
+            counts["possible"] += len(stages)
+            sizes = dict(zip(stages, least.memory(layout, stages), strict=True))
+            fitting = [stage for stage, size in sizes.items() if size <= self.room]
+            for stage in sizes.keys() - fitting:
+                self._refuse(STATE, replace(layout, zero=stage), sizes[stage])
+            if fitting:
+                self._queue.append(_Entry(least.seconds(layout), layout, tuple(fitting)))
+        if not counts["possible"]:
+            raise ConfigurationError(_why_none(planner))
+        heapq.heapify(self._queue)
+
+    def _refuse(self, kind: str, layout: Layout, size: float, stage: int | None = None) -> None:
+        """Count a layout that does not fit. `stage`: the fullest one; None if only a bound of the memory is known."""
+        missing, known = size - self.room, self.found.misfits.get(kind)
+        if known is not None:
+            known.count += 1
+        if known is None or missing < known.missing:
+            words = f"at least {size / GIB:.1f} of {self.room / GIB:.1f} GiB"
+            words = words if stage is None else misfit(stage, size, self.room)
+            self.found.misfits[kind] = Misfits(1 if known is None else known.count, missing, layout, words)
+
+    def _open(self, entry: _Entry) -> None:
+        """Record the parts of a layout, and queue the stages of ZeRO with which it fits."""
+        planner, seconds = self.planner, self._least.seconds(entry.layout)
+        if seconds > entry.seconds:  # by what is known of its relatives now
+            self._push(entry._replace(seconds=seconds))
+        elif planner.has_parts(entry.layout):
+            for stage in entry.stages:
+                self._measure(replace(entry.layout, zero=stage), entry.seconds)
+        elif fitting := tuple(stage for stage in entry.stages if self._may_fit(replace(entry.layout, zero=stage))):
+            self._record(entry.layout)
+            self._push(entry._replace(stages=fitting))
+
+    def _measure(self, layout: Layout, seconds: float) -> None:
+        """Queue a layout whose parts are recorded, if it fits."""
+        config = self.planner.on(layout)
+        step = self.planner.step(config)
+        if step is None or self.planner.changes_nothing(layout):
+            return
+        self.found.counts["recorded"] += 1
+        if self._fits(layout, self.planner.memory(config, step)):
+            self._push(_Entry(max(_bound(step), seconds), layout, (), config, step))
+
+    def _may_fit(self, layout: Layout) -> bool:
+        """Tell whether a layout may fit, as far as layouts with smaller micro-batches tell."""
+        memory = self.planner.expected_memory(layout)
+        return memory is None or self._fits(layout, memory)
+
+    def _fits(self, layout: Layout, memory: Sequence[RankMemory]) -> bool:
+        sizes = [each.total for each in memory]
+        size, stage = max(zip(sizes, range(len(sizes)), strict=True))
+        if size > self.room:
+            self._refuse(f"with recomputation {layout.recompute}", layout, size, stage)
+        return size <= self.room
+
+    def _record(self, layout: Layout) -> None:
+        """Record the parts of a layout; and of those with the next smallest bounds, if several processes do it."""
+        planner, wanted = self.planner, [layout]
+        if planner.processes > 1:
+            wanted += [each.layout for each in heapq.nsmallest(_AHEAD * planner.processes, self._queue) if each.stages]
+        found = {parts_key(each.on(planner.config)): each for each in map(self._first, wanted)}
+        planner.record([each.on(planner.config) for each in found.values()])
+        for each in found.values():
+            if (parts := planner.parts(config := each.on(planner.config))) is not None:
+                self._least.learn(each, passes_of(parts, config, planner.prices))
+
+    def _first(self, layout: Layout) -> Layout:
+        """Return the layout to record before another: one that takes less time to record and tells a bound of it.
+
+        The more context-parallel ranks, the longer the record takes, and the less often is the layout a fast one.
+        """
+        smaller = [replace(layout, recompute="none")]
+        smaller += [replace(layout, context=layout.context // 2)] * (layout.context % 2 == 0)
+        smaller += [replace(layout, micro_batch=size) for size in (1, 2) if layout.micro_batch > 2]
+        for each in smaller:
+            if each != layout and not self.planner.has_parts(each):
+                return self._first(each)
+        return layout
+
+    def _simulate(self, entry: _Entry) -> None:
+        assert entry.config is not None
+        try:
+            plan = self.planner.plan(entry.config)
+        except ConfigurationError:  # a relation that `layouts` does not know
+            return
+        self.found.counts["simulated"] += 1
+        self._push(_Entry(plan.step.seconds, entry.layout, plan=plan))
+
+    def _push(self, entry: _Entry) -> None:
+        heapq.heappush(self._queue, entry)
+
+
+def search(planner: Planner, top: int = 10, keep: Collection[str] = ()) -> Found:
+    """Find the fastest layouts that fit.
+
+    Args:
+        top: number of layouts.
+        keep: axes (fields of `Layout`) that stay as the flags have them.
+
+    Raises:
+        ConfigurationError: no layout can split this run.
+    """
+    require_batch(planner.config)
+    return _Search(planner, top, keep).run()
+
+
+def passes_of(parts: Parts, config: RunConfig, prices: Prices) -> Passes:
+    """Return the seconds of the passes of recorded parts."""
+    layers = [seconds_of(layer, config, prices, of_layer=True) for layer in parts.layers]
+    forward, backward = map(sum, zip(*layers, strict=True))
+    return Passes(forward, backward, sum(seconds_of(parts.head, config, prices, of_layer=False)))
+
+
+def _bound(step: Step) -> float:
+    """Return the least seconds of a step, with the way of the last micro-batch back through the pipeline."""
+    ranks = step.layout.ranks
+    if ranks == 1 or step.schedule.startswith("zb"):
+        return step.bound
+    last = [step.stages[stage] for stage in step.layout.of_rank(ranks - 1)]
+    busy = sum(stage.seconds("F") + stage.seconds("B") for stage in last) * step.micro_batches
+    way = sum(stage.seconds("F") + stage.seconds("B") for stage in step.stages[: ranks - 1])
+    return max(step.bound, (busy + way) * step.prices.stack.factor)
+
+
+def _why_none(planner: Planner) -> str:
+    """Return why no layout splits a run."""
+    model, batch = planner.config.model, planner.config.training.global_batch_size
+    return (
+        f"no layout of {planner.gpus} GPUs splits this run: they must be a product of a divisor of "
+        f"--num-attention-heads {model.num_attention_heads}, at most --num-layers {model.num_layers} stages, and "
+        f"divisors of --seq-length {planner.config.data.seq_length} and --global-batch-size {batch}"
+    )

@@ -1,0 +1,82 @@
+"""Wrong flags of the planner's command, and the parts of its report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.commands import plan
+from megalite.config.run import fields_by_name
+from megalite.errors import ConfigurationError
+from megalite.planner.flags import layout_flags, without_layout
+
+RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000
+    --bf16 --position-embedding-type rope --global-batch-size 8""")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--gpus 7", "^no layout of 7 GPUs splits this run: "),
+        ("", "^--gpus is missing"),
+        ("--gpus 4 --cluster nowhere", "^--cluster 'nowhere': neither a file nor one of "),
+        ("--gpus 4 --keep speed", "^--keep speed: give layout, or some of tensor, "),
+        ("--gpus 4 --output plan.pdf", "^--output plan.pdf: the name must end in .json, .csv, .html$"),
+        ("--gpus 4 --scaling 8-16", "^--scaling 8-16: give two numbers of GPUs"),
+        ("--gpus 4 --scaling 16..8", "^--scaling 16..8: give two numbers of GPUs"),
+        ("--gpus 4 --tokens many", "^--tokens many: give a number, as in 300B or 15T$"),
+        ("--gpus 4 --failures-per-gpu-hour 1 --node-mtbf-hours 1", "both give the failures: drop one$"),
+        ("--gpus 4 --no-such-flag", "^unknown flag --no-such-flag"),
+        ("--gpus 4 --cluster small.toml", "^small.toml: network.beta is missing"),
+        ("--gpus 0", "^--gpus 0: must be at least 1$"),
+        ("--gpus 64 --cluster one_node.toml", "^--gpus 64: --cluster one_node.toml has 8 GPUs$"),
+        ("--gpus 4 --set A=1", "^--set is for --translate"),
+    ],
+)
+def test_wrong_flags_are_refused_in_a_line(
+    flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text('gpu = "H100-SXM"\nnetwork = { alpha = 1e-6 }\n')
+    (tmp_path / "one_node.toml").write_text('gpu = "H100-SXM"\nnodes = 1\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plan.py", *RUN, *flags.split()])
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        plan.main()
+    assert "\n" not in str(raised.value)
+
+
+def test_its_flags_are_not_those_of_a_run() -> None:
+    own = {name for name in vars(plan.Options) if not name.startswith("_")} | {"set", "output"}
+    assert not own & fields_by_name().keys()
+
+
+def test_a_layout_replaces_the_flags_of_another() -> None:
+    argv = [*RUN, *shlex.split("--tp 4 --sequence-parallel --recompute-activations --micro-batch-size 4")]
+    rest = without_layout(argv)
+    assert rest == RUN
+    before, after = plan.completed([*RUN, "--tp", "2"]), plan.completed(argv)
+    flags = {flag: values for flag, *values in layout_flags(after, before)}
+    assert flags["--tensor-model-parallel-size"] == ["4"]
+    assert flags["--sequence-parallel"] == []
+    assert plan.completed([*rest, *(word for flag, values in flags.items() for word in (flag, *values))]) == after
+    assert ["--no-sequence-parallel"] in list(layout_flags(before, after))
+
+
+def test_what_a_plan_can_do_without_is_filled_in(tmp_path: Path) -> None:
+    config = plan.completed(RUN)
+    assert (config.data.mock_data, config.data.tokenizer_type, config.training.train_iters) == (
+        True,
+        "NullTokenizer",
+        1,
+    )
+    (tmp_path / "run.yaml").write_text("training: {micro_batch_size: 8}\noptimizer: {lr: 0.5}\n")
+    config = plan.completed([*RUN, "--config", str(tmp_path / "run.yaml")])
+    assert (config.training.micro_batch_size, config.optimizer.lr) == (8, 0.5)
+
+
+@pytest.mark.parametrize(("text", "number"), [("15T", 15e12), ("300b", 3e11), ("1e9", 1e9), ("2.5M", 2.5e6)])
+def test_numbers_of_tokens(text: str, number: float) -> None:
+    assert plan.count(text) == number

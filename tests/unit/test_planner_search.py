@@ -1,0 +1,217 @@
+"""The search over layouts: what it finds is what trying every layout finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.config import RunConfig
+from megalite.config.data import DataConfig
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.training import TrainingConfig
+from megalite.errors import ConfigurationError, MegaliteError
+from megalite.planner import growth
+from megalite.planner.cluster import Cluster, find_cluster
+from megalite.planner.layouts import AXES, Layout, layouts
+from megalite.planner.least import Least
+from megalite.planner.neighbours import changes, neighbours
+from megalite.planner.plan import Plan, Planner
+from megalite.planner.report import as_csv, as_json, memory_lines, neighbour_lines, row, table, time_lines
+from megalite.planner.savings import savings
+from megalite.planner.search import search
+from megalite.planner.stage_layout import PartCosts, balanced
+
+CLUSTER = find_cluster("H100-SXM")
+
+
+def run_config(layers: int = 4, experts: int | None = None, batch: int = 4) -> RunConfig:
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=4096,
+        num_attention_heads=4,
+        ffn_hidden_size=8192,
+        vocab_size=10_000,
+        position_embedding_type="rope",
+        swiglu=True,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        num_experts=experts,
+        moe_ffn_hidden_size=None if experts is None else 1024,
+    )
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=2048, mock_data=True, tokenizer_type="NullTokenizer"),
+        optimizer=OptimizerConfig(lr=1e-4),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=batch, bf16=True, train_iters=1),
+    )
+
+
+def small(cluster: Cluster, memory: float) -> Cluster:
+    """Return a cluster whose GPUs have this memory."""
+    return replace(cluster, gpu=replace(cluster.gpu, memory=memory, reserved=0.0))
+
+
+def every_plan(planner: Planner, keep: tuple[str, ...] = ()) -> list[Plan]:
+    """Return the plans of all layouts."""
+    found = []
+    for layout in layouts(planner.config, planner.gpus, keep):
+        alone = planner.gpus == layout.tensor * layout.pipeline
+        for stage in [0] if alone else range(4):
+            each = replace(layout, zero=stage)
+            if planner.parts(each.on(planner.config)) is not None and not planner.changes_nothing(each):
+                found.append(planner.plan(planner.on(each)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "keep"),
+    [
+        (run_config(batch=2), 85e9, ("context", "recompute")),
+        (run_config(batch=2), 7e9, ("context", "micro_batch")),  # where most do not fit
+        (run_config(layers=3, batch=2), 85e9, ("recompute",)),  # which two stages cannot divide evenly
+        (run_config(layers=2, experts=4, batch=2), 85e9, ("context", "recompute")),
+    ],
+)
+def test_the_first_ones_are_the_fastest_of_all_that_fit(
+    config: RunConfig, memory: float, keep: tuple[str, ...]
+) -> None:
+    planner = Planner(config, small(CLUSTER, memory), 2)
+    found = search(planner, top=5, keep=keep)
+    plans = every_plan(planner, keep)
+    fitting = sorted(plan.step.seconds for plan in plans if not plan.missing)
+    assert [plan.step.seconds for plan in found.plans] == pytest.approx(fitting[:5], rel=1e-12)
+    assert all(not plan.missing for plan in found.plans)
+    if len(fitting) < 5:  # all of them were looked at
+        assert sum(each.count for each in found.misfits.values()) >= len(plans) - len(fitting)
+    assert found.counts["possible"] >= found.counts["recorded"] >= found.counts["simulated"] >= len(found.plans)
+
+
+@pytest.mark.parametrize("config", [run_config(), run_config(layers=2, experts=4)])
+def test_bounds_are_below_what_they_bound(config: RunConfig) -> None:
+    planner = Planner(config, CLUSTER, 2)
+    least = Least(planner.config, 2, planner.prices)
+    for plan in every_plan(planner, keep=("recompute", "micro_batch", "context")):
+        assert least.seconds(plan.layout) <= plan.step.seconds, plan.layout
+        (size,) = least.memory(plan.layout, [plan.layout.zero])
+        assert size <= plan.memory[plan.fullest].total, plan.layout
+
+
+def test_several_processes_find_the_same() -> None:
+    alone, together = (search(Planner(run_config(batch=2), CLUSTER, 2, processes=count), top=3) for count in (1, 2))
+    assert [plan.layout for plan in alone.plans] == [plan.layout for plan in together.plans]
+    assert [plan.step for plan in alone.plans] == [plan.step for plan in together.plans]
+
+
+def test_axes_stay_that_are_to_be_kept() -> None:
+    planner = Planner(run_config(), CLUSTER, 4)
+    for plan in search(planner, top=20, keep=("tensor", "context", "zero", "recompute")).plans:
+        assert (plan.layout.tensor, plan.layout.zero, plan.layout.recompute) == (1, 0, "none")
+    kept = list(layouts(planner.config, 4, AXES))
+    assert [replace(each, zero=0) for each in kept] == [Layout.of(planner.config)]
+
+
+def test_runs_that_no_layout_splits_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigurationError, match=r"^no layout of 7 GPUs splits this run: [^\n]*batch-size 4$"):
+        search(Planner(run_config(), CLUSTER, 7))
+    config = run_config()
+    config = replace(config, training=replace(config.training, global_batch_size=None))
+    with pytest.raises(ConfigurationError, match="--global-batch-size is missing"):
+        search(Planner(config, CLUSTER, 4))
+
+
+def test_what_is_missing_and_what_would_save_it() -> None:
+    planner = Planner(run_config(), small(CLUSTER, 8e8), 2)
+    found = search(planner)
+    assert not found.plans
+    nearest = found.nearest
+    assert nearest.missing == min(each.missing for each in found.misfits.values()) > 0
+    lines = list(savings(planner, nearest.nearest))
+    assert any(line.startswith("ZeRO 3 on twice the GPUs: ") for line in lines)
+    assert all("GiB" in line for line in lines)
+
+
+def test_neighbours_differ_in_one_thing() -> None:
+    planner = Planner(run_config(), CLUSTER, 4)
+    plan = planner.plan(planner.on(replace(Layout.of(planner.config), zero=1)))
+    found = neighbours(planner, plan)
+    seconds = [each.plan.step.seconds for each in found]
+    assert seconds == sorted(seconds)
+    assert {"TP 1 -> 2", "PP 1 -> 2", "ZeRO 1 -> 0", "recompute none -> full"} <= {each.change for each in found}
+    for each in found:
+        changed = [axis for axis in AXES if getattr(each.plan.layout, axis) != getattr(plan.layout, axis)]
+        assert changed, each.change
+    texts = list(neighbour_lines(plan, found))
+    assert len(texts) == len(found) + 1
+
+
+def test_changes_of_a_pipeline_keep_schedules_that_exist() -> None:
+    layout = Layout(2, True, 2, 1, "1f1b", 1, 0, 2, 1, "none", 1)
+    found = dict(changes(layout))
+    assert found["PP 2 -> 1"].schedule == "1f1b"
+    assert found["VP 1 -> 2"].schedule == "interleaved-1f1b"
+    assert found["TP 2 -> 1"].sequence is False
+    assert found["without SP"] == replace(layout, sequence=False)
+
+
+def test_the_table_has_the_headers_of_megatron_bridge() -> None:
+    planner = Planner(run_config(), CLUSTER, 4)
+    plan = planner.plan(planner.config)
+    bridge = (
+        "#-GPUs|Precision|GBS|MBS|Sequence Length|FSDP|TP|PP|CP|VP|EP|GA|Tokens / sec / GPU|Model TFLOP / sec / GPU"
+    )
+    assert list(row(plan))[:14] == bridge.split("|")
+    header, line = table([plan])
+    assert header.split()[0] == "#-GPUs"
+    assert line.split()[:3] == ["4", "BF16", "4"]
+    assert as_csv([plan]).splitlines()[0].startswith("#-GPUs,Precision,GBS,MBS")
+    found = as_json(plan)
+    assert sum(found["seconds_by_cause"].values()) == pytest.approx(found["seconds"])
+    shares = [float(each.split()[-1].rstrip("%")) for each in time_lines(plan.step.cost)]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100.0, abs=0.5)
+    assert "stage" in list(memory_lines(plan))[1]
+
+
+def test_a_dry_run_confirms_the_memory() -> None:
+    planner = Planner(run_config(), small(CLUSTER, 85e9), 4)
+    plan = planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2, zero=1)))
+    rank, peak = planner.confirm(plan)
+    assert rank == plan.fullest * 2
+    assert peak == pytest.approx(plan.memory[plan.fullest].total, rel=0.05)
+
+
+def test_growing_batches_keep_the_efficiency_and_equal_ones_lose_it() -> None:
+    planner = Planner(run_config(batch=16), CLUSTER, 2)
+    found = growth.sizes(planner, planner.plan(planner.config), 1, 32)
+    assert [each.gpus for each in found] == [1, 2, 4, 8, 16, 32]
+    assert found[-1].same is None
+    assert found[3].same is not None
+    assert found[0].same is not None
+    assert found[3].same.total > found[0].same.total / 8
+    assert found[3].grown.total < 1.5 * found[0].grown.total
+    text = "\n".join(growth.lines(found))
+    assert "Amdahl's serial fraction" in text
+    assert "too small" in text
+    with pytest.raises(ConfigurationError, match=r"--scaling 3\.\.3"):
+        growth.sizes(planner, planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2))), 3, 3)
+
+
+def test_the_serial_fraction_is_amdahls() -> None:
+    times = [(count, 10 * (0.1 + 0.9 * 8 / count)) for count in (8, 16, 64)]
+    assert growth.serial_fraction(times) == pytest.approx(0.1)
+
+
+def test_stages_are_balanced_by_cost() -> None:
+    costs = PartCosts(embedding=0.0, layers=(1.0,) * 6, head=2.0)
+    assert balanced(costs, 2) == "Et*4|t*2L"
+    assert balanced(costs, 4) == "Et*2|t*2|t*2|L"
+    assert balanced(PartCosts(0.0, (1.0,), 0.0), 1) == "EtL"
+
+
+def test_layouts_that_do_not_divide_a_network_are_no_plans() -> None:
+    planner = Planner(run_config(), CLUSTER, 3)
+    with pytest.raises(MegaliteError):
+        planner.plan(replace(Layout.of(planner.config), tensor=3, expert_tensor=3).on(planner.config))
