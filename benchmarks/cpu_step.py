@@ -124,7 +124,7 @@ def norm_step(vocabulary: int, mesh: ParallelMesh, *, exact: bool) -> Step:
     model = plain_pytorch.PlainLlama(vocabulary, LAYERS, HIDDEN, HEADS, FFN, SEQUENCE)
     gradient = torch.randn(sum(parameter.numel() for parameter in model.parameters()))
     if exact:
-        return lambda: sums_over_ranks([sums_of_squares(gradient)], mesh)
+        return lambda: sums_over_ranks([sums_of_squares(gradient)], mesh.world())
     return lambda: torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
 
 

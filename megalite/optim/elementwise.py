@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment
 from megalite.optim.update_rule import UpdateRule
 from megalite_kernels.implementation import current
-from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, update_
 
 WIDENED_ELEMENTS = 1 << 22
@@ -89,11 +87,7 @@ def _pieces(segment: Segment) -> Iterator[Segment]:
     if segment.gradients.dtype == segment.master.dtype:
         yield segment
         return
-    for start in range(0, segment.master.numel(), WIDENED_ELEMENTS):
-        part = slice(start, start + WIDENED_ELEMENTS)
-        state: dict[str, Tensor | Quantized] = {name: tensor[part] for name, tensor in segment.tensors.items()}
-        flat = (segment.parameters[part], segment.master[part], segment.gradients[part])
-        yield replace(segment, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
+    yield from segment.parts(WIDENED_ELEMENTS)
 
 
 _Update = Callable[[Tensor, float, float, int], None]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group
 
 MANTISSA_BITS = 53
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -1073, 1024  # exponents that frexp returns
@@ -28,19 +28,19 @@ HALF_BITS = 26
 """Number of bits in the lower half of a mantissa. Sums of 2**36 halves, over all ranks, do not overflow int64."""
 
 
-def sums_over_ranks(numbers: Sequence[Tensor], mesh: ParallelMesh) -> list[float]:
-    """Return the sum of each tensor's elements over all ranks, rounded once. The result is the same on every rank.
+def sums_over_ranks(numbers: Sequence[Tensor], group: Group) -> list[float]:
+    """Return the sum of each tensor's elements over the ranks of a group, rounded once, with the same bits on each.
 
     Args:
         numbers: float64 tensors on the mesh's device. No element may be negative. All ranks pass the same number of
             tensors; their sizes may differ.
-        mesh: the mesh of ranks.
+        group: the ranks.
 
     Returns:
         One number per tensor. It is infinity if the sum exceeds the range of float64 or if an element is infinite, and
         NaN if an element is NaN.
     """
-    table = collectives.all_reduce_(_table(numbers), mesh.world()).cpu().numpy()
+    table = collectives.all_reduce_(_table(numbers), group).cpu().numpy()
     return [_rounded(table[:, row]) for row in range(len(numbers))]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -129,6 +129,24 @@ class Segment:
     def packed(self) -> dict[str, Packed]:
         """Return the state that is packed."""
         return {name: kept for name, kept in self.kept().items() if not isinstance(kept, Tensor)}
+
+    def part(self, start: int, stop: int) -> Segment:
+        """Return elements [start, stop), counted from the start of the segment. State that is packed is left out."""
+        own = slice(start, min(stop, len(self.master)))
+        return replace(
+            self,
+            start=self.start + own.start,
+            stop=self.start + own.stop,
+            parameters=self.parameters[own],
+            master=self.master[own],
+            gradients=self.gradients[own],
+            state={name: tensor[own] for name, tensor in self.tensors.items()},
+        )
+
+    def parts(self, elements: int) -> Iterator[Segment]:
+        """Yield the segment in parts of at most this number of elements."""
+        for start in range(0, len(self.master), elements):
+            yield self.part(start, start + elements)
 
     def wide_gradients(self, factor: float) -> Tensor:
         """Return the gradients times a factor, in the dtype of the masters.

@@ -33,7 +33,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
             for group, run in bucket.owned_runs:
                 blocks[group.name].append(_sums_of_squares(values[run]))
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
-    totals = sums_over_ranks([torch.cat(sums) if sums else none for sums in blocks.values()], mesh)
+    totals = sums_over_ranks([torch.cat(sums) if sums else none for sums in blocks.values()], mesh.world())
     return {name: math.sqrt(total) for name, total in zip(blocks, totals, strict=True)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,15 +76,34 @@ class LogicalTensor:
     @property
     def matrix_dimensions(self) -> tuple[int, ...]:
         """The dimensions that enumerate the matrices: each index along them selects a separate matrix."""
-        ours, theirs = self._matrix_view()
-        numbers = theirs.strip("( ").partition(")" if theirs.startswith("(") else " ")[0]
-        return tuple(ours.split().index(name) for name in numbers.split() if name != "1")
+        return self._matrix_axes()[0]
+
+    def matrix_indices(self, box: Box) -> tuple[list[int], list[int], list[int]]:
+        """Return the numbers of the matrices that a box overlaps, and those of their rows and columns in it.
+
+        They are in the order of `as_matrices`, applied to the box.
+        """
+        found = []
+        for dimensions in self._matrix_axes():
+            numbers = [0]
+            for dimension in dimensions:
+                numbers = [at * self.shape[dimension] + index for at in numbers for index in box.indices(dimension)]
+            found.append(numbers)
+        matrices, rows, columns = found
+        return matrices, rows, columns
 
     def matrices_in(self, box: Box) -> Iterator[tuple[Box, Box]]:
         """Yield, for each matrix that a box overlaps, the box of the matrix and the box of the overlap."""
         numbered = self.matrix_dimensions
         for index in itertools.product(*(box.indices(dimension) for dimension in numbered)):
             yield Box.whole(self.shape).at(numbered, index), box.at(numbered, index)
+
+    def _matrix_axes(self) -> list[tuple[int, ...]]:
+        """Return the dimensions that make up the matrices' numbers, the rows and the columns."""
+        ours, theirs = self._matrix_view()
+        axes = re.findall(r"\(([^)]*)\)|(\S+)", theirs)
+        named = [(merged or single).split() for merged, single in axes]
+        return [tuple(ours.split().index(name) for name in names if name != "1") for names in named]
 
     def _matrix_view(self) -> tuple[str, str]:
         if self.matrices is None:

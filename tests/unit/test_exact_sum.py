@@ -17,7 +17,7 @@ CLOSE = st.floats(min_value=0.5, max_value=2.0)
 
 
 def summed(*numbers: list[float]) -> list[float]:
-    return sums_over_ranks([torch.tensor(each, dtype=torch.float64) for each in numbers], ParallelMesh())
+    return sums_over_ranks([torch.tensor(each, dtype=torch.float64) for each in numbers], ParallelMesh().world())
 
 
 @given(st.lists(ANY, max_size=40), st.lists(CLOSE, max_size=200))
@@ -49,4 +49,4 @@ def test_what_is_not_finite_shows() -> None:
 
 def test_many_numbers_overflow_nothing_inside() -> None:
     numbers = torch.full((1 << 20,), math.nextafter(2.0, 0.0), dtype=torch.float64)
-    assert sums_over_ranks([numbers], ParallelMesh()) == [math.ldexp(math.nextafter(2.0, 0.0), 20)]
+    assert sums_over_ranks([numbers], ParallelMesh().world()) == [math.ldexp(math.nextafter(2.0, 0.0), 20)]

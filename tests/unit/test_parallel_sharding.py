@@ -221,6 +221,19 @@ def test_matrices_in_a_box() -> None:
         logical((3,)).matrix_dimensions  # noqa: B018
 
 
+def test_indices_of_a_box_in_its_matrices() -> None:
+    """Each matrix of the box is the whole matrix at these rows and columns."""
+    for shape, view in (
+        ((4, 2, 3, 5), "experts two ffn hidden -> (experts two) ffn hidden"),
+        ((4, 2, 3, 5), "groups two width hidden -> two (groups width) hidden"),
+        ((4, 2, 3, 5), "hidden two heads width -> 1 (hidden two) (heads width)"),
+    ):
+        tensor, values, box = logical(shape, view), torch.arange(120).view(shape), Box((1, 0, 1, 0), (2, 2, 2, 4))
+        matrices, rows, columns = tensor.matrix_indices(box)
+        cut = tensor.as_matrices(values)[matrices][:, rows][:, :, columns]
+        assert torch.equal(cut, tensor.as_matrices(values[box.slices()])), view
+
+
 def test_matrix_views() -> None:
     key_value = logical((3, 2, 4, 5), "groups two width hidden -> two (groups width) hidden")
     values = torch.arange(120).view(3, 2, 4, 5)
