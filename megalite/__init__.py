@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         token_positions,
         vocab_parallel_cross_entropy,
     )
-    from megalite.library.settings import SGD, AdamW, Layout, Muon
+    from megalite.library.settings import LAMB, LARS, SGD, Adafactor, AdamW, Layout, Lion, Muon
     from megalite.library.trainer import Trainer
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from megalite.post_training.weight_link import LinkReceiver, receive_weights
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
+    "Adafactor",
     "AdamW",
     "ColumnParallelLinear",
     "Experts",
@@ -41,6 +44,7 @@ __all__ = [
     "LayerNorm",
     "Layout",
     "LinkReceiver",
+    "Lion",
     "LossTerm",
     "MegaliteError",
     "Muon",
@@ -63,7 +67,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "LAMB": "library.settings",
+    "LARS": "library.settings",
     "SGD": "library.settings",
+    "Adafactor": "library.settings",
     "AdamW": "library.settings",
     "ColumnParallelLinear": "library.layers",
     "Experts": "library.experts",
@@ -71,6 +78,7 @@ _MODULES = {
     "LayerNorm": "library.layers",
     "Layout": "library.settings",
     "LinkReceiver": "post_training.weight_link",
+    "Lion": "library.settings",
     "LossTerm": "parallel.stage",
     "MegaliteError": "errors",
     "Muon": "library.settings",

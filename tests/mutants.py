@@ -57,6 +57,7 @@ _AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm
 _COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_RULES = "tests/distributed/test_layouts_rules.py::test_"
 _PARALLEL_LAYERS = "tests/distributed/test_parallel_layers.py::test_parallel_layers_train_as_plain_torch["
 _POST_TRAINING = "tests/distributed/test_post_training.py::test_"
 _OWN = "tests/distributed/test_own_model"
@@ -2392,6 +2393,97 @@ MUTANTS = (
         "overwrite=self._arrived[key] == 0",
         "overwrite=True",
         f"{_UNIT}buckets.py::test_an_ordinary_gradient_comes_through_the_same_door",
+    ),
+    Mutant(
+        "LARS and LAMB take norms over each rank's part of a matrix",
+        "megalite/optim/wholes.py",
+        "sums_over_ranks([torch.cat([none, *each]) for each in sums], group)",
+        "sums_over_ranks([torch.cat([none, *each]) for each in sums], mesh.group())",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lamb]",
+    ),
+    Mutant(
+        "LARS and LAMB count every replica of keys and values",
+        "megalite/optim/wholes.py",
+        "counts = mesh.rank == first and spec",
+        "counts = spec",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lars]",
+    ),
+    Mutant(
+        "Adafactor counts each instance of hybrid sharding",
+        "megalite/optim/wholes.py",
+        "spec.replica % instances == 0",
+        "True",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[adafactor]",
+    ),
+    Mutant(
+        "LARS and LAMB take the matrices of a tensor for one",
+        "megalite/optim/wholes.py",
+        "tensor.matrices_in(box) if tensor.matrices is not None else ",
+        "",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lamb]",
+    ),
+    Mutant(
+        "blocks of the sums for LARS and LAMB start where a shard does",
+        "megalite/optim/wholes.py",
+        "head = -(self.segment.start + self.counted.start) % BLOCK",
+        "head = 0",
+        "tests/distributed/test_layouts_steps.py::test_zero_and_overlap_change_no_bit[2-2-lamb-float64]",
+    ),
+    Mutant(
+        "LARS leaves the weight decay out of its ratio",
+        "megalite/optim/trust_ratio.py",
+        "weight / (compared + decay * weight)",
+        "weight / compared",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lars]",
+    ),
+    Mutant(
+        "LAMB does not correct for moments that start at zero",
+        "megalite/optim/trust_ratio.py",
+        "(1 - beta**step for beta in",
+        "(1.0 for beta in",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lamb]",
+    ),
+    Mutant(
+        "Lion's momentum decays as the sum does whose sign it takes",
+        "megalite/optim/lion.py",
+        "average.lerp_(gradients, 1 - self._config.lion_beta2)",
+        "average.lerp_(gradients, 1 - self._config.lion_beta1)",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[lion]",
+    ),
+    Mutant(
+        "Adafactor's averages of rows are those of each rank's part",
+        "megalite/optim/adafactor.py",
+        "whole = collectives.all_reduce_(torch.cat(mine), group)",
+        "whole = torch.cat(mine)",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[adafactor]",
+    ),
+    Mutant(
+        "Adafactor clips the update of each rank's part",
+        "megalite/optim/adafactor.py",
+        "collectives.all_reduce_(squares, group).split(",
+        "squares.split(",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[adafactor]",
+    ),
+    Mutant(
+        "Adafactor forgets its averages after each step",
+        "megalite/optim/adafactor.py",
+        "total.add_(self.kept[number], alpha=decay)",
+        "pass",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[adafactor]",
+    ),
+    Mutant(
+        "every data-parallel rank adds Adafactor's averages",
+        "megalite/optim/adafactor.py",
+        "place.counted[0] <= place.start < place.counted[1]",
+        "True",
+        f"{_RULES}steps_are_those_of_the_rule_by_hand[adafactor]",
+    ),
+    Mutant(
+        "Adafactor's averages of a second matrix in a parameter are saved in the place of the first",
+        "megalite/optim/factors.py",
+        "        stop += box.numel\n",
+        "",
+        f"{_RULES}a_training_goes_on_under_another_layout[adafactor]",
     ),
     Mutant(
         "Muon orthogonalizes each tensor-parallel rank's part of a matrix",

@@ -30,18 +30,24 @@ class RuleFlags:
         squares: true if it keeps an average of squared gradients, in --exp-avg-sq-dtype.
         eight_bits: true if its averages may be kept in 8 bits.
         remainders: true if it may keep master weights as remainders.
+        plain: true if megalite's plain operations are all that it has, with all that it keeps in fp32.
     """
 
     prefixes: tuple[str, ...]
     squares: bool = True
     eight_bits: bool = True
     remainders: bool = True
+    plain: bool = False
 
 
 RULE_FLAGS: Mapping[str, RuleFlags] = {
     "adam": RuleFlags(("adam_",)),
     "sgd": RuleFlags(("sgd_",), squares=False),
     "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # Adam updates what is not a matrix
+    "lars": RuleFlags(("lars_",), eight_bits=False, remainders=False, plain=True),
+    "lamb": RuleFlags(("adam_",), eight_bits=False, remainders=False, plain=True),
+    "lion": RuleFlags(("lion_",), eight_bits=False, remainders=False, plain=True),
+    "adafactor": RuleFlags(("adafactor_",), eight_bits=False, remainders=False, plain=True),
 }
 """The choices of --optimizer."""
 _EIGHT_BITS = ("int8", "fp8")
@@ -54,8 +60,9 @@ class OptimizerConfig:
 
     lr: NonNegativeFloat
     """Highest learning rate; with noam, the factor of its formula."""
-    optimizer: Literal["adam", "sgd", "muon"] = "adam"
-    """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
+    optimizer: Literal["adam", "sgd", "muon", "lars", "lamb", "lion", "adafactor"] = "adam"
+    """adam (with decoupled weight decay), sgd, muon (Muon for the matrices of the layers, adam for the rest), lars and
+    lamb (sgd and adam for large batches), lion, or adafactor (docs/optimizer.md)."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
     """Implementation of adam and sgd: torch's fused kernels, megalite's (Triton or plain operations, by --kernels), or
     apex's. auto: megalite's on GPUs with Triton; otherwise torch's if they support the dtypes, or megalite's."""
@@ -121,6 +128,16 @@ class OptimizerConfig:
     """Additional factor of Muon's updates; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Precision of the Newton-Schulz steps: bf16 (medium) or fp32 (high)."""
+    lars_momentum: ShareBelowOne = 0.9
+    """Momentum of lars."""
+    lars_coefficient: PositiveFloat = 0.001
+    """Factor of the ratio of norms by which lars multiplies the learning rate of a matrix."""
+    lion_beta1: ShareBelowOne = 0.95
+    """Share of the momentum in the sum with the gradient whose sign is lion's update."""
+    lion_beta2: ShareBelowOne = 0.98
+    """Decay of lion's momentum."""
+    adafactor_eps: PositiveFloat = 1e-30
+    """Number that adafactor adds to squared gradients."""
     use_precision_aware_optimizer: bool = False
     """Let the optimizer use the four dtypes that follow; needs bf16 or fp16."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -169,6 +186,9 @@ def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> 
 def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
     """Refuse optimizer state that the back end does not support, or not in this precision."""
     backend = optimizer.optimizer_backend
+    if RULE_FLAGS[optimizer.optimizer].plain:
+        yield from _plain(optimizer)
+        return
     if backend == "apex" and training.fp64:
         yield "--optimizer-backend apex does not support --fp64: leave one out"
     for name, dtype in optimizer.narrow.items():
@@ -197,6 +217,18 @@ def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Itera
         yield from _remainders(optimizer, training)
     if training.fp16 and optimizer.main_params_dtype == "fp16":
         yield "--main-params-dtype fp16 with --fp16 has no more precise weights: use --bf16, or keep fp32"
+
+
+def _plain(optimizer: OptimizerConfig) -> Iterator[str]:
+    rule, backend = optimizer.optimizer, optimizer.optimizer_backend
+    *others, last = (name for name, row in RULE_FLAGS.items() if not row.plain)
+    names = ", ".join(others)
+    if backend not in ("auto", "megalite"):
+        yield f"--optimizer-backend {backend} is for {names} and {last}: leave it out with --optimizer {rule}"
+    if optimizer.use_precision_aware_optimizer or optimizer.narrow or optimizer.store_param_remainders:
+        given = "use_precision_aware_optimizer", "store_param_remainders", *optimizer.narrow
+        flags = ", ".join(flag_of(name) for name in given if name in optimizer.narrow or getattr(optimizer, name))
+        yield f"{flags}: --optimizer {rule} keeps everything in fp32; use {names} or {last}, or drop it"
 
 
 def _remainders(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:

@@ -23,12 +23,15 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.optim import statistics
 from megalite.optim.accumulator import Collective
+from megalite.optim.adafactor import Adafactor
 from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
+from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
+from megalite.optim.trust_ratio import Lamb, Lars
 from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
@@ -285,12 +288,23 @@ class Optimizer:
                 bucket.free_parameters()
 
 
+_BY_SHARDS: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfig], UpdateRule]] = {
+    "lars": Lars,
+    "lamb": Lamb,
+    "adafactor": Adafactor,
+}
+
+
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """Return the update rules that together update each element of the shards once."""
     segments = [segment for shard in shards for segment in shard.segments]
     if config.optimizer == "muon":
         vectors = [segment for segment in segments if not segment.group.matrices]
         return [Muon(shards, mesh, config), elementwise_rule(vectors, config)]
+    if config.optimizer == "lion":
+        return [Lion(segments, config)]
+    if config.optimizer in _BY_SHARDS:
+        return [_BY_SHARDS[config.optimizer](shards, mesh, config)]
     return [elementwise_rule(segments, config)]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.factors import COLUMNS, ROWS, average_of_columns, average_of_rows
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.parallel.mesh import ParallelMesh
@@ -57,6 +58,13 @@ RULE_STATE: dict[str, RuleState] = {
     "adam": RuleState(lambda config, group: _MOMENTS),
     "sgd": RuleState(lambda config, group: _MOMENTUM if config.sgd_momentum > 0.0 else ()),
     "muon": RuleState(lambda config, group: _MOMENTUM if group.matrices else _MOMENTS),
+    "lars": RuleState(lambda config, group: _MOMENTUM),
+    "lamb": RuleState(lambda config, group: _MOMENTS),
+    "lion": RuleState(lambda config, group: _MOMENTS[:1]),
+    "adafactor": RuleState(
+        lambda config, group: () if group.matrices else _MOMENTS[1:],
+        {ROWS: average_of_rows, COLUMNS: average_of_columns},
+    ),
 }
 """State by --optimizer."""
 

@@ -203,7 +203,7 @@ def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> Non
     if "optimizer.type" in values:
         name = str(values["optimizer.type"])
         if name.lower() not in _OPTIMIZERS:
-            report.refused.append(f"optimizer.type {shown(name)}: --optimizer has adam (AdamW), sgd and muon")
+            report.refused.append(f"optimizer.type {shown(name)}: only Adam, AdamW, SGD and Muon are translated")
             return
         rule = _OPTIMIZERS[name.lower()]
         report.add(f"optimizer.type {name}", "--optimizer", rule)

@@ -381,6 +381,8 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         sgd_momentum=0.9,
         muon_nesterov=True,
         muon_extra_scale_factor=0.2,
+        lars_coefficient=0.02,
+        adafactor_eps=1e-12,
         use_precision_aware_optimizer=cell.narrow or cell.eight_bits,
         main_params_dtype="fp16" if cell.narrow else "fp32",
         exp_avg_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",
@@ -395,7 +397,7 @@ def loss_terms(cell: Cell) -> dict[str, float]:
 
 def rates(cell: Cell, step: int) -> Rates:
     """Return rates that differ in every step, and for the token tables."""
-    rate = (0.1 if cell.optimizer == "sgd" else 0.02) * (1 + step % 3)
+    rate = {"sgd": 0.1, "lars": 1.0}.get(cell.optimizer, 0.02) * (1 + step % 3)
     return Rates(rate, rate / 2, weight_decay=0.1 / (1 + step % 2))
 
 

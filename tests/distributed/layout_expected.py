@@ -34,6 +34,7 @@ from tests.harness.close import (
 from tests.harness.rank_pool import RankPools
 from tests.muon import Muon, matrices
 from tests.oracle import Routing, loss_sum_and_count
+from tests.rules import RULES, ByHand
 
 Tensors = dict[str, Tensor]
 
@@ -204,6 +205,8 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     ]
     if cell.optimizer == "sgd":
         return [torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum)]
+    if cell.optimizer in RULES:
+        return [ByHand(groups, RULES[cell.optimizer])]
     whole = [
         group
         for group in groups

@@ -193,6 +193,12 @@ def held(training: Training) -> Tensors:
             tensor = found.setdefault(f"{kind}/{piece.tensor.name}", whole)
             place, values = tensor[piece.box.slices()], piece.view(local)
             place.copy_(torch.where(place.isnan(), values, place))
+    for name, state in training.optimizer.own_states:
+        for piece in state.sharding.pieces:
+            whole = torch.full(piece.tensor.shape, torch.nan, dtype=state.values.dtype)
+            found.setdefault(f"optimizer/{name}/{piece.tensor.name}", whole)[piece.box.slices()] = piece.view(
+                state.values
+            )
     return found
 
 
@@ -231,6 +237,8 @@ def _resume(mesh: ParallelMesh, cell: Cell, path: Path) -> Resumed:
     for part in training.optimizer.slices():
         for values in part.state.values():
             values.fill_(7.0)
+    for _, own in training.optimizer.own_states:
+        own.values.fill_(7.0)
     with small_blocks():
         state = training.load(path)
     loaded = held(training)

@@ -158,7 +158,10 @@ def said_and_done(cell: Cell) -> tuple[list[tuple[str, tuple[int, ...]]], list[t
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("optimizer", "tp", "dp", "instances"),
-    [pytest.param("adam", 2, 2, 1, marks=pytest.mark.wide), ("muon", 2, 2, 1), ("muon", 1, 4, 2)],
+    [
+        *(pytest.param(rule, 2, 2, 1, marks=pytest.mark.wide) for rule in ("adam", "lamb")),
+        *(("muon", 2, 2, 1), ("muon", 1, 4, 2), ("adafactor", 2, 2, 1)),
+    ],
 )
 def test_the_step_does_the_collectives_that_it_names(
     optimizer: str, tp: int, dp: int, instances: int, zero: int, rank_pools: RankPools

@@ -100,6 +100,8 @@ def test_clipping_acts_in_these_tests(optimizer: str) -> None:
         pytest.param(2, 2, "adam", "bfloat16", marks=pytest.mark.wide),
         pytest.param(1, 8, "adam", "float32", marks=pytest.mark.wide),
         (2, 2, "muon", "float64"),
+        (2, 2, "lamb", "float64"),
+        pytest.param(1, 3, "lars", "float32", marks=pytest.mark.wide),
     ],
 )
 def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype: str, rank_pools: RankPools) -> None:
@@ -123,6 +125,7 @@ def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype:
         ),
         (1, 4, 2, "muon", "float64"),
         pytest.param(2, 4, 2, "muon", "float64", marks=pytest.mark.wide),
+        pytest.param(1, 4, 2, "lars", "float64", marks=pytest.mark.wide),
     ],
 )
 def test_zero_2_and_3_give_the_same_bits(
@@ -163,6 +166,7 @@ NARROW = {
     ("llama", "adam"): [(False, None), (True, "bfloat16")],
     ("gpt2", "adam"): [(True, "bfloat16")],
     ("llama", "muon"): [(False, None), (True, "bfloat16")],
+    **{("llama", rule): [(False, None), (False, "bfloat16")] for rule in ("lars", "lion")},
 }
 """Cases of family and optimizer, which are independent: True if optimizer state is narrow; dtype of gradients."""
 IN_EVERY_RUN = (("llama", "muon"),)

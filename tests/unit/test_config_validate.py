@@ -283,7 +283,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--adam-eps 0", "--adam-eps 0.0: must be above 0"),
         ("--sgd-momentum 0.3", "--sgd-momentum needs --optimizer sgd"),
-        ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 needs --optimizer adam or muon"),
+        ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 needs --optimizer adam or muon or lamb"),
         (
             "--optimizer sgd --sgd-momentum 0 --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
             "--exp-avg-dtype bf16: --sgd-momentum 0 has no average",
@@ -388,6 +388,24 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--bf16 --store-param-remainders --optimizer-backend torch",
             "--store-param-remainders needs --optimizer-backend megalite (or auto), not torch",
+        ),
+        ("--lion-beta1 0.9", "--lion-beta1 needs --optimizer lion"),
+        ("--optimizer lamb --lars-momentum 0", "--lars-momentum needs --optimizer lars"),
+        ("--optimizer lars --lars-coefficient 0", "--lars-coefficient 0.0: must be above 0"),
+        ("--adafactor-eps 1e-8", "--adafactor-eps needs --optimizer adafactor"),
+        (
+            "--optimizer lion --optimizer-backend apex",
+            "--optimizer-backend apex is for adam, sgd and muon: leave it out with --optimizer lion",
+        ),
+        (
+            "--optimizer lamb --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "--use-precision-aware-optimizer, --exp-avg-dtype: --optimizer lamb keeps everything in fp32; use adam, "
+            "sgd or muon, or drop it",
+        ),
+        (
+            "--optimizer adafactor --bf16 --store-param-remainders",
+            "--store-param-remainders: --optimizer adafactor keeps everything in fp32; use adam, sgd or muon, or drop "
+            "it",
         ),
         ("--muon-nesterov", "--muon-nesterov needs --optimizer muon"),
         ("--muon-momentum 0.95", "--muon-momentum needs --optimizer muon"),

@@ -260,6 +260,29 @@ def test_apex_that_cannot_be_used_is_refused_with_the_way_out(monkeypatch: pytes
     require_backend(CONFIGS["adam"])
 
 
+@pytest.mark.parametrize("name", [name for name, row in RULE_FLAGS.items() if row.plain])
+def test_masters_of_plain_rules_are_what_fp32_weights_are(name: str) -> None:
+    """The parameters of lower precision are their masters, rounded."""
+    config = OptimizerConfig(lr=0.0, optimizer=name)  # type: ignore[arg-type]
+    networks = [GPT(MODEL, ParallelMesh(), dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    optimizers = []
+    for network in networks:
+        initialize(network, seed=1)
+        optimizers.append(make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float32)))
+    narrow, wide = (list(optimizer.shards) for optimizer in optimizers)
+    for ours, theirs in zip(narrow, wide, strict=True):
+        theirs.master.copy_(ours.master)
+    for optimizer in optimizers:
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            step(optimizer, generator, Rates(0.1, 0.05, weight_decay=0.1))
+    for ours, theirs in zip(narrow, wide, strict=True):
+        for ours_kept, theirs_kept in zip(ours.tensors(), theirs.tensors(), strict=True):
+            assert torch.equal(ours_kept, theirs_kept)
+        assert torch.equal(ours.parameters, ours.master.bfloat16())
+        assert not torch.equal(ours.parameters.float(), ours.master)
+
+
 def test_every_choice_has_its_row_in_each_table() -> None:
     choices = {*get_args(get_type_hints(OptimizerConfig)["optimizer"])}
     assert choices == RULE_FLAGS.keys() == RULE_STATE.keys()

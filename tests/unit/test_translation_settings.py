@@ -93,7 +93,7 @@ def test_settings_of_deepspeed_that_have_a_flag(changes: dict[str, Any], flags: 
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "optimizer stay on the GPU"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "--num-distributed-optimizer-instances"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "are not quantized"),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, "--optimizer has adam"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "SGD and Muon are translated"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "not available"),
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "always corrected"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "does not enter the gradient"),
