@@ -11,15 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.parallel.mesh import ParallelMesh
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.training.builder import count_parameters, make_chunks, make_stages
 from tests.end_to_end.runs import PRETRAIN, ROOT, ended, iterations, latest_iteration, words
 from tests.harness.job import Job
+from tests.harness.token_files import add_document
 
 TINY = words(
     "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
@@ -199,6 +203,18 @@ def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path)
     assert f"continues from {save}/iter_0000003" in again
     data = [str(corpus / "corpus_text_document"), str(corpus / "tokenizer.model")]
     assert "step 3/3" in train("megatron_style.sh", f"{save}-data", *data, EXTRA_FLAGS=f"{extra} --split 90,10,0")
+
+
+def test_large_batch(train: Callable[..., str], tmp_path: Path) -> None:
+    """The rate is that of a batch of 8, times 2."""
+    with IndexedDatasetWriter(str(tmp_path / "bytes_text_document"), np.uint16, ByteTokenizer().identity()) as writer:
+        for line in Path(__file__).read_bytes().splitlines():
+            add_document(writer, [*line, 256])
+        writer.finish()
+    out = train("large_batch.sh", *TINY, "--lr-warmup-fraction", "0", "--global-batch-size", "16", RUN=str(tmp_path))
+    assert "step 3/3" in out
+    assert "2.000e-03" in out
+    assert latest_iteration(tmp_path / "large-batch-lamb") == 3
 
 
 WITH_EXPERTS = {
