@@ -2427,7 +2427,7 @@ MUTANTS = (
         "megalite/optim/wholes.py",
         "head = -(self.segment.start + self.counted.start) % BLOCK",
         "head = 0",
-        "tests/distributed/test_layouts_steps.py::test_zero_and_overlap_change_no_bit[2-2-lamb-float64]",
+        "tests/unit/test_wholes.py::test_blocks_of_a_run_are_those_of_its_bucket",
     ),
     Mutant(
         "LARS leaves the weight decay out of its ratio",
