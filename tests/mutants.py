@@ -2134,6 +2134,42 @@ MUTANTS = (
         "tests/unit/test_config_validate.py::test_layouts_of_experts_fit_the_ranks",
     ),
     Mutant(
+        "a scatter of gradients is not among the messages of a dry run",
+        "megalite/parallel/collectives.py",
+        '    group.record("reduce-scatter", tensor.nbytes)\n',
+        "",
+        "tests/distributed/test_collectives.py::test_a_listener_hears_of_each_collective_once[2]",
+    ),
+    Mutant(
+        "gloo's way to reduce between two ranks is recorded, too",
+        "megalite/parallel/collectives.py",
+        "    gathered = _all_gather_async(tensor.contiguous().view(1, -1), group)\n",
+        "    gathered = all_gather_async(tensor.contiguous().view(1, -1), group)\n",
+        "tests/distributed/test_collectives.py::test_a_listener_hears_of_each_collective_once[2]",
+    ),
+    Mutant(
+        "the summary keeps alive what it measures",
+        "megalite/training/memory.py",
+        "        return tensor.detach()  # an output",
+        "        return tensor  # an output",
+        "tests/distributed/test_dry_run.py::test_the_summary_frees_what_it_measures",
+    ),
+    Mutant(
+        "a dry run counts the memory of what has been freed",
+        "megalite/planner/recording.py",
+        "        del self._storages[key]\n        self._count(key, 0)",
+        "        del self._storages[key]",
+        "tests/unit/test_planner_memory.py::test_memory_is_that_of_a_dry_run[layout2]",
+    ),
+    Mutant(
+        "the planner shards the gradients under ZeRO 1",
+        "megalite/planner/memory.py",
+        "for first in (3, 2, 1)]",
+        "for first in (3, 1, 1)]",
+        "tests/unit/test_planner_memory.py::test_memory_is_that_of_a_dry_run"
+        "[--cp 4 --tp 2 --use-distributed-optimizer]",
+    ),
+    Mutant(
         "a bucket that one rank holds alone is gathered onto itself",
         "megalite/parallel/collectives.py",
         "completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    "

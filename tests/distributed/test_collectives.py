@@ -144,3 +144,31 @@ def test_statistics_of_large_logits_are_merged_and_overflow_nothing(size: int, r
     for ours in found:
         torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
         assert_bits_equal(ours, found[0], "of another rank")
+
+
+def recorded() -> list[tuple[str, tuple[int, ...], int]]:
+    """Return what a listener hears of one collective of each kind, on tensors of 96 bytes per rank."""
+    mesh, heard = mesh_of_all(), []
+    group = mesh.group("tp")
+    mesh.traffic.listener = lambda kind, ranks, size: heard.append((kind, ranks, size))
+    x = torch.ones(12, dtype=torch.float64)
+    collectives.all_reduce_(x.clone(), group)
+    collectives.all_reduce_in_rank_order_(x.clone(), group)
+    collectives.all_reduce_(torch.ones(4, 3, dtype=torch.float64).t(), group)
+    collectives.all_gather(x, group)
+    collectives.reduce_scatter(x, group)
+    equal = [12 // group.size] * group.size
+    collectives.all_to_all_rows(x, equal, equal, group)
+    mesh.traffic.listener = None
+    collectives.all_gather(x, group)
+    return heard
+
+
+@SIZES
+def test_a_listener_hears_of_each_collective_once(size: int, rank_pools: RankPools) -> None:
+    """Also of those that gloo runs as others: with the bytes of the whole tensor."""
+    ranks = tuple(range(size))
+    reduced = [("all-reduce", ranks, 96)] * 3
+    whole = [("all-gather", ranks, 96 * size), ("reduce-scatter", ranks, 96), ("all-to-all", ranks, 96)]
+    for heard in on_ranks(rank_pools, size, recorded):
+        assert heard == ([*reduced, *whole] if size > 1 else [])
