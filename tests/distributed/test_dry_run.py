@@ -27,9 +27,9 @@ from megalite.training.summary import measured_memory
 from tests.distributed.test_memory import live_storages
 from tests.harness.rank_pool import RankPools
 
-FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 4 --num-layers 8
+FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 4 --num-layers 4
 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 48 --seq-length 32 --max-position-embeddings 32
---position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --global-batch-size 16 --train-iters 2
+--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --train-iters 2
 --lr 0.01 --kernels reference"""
 CHOICES = {
     "tp": ["--tp 1", "--tp 2", "--tp 2 --sequence-parallel", "--tp 4 --sequence-parallel"],
@@ -61,6 +61,8 @@ EXPERTS = (  # with a capacity, the number of rows does not depend on the tokens
     "--moe-expert-capacity-factor 1.0 --micro-batch-size 1 --use-distributed-optimizer"
 )
 COUNT = 20
+IN_EVERY_RUN = (0, 1, 2, 3, 7)
+"""Layouts that `make test` runs: they have experts, every kind of rank, ZeRO 1 to 3 and both precisions."""
 
 
 def layouts() -> list[tuple[int, str]]:
@@ -77,8 +79,11 @@ def layouts() -> list[tuple[int, str]]:
     return found
 
 
-def compared(flags: str) -> list[Any]:
-    """Return a rank's memory, live bytes and messages of a real step, and those of its dry run."""
+def compared(flags: str) -> list[Any] | None:
+    """Return a rank's memory, live bytes and messages of a real step, and those of its dry run; None if it has none.
+
+    Every third rank has one: a dry run takes much longer than a step, and these are in different places of each axis.
+    """
     gc.collect()
     gc.freeze()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -89,15 +94,17 @@ def compared(flags: str) -> list[Any]:
     memory = measured_memory(trainer, trainer.task)  # type: ignore[arg-type]
     time.sleep(0.1)  # a gloo thread frees the tensors of a collective shortly after its end
     live = sum(live_storages().values())
-    dry, of_host = dry_run_and_host(given, ranks, rank)
+    dry, of_host = dry_run_and_host(given, ranks, rank) if rank % 3 == 0 else (None, 0)
     sent: Counter[tuple[Any, ...]] = Counter()
     with trainer.loader:
         micro_batches = trainer.next_micro_batches()
         mesh.traffic.listener = lambda kind, among, size: sent.update([(kind, among, size)])
         trainer.step(micro_batches)
         mesh.traffic.listener = None
-    predicted = Counter({tuple(message): times for message, times in dry.total.messages.items()})
     gc.unfreeze()
+    if dry is None:
+        return None
+    predicted = Counter({tuple(message): times for message, times in dry.total.messages.items()})
     return [memory, dry.memory, live, dry.before + of_host, sent, predicted, dry.misplaced]
 
 
@@ -122,12 +129,17 @@ def dry_run_and_host(config: RunConfig, ranks: int, rank: int) -> tuple[DryRun, 
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [pytest.param(*each, marks=[pytest.mark.wide] * (number >= 6)) for number, each in enumerate(layouts())],
+    [
+        pytest.param(*each, marks=[pytest.mark.wide] * (number not in IN_EVERY_RUN))
+        for number, each in enumerate(layouts())
+    ],
 )
 def test_a_dry_run_holds_and_sends_what_a_run_does(ranks: int, flags: str, rank_pools: RankPools) -> None:
-    for memory, dry_memory, live, dry_live, sent, dry_sent, misplaced in rank_pools(ranks).run(compared, flags):
+    for memory, dry_memory, live, dry_live, sent, dry_sent, misplaced in filter(
+        None, rank_pools(ranks).run(compared, flags)
+    ):
         if "--num-experts" in flags:  # where no row is padding, the reference on CPUs keeps other masks
-            assert memory.activations == pytest.approx(dry_memory.activations, rel=0.005)
+            assert memory.activations == pytest.approx(dry_memory.activations, rel=0.01)
             memory = replace(memory, activations=dry_memory.activations)
         assert memory == dry_memory
         assert live == dry_live

@@ -26,7 +26,6 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import Sections
 from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import held
-from tests.harness import huggingface as theirs
 from tests.harness.rank_pool import RankPools
 from tests.harness.unsharded import unsharded_parameters
 
@@ -139,6 +138,8 @@ def test_an_upcycled_run_saves_and_resumes(dense: Path, tmp_path: Path) -> None:
 
 def test_a_hugging_face_folder_is_upcycled(tmp_path: Path) -> None:
     """The network is that of the folder, with experts."""
+    from tests.harness import huggingface as theirs  # takes a second, which no rank needs
+
     theirs.save(tmp_path / "llama", "llama")
     run = """--mock-data --tokenizer-type NullTokenizer --seq-length 32 --micro-batch-size 2 --train-iters 2 --lr 1e-3
         --eval-iters 0"""

@@ -16,9 +16,9 @@ from megalite.planner.memory import memory_of_ranks
 from megalite.planner.parts import part_records
 from megalite.training.data import known_vocabulary
 
-FLAGS = """--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816 --seq-length 2048
+FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816 --seq-length 2048
 --max-position-embeddings 2048 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
---vocab-size 32000 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 128 --bf16 --lr 1
+--vocab-size 32000 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 64 --bf16 --lr 1
 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LAYOUTS = [
     "--tp 2 --sequence-parallel --use-distributed-optimizer",
