@@ -47,7 +47,13 @@ def cell_of(layout: Row, **more: Any) -> Cell:
     return make_cell({"dp": 1} | layout | more)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def up_to_four_ranks(layouts: dict[str, Row]) -> list[object]:
+    """Return the names for a test; those of more ranks are `slow`: CI runs a step of every family on them."""
+    marks = {name: [pytest.mark.slow] * (cell_of(row).world_size > 4) for name, row in layouts.items()}
+    return [pytest.param(name, marks=marks[name]) for name in layouts]
+
+
+@pytest.mark.parametrize("layout", up_to_four_ranks(LAYOUTS))
 def test_steps_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
     """Two families per layout take turns: learned and rotary positions, windows of three keys, soft caps."""
     turn = list(LAYOUTS).index(layout)
@@ -69,7 +75,10 @@ def test_steps_of_every_family_are_the_oracles(layout: str, rank_pools: RankPool
         assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("cp", "tp"),
+    [(2, 1), (3, 1), (4, 1), (2, 2), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((4, 2), (2, 4)))],
+)
 def test_the_shortest_samples_are_the_oracles(cp: int, tp: int, rank_pools: RankPools) -> None:
     """Chunks have one token, or one per tensor-parallel rank."""
     row = {"cp": cp, "tp": tp, "sequence_parallel": tp > 1, "documents": cp == 4, "key_values": "mha"}
@@ -94,6 +103,8 @@ EXPERT_LAYOUTS: dict[str, Row] = {
     "cp4-ep2-etp2-a2a": {"cp": 4, "ep": 2, "etp": 2, "way": "a2a", "documents": True, "chunks": 2},
     "cp2-tp2-sp-ep4": {"cp": 2, **SP, "ep": 4, "recompute": "experts", "zero": 3, "key_values": "gqa"},
 }
+IN_TURN = ((), pytest.mark.wide, pytest.mark.slow, pytest.mark.slow)
+"""Where a family meets a layout: `make test` has each of both once, CI twice."""
 EXPERT_DATA: list[Row] = [
     {"padding": True},
     {"drop_policy": "position"},
@@ -102,8 +113,14 @@ EXPERT_DATA: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=IN_TURN[(row + column) % 4], id=f"{family}-{layout}")
+        for row, family in enumerate(EXPERTS)
+        for column, layout in enumerate(EXPERT_LAYOUTS)
+    ],
+)
 def test_steps_with_experts_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """Experts are split over context-parallel ranks; capacities and balancing losses are those of whole sequences."""
     turn = list(EXPERT_LAYOUTS).index(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -49,16 +50,21 @@ LAYOUTS: dict[str, Row] = {
 DATA: list[Row] = [{"padding": True}, {"drop_policy": "position"}, {"padded_experts": True, "padding": True}, {}]
 
 
-def half_of(families: Iterable[str], others: Iterable[str]) -> list[object]:
-    """Return each pair for a test; every second one of a family is `slow`, another half for the next family."""
-    return [
-        pytest.param(a, b, marks=() if (row + column) % 2 else (pytest.mark.slow,), id=f"{a}-{b}")
-        for row, a in enumerate(families)
-        for column, b in enumerate(others)
-    ]
+def some_of(families: Iterable[str], others: Iterable[str], also: tuple[str, ...] = ()) -> list[object]:
+    """Return each pair for a test: `make test` runs each of `others` with one of four families, and pairs named in
+    `also`; CI runs it with two families. The rest is `slow`."""
+    found = []
+    for (row, a), (column, b) in itertools.product(enumerate(families), enumerate(others)):
+        name, mark = f"{a}-{b}", ()
+        if (row + column) % 2 == 0:
+            mark = pytest.mark.slow
+        elif (row // 2 + column // 2) % 2 and name not in also:
+            mark = pytest.mark.wide
+        found.append(pytest.param(a, b, marks=mark, id=name))
+    return found
 
 
-@pytest.mark.parametrize(("family", "layout"), half_of(EXPERTS, LAYOUTS))
+@pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",)))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """The loads of a step decide the biases and the global balancing loss of the next ones."""
     turn = list(EXPERTS).index(family) + list(LAYOUTS).index(layout)
@@ -97,7 +103,7 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "which"), half_of(EXPERTS, SAME_BITS))
+@pytest.mark.parametrize(("family", "which"), some_of(EXPERTS, SAME_BITS))
 def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> None:
     """Padding to the capacity changes the number of rows of a product, and so its bits: each way has its own.
 
@@ -253,8 +259,14 @@ SPLITS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("family", ["deepseek", "switch"])
-@pytest.mark.parametrize("number", range(len(SPLITS)))
+@pytest.mark.parametrize(
+    ("number", "family"),
+    [
+        pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2))
+        for number in range(len(SPLITS))
+        for turn, family in enumerate(("deepseek", "switch"))
+    ],
+)
 def test_a_checkpoint_of_experts_goes_on_under_another_layout(
     number: int, family: str, rank_pools: RankPools, tmp_path: Path
 ) -> None:

@@ -97,7 +97,12 @@ def of_all(cp: int, way: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("ranks", "cp", "way"),
-    [*((2, 2, way) for way in WAYS[2]), (4, 2, "one per layer"), (4, 4, "a2a+p2p"), (4, 4, "a2a")],
+    [
+        *((2, 2, way) for way in WAYS[2]),
+        (4, 2, "one per layer"),
+        (4, 4, "a2a+p2p"),
+        pytest.param(4, 4, "a2a", marks=pytest.mark.wide),
+    ],
 )
 def test_the_formula_counts_what_is_kept(ranks: int, cp: int, way: str, rank_pools: RankPools) -> None:
     """The other two of four ranks are tensor-parallel."""

@@ -16,7 +16,6 @@ from tests.megatron_commands.scale import ITERATIONS, command, scaled, write_fil
 
 RUNS = {
     "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": (1, 1),
-    "gpt/gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p_nondeterministic": (4, 1),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
     "gpt/gpt3_15b_8t_release": (2, 1),
     "moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4": (4, 1),
@@ -24,6 +23,7 @@ RUNS = {
 }
 """Ranks of each command, and how many of them share their weights at least."""
 WIDE = {
+    "gpt/gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p_nondeterministic": (4, 1),
     "gpt/gpt3_mcore_reruns_reshard": (4, 1),  # tensor, sequence and pipeline parallel; the options of a Llama
     "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon": (2, 1),
     "bigcode-project/Megatron-LM HEAD:examples/pretrain_gpt.sh": (1, 1),
