@@ -1,7 +1,7 @@
 """Exact sums of float64 numbers: the result does not depend on the order of the additions or on the split over ranks.
 
-The mantissas of numbers with the same exponent are added as integers on the device. The sums of all exponents and
-ranks are added on the host, as integers of any length: it waits for the device once.
+The mantissas of numbers with the same exponent are added as integers on the device, and the sums of all exponents as
+digits of 32 bits, which ranks add up. The host, which waits for the device once, puts the digits together.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.parallel import collectives
@@ -24,6 +22,9 @@ UNIT_BITS = MANTISSA_BITS - LOWEST_EXPONENT
 EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 INFINITIES, NANS, COLUMNS = EXPONENTS, EXPONENTS + 1, EXPONENTS + 2
 """Columns of the table beside those of the exponents, with the numbers of infinities and of NaNs."""
+DIGIT_BITS, PIECE_BITS = 32, 16
+DIGITS = -(-(HIGHEST_EXPONENT + 64 + UNIT_BITS) // DIGIT_BITS)
+"""Digits of a sum: enough for 2**64 numbers of the largest size."""
 HALF_BITS = 26
 """Number of bits in the lower half of a mantissa. Sums of 2**36 halves, over all ranks, do not overflow int64."""
 
@@ -40,8 +41,7 @@ def sums_over_ranks(numbers: Sequence[Tensor], group: Group) -> list[float]:
         One number per tensor. It is infinity if the sum exceeds the range of float64 or if an element is infinite, and
         NaN if an element is NaN.
     """
-    table = collectives.all_reduce_(_table(numbers), group).cpu().numpy()
-    return [_rounded(table[:, row]) for row in range(len(numbers))]
+    return [_rounded(row) for row in collectives.all_reduce_(_digits(_table(numbers)), group).tolist()]
 
 
 def _table(numbers: Sequence[Tensor]) -> Tensor:
@@ -59,12 +59,28 @@ def _table(numbers: Sequence[Tensor]) -> Tensor:
     return table.view(2, len(numbers), COLUMNS)
 
 
-def _rounded(halves: NDArray[np.int64]) -> float:
-    if halves[:, EXPONENTS:].any():
-        return math.nan if halves[1, NANS] else math.inf
-    present = np.flatnonzero(halves.any(0))
-    columns = zip(present.tolist(), *halves[:, present].tolist(), strict=True)
-    total = sum(((high << HALF_BITS) + low) << place for place, high, low in columns)
+def _digits(table: Tensor) -> Tensor:
+    """Return sums as digits of 32 bits, not carried over, and numbers of infinities and NaNs: [tensors, DIGITS + 2].
+
+    Digits of many ranks can be added without overflow.
+    """
+    pieces = torch.arange(0, 64, PIECE_BITS, device=table.device)
+    exponents = torch.arange(EXPONENTS, device=table.device).unsqueeze(1)
+    digits = table.new_zeros(table.shape[1], DIGITS)
+    for half, bits in zip(table[..., :EXPONENTS], (HALF_BITS, 0), strict=True):
+        places = exponents + (pieces + bits)
+        values = ((half.unsqueeze(2) >> pieces) & ((1 << PIECE_BITS) - 1)) << places % DIGIT_BITS
+        digit = (places // DIGIT_BITS).flatten()
+        digits.index_add_(1, digit, (values & ((1 << DIGIT_BITS) - 1)).flatten(1))
+        digits.index_add_(1, digit + 1, (values >> DIGIT_BITS).flatten(1))
+    return torch.cat([digits, table[1, :, EXPONENTS:]], dim=1)
+
+
+def _rounded(row: Sequence[int]) -> float:
+    *digits, infinities, nans = row
+    if infinities or nans:
+        return math.nan if nans else math.inf
+    total = sum(digit << DIGIT_BITS * position for position, digit in enumerate(digits))
     try:
         return total / (1 << UNIT_BITS)  # Python rounds the quotient of two integers to nearest.
     except OverflowError:
