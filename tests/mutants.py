@@ -2690,10 +2690,17 @@ MUTANTS = (
         "tests/unit/test_host_budget.py::test_the_host_waits_in_the_listed_places_alone[2---log-num-zeros-in-grad]",
     ),
     Mutant(
+        "a norm's exact sum carries nothing to the next digit",
+        "megalite/optim/exact_sum.py",
+        "        digits.index_add_(1, digit + 1, (values >> DIGIT_BITS).flatten(1))\n",
+        "",
+        "tests/unit/test_exact_sum.py::test_a_sum_is_rounded_once",
+    ),
+    Mutant(
         "a norm's exact sum forgets the lower half of its numbers",
         "megalite/optim/exact_sum.py",
-        "((high << HALF_BITS) + low) << place",
-        "(high << HALF_BITS) << place",
+        "zip(table[..., :EXPONENTS], (HALF_BITS, 0), strict=True)",
+        "zip(table[:1, :, :EXPONENTS], (HALF_BITS,), strict=True)",
         "tests/unit/test_exact_sum.py::test_a_sum_is_rounded_once",
     ),
     Mutant(

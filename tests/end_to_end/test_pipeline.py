@@ -119,7 +119,8 @@ def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path:
     codes = job.wait(timeout=60)
     assert errors(job) == [
         "error on rank 1: stage 1 returned hidden states (16, 1, 8) of torch.float32 for micro-batch 1, but the next "
-        "stage expects (16, 1, 16) of torch.float32: let samples have one shape (padded in collate), and stages one dtype"
+        "stage expects (16, 1, 16) of torch.float32: let samples have one shape (padded in collate), and stages one "
+        "dtype"
     ]
     assert len(set(codes)) == 1
     assert codes[0] not in (0, 85)
