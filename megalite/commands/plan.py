@@ -73,8 +73,6 @@ class Options:
     """NAME=VALUE: variables of that script."""
     output: tuple[str, ...] = ()
     """Files to write: .json with everything, .csv with the table, .html with the pictures."""
-    processes: Annotated[PositiveInt, at_most(64)] = 2
-    """Processes of the search."""
 
 
 def main() -> None:
@@ -100,7 +98,7 @@ def main() -> None:
         raise ConfigurationError(
             f"--gpus {gpus}: --cluster {options.cluster} has {cluster.nodes * cluster.node_ranks} GPUs"
         )
-    planner = Planner(config, cluster, gpus, stack, options.processes)
+    planner = Planner(config, cluster, gpus, stack)
     for line in report(planner, options, argv, keep):
         print(line)
 

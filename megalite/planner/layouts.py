@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
+from math import gcd
 from typing import Literal
 
 from megalite.config import RunConfig
@@ -72,6 +73,11 @@ class Layout:
             training.micro_batch_size,
         )
 
+    def with_fewest_ranks(self) -> Layout:
+        """Return the layout with the fewest context-parallel ranks and as many tokens on each of them."""
+        common = gcd(self.context, self.micro_batch)
+        return replace(self, context=self.context // common, micro_batch=self.micro_batch // common)
+
     def on(self, config: RunConfig, stages: str | None = None) -> RunConfig:
         """Return a run with this layout.
 
@@ -100,7 +106,7 @@ class Layout:
             cp_chunks_per_rank=None,
             expert_model_parallel_size=self.expert or 1,
             expert_tensor_parallel_size=self.expert_tensor if self.expert_tensor != self.tensor else None,
-            use_distributed_optimizer=self.zero > 0,
+            use_distributed_optimizer=self.zero == 1 or (self.zero > 1 and config.parallel.use_distributed_optimizer),
             data_parallel_sharding_strategy=STRATEGIES[self.zero] if self.zero > 1 else None,
             num_distributed_optimizer_instances=1,
             overlap_grad_reduce=True,

@@ -66,6 +66,7 @@ class Least:
         self._batch, self._reserved = config.training.global_batch_size or 1, prices.cluster.gpu.reserved
         self._of_sizes: dict[_Key, Passes] = {}
         self._recorded: dict[_Key, Passes] = {}
+        self._exchanges: dict[tuple[int, int], tuple[float, float]] = {}
         self._dense, self._experts = self._weights()
         self._hidden, self._split = self._widths()
 
@@ -73,9 +74,11 @@ class Least:
         """Note what the passes of a layout take by its records."""
         self._recorded[_key(layout)] = passes
 
-    def seconds(self, layout: Layout) -> float:
-        """Return the least seconds of a step."""
+    def seconds(self, layout: Layout, stage: int = 1) -> float:
+        """Return the least seconds of a step under this stage of ZeRO, or a later one."""
         passes = self._passes(layout)
+        if stage >= 2:
+            passes = self._with_exchange(passes, layout, stage)
         copies = self.gpus // (layout.tensor * layout.context * layout.pipeline)
         ranks, steps = layout.pipeline, self._batch // (layout.micro_batch * copies)
         waits = passes.forward if layout.schedule.startswith("zb") else passes.forward + passes.backward
@@ -99,6 +102,21 @@ class Least:
                 total += own / shards[0] + of_expert / shards[1] if stage >= first else own + of_expert
             found.append(total / ranks + self._reserved)
         return found
+
+    def _with_exchange(self, passes: Passes, layout: Layout, stage: int) -> Passes:
+        """Return passes that last as long as the messages with gradients (ZeRO 2) and weights (ZeRO 3) in them."""
+        key = (layout.tensor, layout.pipeline)
+        if key not in self._exchanges:
+            ranks = range(0, self.gpus // layout.pipeline, layout.tensor)
+            count, elements = len(self._layers), self._dense / layout.tensor / len(self._layers)
+            weights, gradients = (elements * size for size in self._sizes[:2])
+            self._exchanges[key] = (
+                count * self.prices.collective("reduce-scatter", ranks, gradients),
+                count * self.prices.collective("all-gather", ranks, weights),
+            )
+        reduced, gathered = self._exchanges[key]
+        gathered *= stage == 3
+        return Passes(max(passes.forward, gathered), max(passes.backward, reduced + gathered), passes.head)
 
     # -------------------------------------------------------------------------------------------- memory
 
@@ -175,18 +193,20 @@ class Least:
         dtype = self.prices.stack.low_precision or self.config.training.dtype
         hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim // tensor
         groups = max(2 * model.kv_groups * model.head_dim // tensor, 2)
-        if spec.feed_forward == "dense":
-            rows, width = tokens, model.ffn_size // tensor
-        else:
+        rows, width, local = tokens, model.ffn_size // tensor, 1
+        if spec.feed_forward == "moe":
+            local = (model.num_experts or 1) // layout.expert
             rows = tokens * model.moe_router_topk // tensor * layout.expert_tensor
             width = model.expert_ffn_size // layout.expert_tensor
-        shapes = [(tokens, heads + groups, hidden), (tokens, hidden, heads)]
-        shapes += [(rows, (matrices - 1) * width, hidden), (rows, hidden, width)]
+        shapes = [(1, tokens, heads + groups, hidden), (1, tokens, hidden, heads)]
+        shapes += [(local, rows, (matrices - 1) * width, hidden), (local, rows, hidden, width)]
         forward = backward = 0.0
-        for count, columns, inner in shapes:
-            forward += self.prices.product((1, count, columns, inner), dtype)
-            backward += self.prices.product((1, count, inner, columns), dtype)
-            backward += self.prices.product((1, columns, inner, count), dtype)
+        for batch, count, columns, inner in shapes:
+            weights = batch * columns * inner
+            reading, adding = (self.prices.moved(weights * size) for size in (self._itemsize, 2 * self._sizes[1]))
+            forward += max(self.prices.product((1, count, columns, inner), dtype), reading)
+            backward += max(self.prices.product((1, count, inner, columns), dtype), reading)
+            backward += max(self.prices.product((1, columns, inner, count), dtype), adding)
         if spec.keys_before is None:
             shape = layout.micro_batch * model.num_attention_heads // tensor, self._length // layout.context
             scores = shape[0] * shape[1] * self._length * model.head_dim
@@ -232,6 +252,8 @@ def _relatives(layout: Layout) -> Iterator[tuple[Layout, float]]:
             yield replace(each, micro_batch=layout.micro_batch * factor), 1 / factor
             if layout.context % factor == 0:
                 yield replace(each, context=layout.context // factor), 1 / factor
+                if layout.micro_batch % factor == 0:  # with as many tokens on each rank
+                    yield replace(each, context=layout.context // factor, micro_batch=layout.micro_batch // factor), 1.0
             if layout.tensor % factor == 0 and layout.expert == 0:
                 tensor = layout.tensor // factor
                 sequence = layout.sequence and tensor > 1

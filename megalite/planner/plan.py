@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
 
 from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
@@ -94,18 +92,11 @@ class CachedPrices(Prices):
 
 
 class Planner:
-    """Planner of the layouts of a run on a cluster.
+    """Planner of the layouts of a run on a cluster. `config` is the run as its flags describe it."""
 
-    Args:
-        config: the run as its flags describe it.
-        processes: processes that record parts of the network, besides this one if there are several.
-    """
-
-    def __init__(
-        self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None, processes: int = 1
-    ) -> None:
+    def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
         self.given, self.config = config, with_vocabulary(config)
-        self.cluster, self.gpus, self.processes = cluster, gpus, processes
+        self.cluster, self.gpus = cluster, gpus
         self.prices = CachedPrices(cluster, stack)
         self._parts: dict[Hashable, Parts | None] = {}
 
@@ -157,17 +148,19 @@ class Planner:
     def expected_memory(self, layout: Layout) -> tuple[RankMemory, ...] | None:
         """Return the memory of a layout by the records of micro-batches of one and of two samples; None without them.
 
-        The layers are taken to be divided evenly.
+        The layers are taken to be divided evenly. More context-parallel ranks need no less, with as many tokens each.
         """
-        config = layout.on(self.config)
-        small = [replace(layout, micro_batch=size).on(self.config) for size in (1, 2)]
-        if layout.micro_batch <= 2 or not all(parts_key(each) in self._parts for each in small):
+        config, known = layout.on(self.config), layout.with_fewest_ranks()
+        if config.model.num_layers % (layout.pipeline * layout.chunks):
             return None
-        one, two = map(self.parts, small)
-        if one is None or two is None or config.model.num_layers % (layout.pipeline * layout.chunks):
-            return None
-        parts = extended(one, two, layout.micro_batch)
-        return self._memory(config, Step(config, self.gpus, two, self.prices), parts)
+        parts = self._known(known)
+        if parts is None:
+            one, two = (self._known(replace(known, micro_batch=size)) for size in (1, 2))
+            parts = None if one is None or two is None else extended(one, two, known.micro_batch)
+        return None if parts is None else self._memory(config, Step(config, self.gpus, parts, self.prices), parts)
+
+    def _known(self, layout: Layout) -> Parts | None:
+        return self.parts(layout.on(self.config)) if self.has_parts(layout) else None
 
     def time_line(self, plan: Plan) -> TimeLine:
         """Return the time line of the first micro-batches of a plan's step, of no more than show how it goes on."""
@@ -217,17 +210,6 @@ class Planner:
         if found is not None and len(found.layers) != layers:
             found = self._parts[key] = replace(found, layers=found.layers[-1:] * layers)
         return found
-
-    def record(self, configs: Sequence[RunConfig]) -> None:
-        """Record the parts of several layouts at once."""
-        missing = {parts_key(config): config for config in configs}
-        missing = {key: config for key, config in missing.items() if key not in self._parts}
-        if self.processes == 1 or len(missing) < 2 * self.processes:
-            self._parts.update({key: _recorded(config) for key, config in missing.items()})
-            return
-        with ProcessPoolExecutor(self.processes, get_context("fork")) as pool:
-            found = pool.map(_recorded, missing.values(), chunksize=4)
-            self._parts.update(zip(missing, found, strict=True))
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

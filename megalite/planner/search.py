@@ -20,12 +20,10 @@ from megalite.planner.layouts import STRATEGIES, Layout, layouts, require_batch
 from megalite.planner.least import Least, Passes
 from megalite.planner.memory import RankMemory
 from megalite.planner.parts import Parts
-from megalite.planner.plan import GIB, Plan, Planner, misfit, parts_key
+from megalite.planner.plan import GIB, Plan, Planner, misfit
 from megalite.planner.stage_layout import seconds_of
 from megalite.planner.step import Step
 
-_AHEAD = 4
-"""Layouts with the next smallest bounds whose parts each process records ahead."""
 STATE = "weights, gradients and optimizer state alone"
 
 
@@ -82,6 +80,8 @@ class _Search:
         self.room = planner.cluster.gpu.memory
         self._least = Least(planner.config, planner.gpus, planner.prices)
         self._queue: list[_Entry] = []
+        self._idle: set[tuple[str, bool]] = set()
+        """Recomputations that change nothing without, or with, context-parallel ranks."""
 
     def run(self) -> Found:
         """Look at the layout with the smallest bound until enough of them have been simulated."""
@@ -108,7 +108,7 @@ class _Search:
             for stage in sizes.keys() - fitting:
                 self._refuse(STATE, replace(layout, zero=stage), sizes[stage])
             if fitting:
-                self._queue.append(_Entry(least.seconds(layout), layout, tuple(fitting)))
+                self._queue.append(_Entry(least.seconds(layout, fitting[0]), layout, tuple(fitting)))
         if not counts["possible"]:
             raise ConfigurationError(_why_none(planner))
         heapq.heapify(self._queue)
@@ -125,7 +125,9 @@ class _Search:
 
     def _open(self, entry: _Entry) -> None:
         """Record the parts of a layout, and queue the stages of ZeRO with which it fits."""
-        planner, seconds = self.planner, self._least.seconds(entry.layout)
+        if (entry.layout.recompute, entry.layout.context > 1) in self._idle:
+            return
+        planner, seconds = self.planner, self._least.seconds(entry.layout, entry.stages[0])
         if seconds > entry.seconds:  # by what is known of its relatives now
             self._push(entry._replace(seconds=seconds))
         elif planner.has_parts(entry.layout):
@@ -139,7 +141,10 @@ class _Search:
         """Queue a layout whose parts are recorded, if it fits."""
         config = self.planner.on(layout)
         step = self.planner.step(config)
-        if step is None or self.planner.changes_nothing(layout):
+        if step is None:
+            return
+        if self.planner.changes_nothing(layout):
+            self._idle.add((layout.recompute, layout.context > 1))
             return
         self.found.counts["recorded"] += 1
         if self._fits(layout, self.planner.memory(config, step)):
@@ -158,24 +163,22 @@ class _Search:
         return size <= self.room
 
     def _record(self, layout: Layout) -> None:
-        """Record the parts of a layout; and of those with the next smallest bounds, if several processes do it."""
-        planner, wanted = self.planner, [layout]
-        if planner.processes > 1:
-            wanted += [each.layout for each in heapq.nsmallest(_AHEAD * planner.processes, self._queue) if each.stages]
-        found = {parts_key(each.on(planner.config)): each for each in map(self._first, wanted)}
-        planner.record([each.on(planner.config) for each in found.values()])
-        for each in found.values():
-            if (parts := planner.parts(config := each.on(planner.config))) is not None:
-                self._least.learn(each, passes_of(parts, config, planner.prices))
+        """Record the parts of a layout, or of another one that tells a bound of it."""
+        first = self._first(layout)
+        config = first.on(self.planner.config)
+        if (parts := self.planner.parts(config)) is not None:
+            self._least.learn(first, passes_of(parts, config, self.planner.prices))
 
     def _first(self, layout: Layout) -> Layout:
         """Return the layout to record before another: one that takes less time to record and tells a bound of it.
 
         The more context-parallel ranks, the longer the record takes, and the less often is the layout a fast one.
         """
-        smaller = [replace(layout, recompute="none")]
-        smaller += [replace(layout, context=layout.context // 2)] * (layout.context % 2 == 0)
-        smaller += [replace(layout, micro_batch=size) for size in (1, 2) if layout.micro_batch > 2]
+        smaller = [replace(layout, recompute="none"), layout.with_fewest_ranks()]
+        if smaller[-1] == layout and layout.context % 2 == 0:
+            smaller.append(replace(layout, context=layout.context // 2))
+        elif smaller[-1] == layout and layout.micro_batch > 2:
+            smaller += [replace(layout, micro_batch=size) for size in (1, 2)]
         for each in smaller:
             if each != layout and not self.planner.has_parts(each):
                 return self._first(each)

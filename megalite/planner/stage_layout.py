@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 
@@ -74,7 +75,9 @@ def balanced(costs: PartCosts, stages: int) -> str:
     """Return the contents of each stage as letters, such that the slowest stage is as fast as possible."""
     letters = ["E", *"t" * len(costs.layers), "L"]
     parts = balance([costs.embedding, *costs.layers, costs.head], stages)
-    return "|".join(_short("".join(letters[part.start : part.stop])) for part in parts)
+    *first, last = ["".join(letters[part.start : part.stop]) for part in parts]
+    alike = ((_short(f"{stage}|"), len(list(group))) for stage, group in groupby(first))
+    return "".join(stage if count == 1 else f"({stage})*{count}" for stage, count in alike) + _short(last)
 
 
 def _short(letters: str) -> str:
