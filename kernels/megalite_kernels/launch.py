@@ -72,19 +72,22 @@ def recorded_launches(record: Callable[[str, Sequence[Tensor]], None]) -> Iterat
     if importlib.util.find_spec("triton") is None:
         yield
         return
+    from triton.runtime.interpreter import InterpretedFunction  # what kernels are under TRITON_INTERPRET=1
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
+    launches = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
 
     def run(kernel: Any, *args: Any, **options: Any) -> Any:
         tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
         if not any(each.is_meta for each in tensors):
-            return launch(kernel, *args, **options)
+            return launches[type(kernel)](kernel, *args, **options)
         record(kernel.__name__, tensors)
         return None
 
-    JITFunction.run = run
+    for kind in launches:
+        kind.run = run
     try:
         yield
     finally:
-        JITFunction.run = launch
+        for kind, launch in launches.items():
+            kind.run = launch

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite.config.parse import parse_arguments
+from megalite.planner.dry_run import dry_run
 from tests.kernels.interpreter import FP8, nan_is_written, only_programs
 from tests.kernels.memory import KernelFault
 from tests.kernels.number_formats import rounded
@@ -174,3 +176,14 @@ def test_masked_lanes_without_a_value_are_not_numbers() -> None:
     target = torch.empty(1)
     masked_without_other[(1,)](numbers(3), target, 3, 4)
     assert target.isnan().all()
+
+
+def test_a_dry_run_launches_no_interpreted_kernel() -> None:
+    """Under TRITON_INTERPRET=1 kernels are of another class, and would read memory that the meta device has not."""
+    flags = (
+        "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
+        "--micro-batch-size 1 --global-batch-size 2 --vocab-size 100 --tokenizer-type NullTokenizer --mock-data --bf16 "
+        "--lr 1 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"
+    )
+    found = dry_run(parse_arguments(flags.split()).config, 2, 0)
+    assert {"normalize", "normalize_backward"} <= {operation.name for operation in found.total.operations}
