@@ -104,7 +104,7 @@ EXPERT_LAYOUTS: dict[str, Row] = {
     "cp2-tp2-sp-ep4": {"cp": 2, **SP, "ep": 4, "recompute": "experts", "zero": 3, "key_values": "gqa"},
 }
 IN_TURN = ((), pytest.mark.wide, pytest.mark.slow, pytest.mark.slow)
-"""Where a family meets a layout: `make test` has each of both once, CI twice."""
+"""The meeting of a family and a layout: `make test` has each of both once, CI twice."""
 EXPERT_DATA: list[Row] = [
     {"padding": True},
     {"drop_policy": "position"},

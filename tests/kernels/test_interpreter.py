@@ -179,7 +179,7 @@ def test_masked_lanes_without_a_value_are_not_numbers() -> None:
 
 
 def test_a_dry_run_launches_no_interpreted_kernel() -> None:
-    """Under TRITON_INTERPRET=1 kernels are of another class, and would read memory that the meta device has not."""
+    """Kernels are of another class under TRITON_INTERPRET=1, and would read memory that the meta device has not."""
     flags = (
         "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
         "--micro-batch-size 1 --global-batch-size 2 --vocab-size 100 --tokenizer-type NullTokenizer --mock-data --bf16 "
