@@ -11,6 +11,9 @@ from megalite.config.command_line import flag_groups
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import tables
 
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""Setting without which the attempts of torchrun share a store (docs/launchers.md)."""
+
 _CHOSEN = {
     "parallel": """tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
         cp_comm_type hierarchical_context_parallel_sizes expert_model_parallel_size expert_tensor_parallel_size
@@ -56,6 +59,7 @@ def commands(argv: Sequence[str], gpus: int, node_ranks: int) -> Iterator[str]:
     per_node = min(gpus, node_ranks)
     nodes = -(-gpus // per_node)
     flags = " \\\n    ".join(shlex.join([f"--{flag}", *values]) for flag, values in flag_groups(argv))
-    start = "torchrun --standalone" if nodes == 1 else f"torchrun --nnodes {nodes}"
-    yield f"{start} --nproc-per-node {per_node} pretrain_gpt.py \\\n    {flags}"
+    place = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT"
+    run = f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py"
+    yield f"{_OWN_STORE} {run} \\\n    {flags}"
     yield (f"RUN=run/plan sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/pretrain_gpt.sbatch \\\n    {flags}")

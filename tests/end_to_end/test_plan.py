@@ -55,7 +55,9 @@ def test_layouts_come_out_as_table_files_and_commands(tmp_path: Path) -> None:
     assert sbatch.split("\\")[0].strip() == "RUN=run/plan sbatch --nodes=1 --gpus-per-node=4 slurm/pretrain_gpt.sbatch"
     command = shlex.split(torchrun.replace("\\\n", ""))
     start = command.index("pretrain_gpt.py") + 1
-    assert command[:start] == shlex.split("torchrun --standalone --nproc-per-node 4 pretrain_gpt.py")
+    assert command[:start] == shlex.split(
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 pretrain_gpt.py"
+    )
     needed = words("--lr 1e-4 --train-iters 1 --mock-data --tokenizer-type NullTokenizer")
     config = resolve(parse_arguments([*command[start:], *needed]).config, 4)
     assert config.parallel.tensor_model_parallel_size == found["plans"][0]["row"]["TP"]
