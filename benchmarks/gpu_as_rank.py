@@ -65,7 +65,7 @@ SMALL: Mapping[str, Published] = {
         f"--vocab-size 255 --tp 2 --pp 2 --sequence-parallel --global-batch-size 8 {SHARDED}",
     )
 }
-"""What a CPU runs instead."""
+"""Run of a CPU instead."""
 
 
 def command(layout: Published) -> list[str]:

@@ -84,7 +84,7 @@ class Pass:
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
-    """What runs before it each time, and is not measured."""
+    """Function that runs before it each time, and is not measured."""
 
 
 def configuration(family: str) -> RunConfig:

@@ -19,7 +19,7 @@ _EAGER = KernelsConfig(  # norms are single kernels of torch
 
 @dataclass(frozen=True)
 class Program:
-    """What is known of the program of a source.
+    """Facts about the program of a source.
 
     Attributes:
         lineage: true for Megatron-LM and what was made from it.
