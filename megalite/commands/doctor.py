@@ -15,15 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from megalite.atomic_files import write_atomically
-from megalite.config.command_line import flag_groups
 from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.config.validate import resolve
 from megalite.doctor.findings import SMALLEST, Options, Verdict
 from megalite.doctor.node import examine_node
@@ -35,7 +34,7 @@ from megalite.process.place import place_from_environment
 
 def main() -> int:
     """Check this node, or all nodes together with the other ranks."""
-    own, others = split_flags(sys.argv[1:])
+    own, others = split_flags(Options, sys.argv[1:])
     options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
     check(options, others)
     if options.node:
@@ -46,17 +45,6 @@ def main() -> int:
     from megalite.doctor.examination import examine
 
     return examine(options, config, problem, place)
-
-
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of this program, and the flags of the run."""
-    names = {"help", *(field.name for field in fields(Options))}
-    own: list[str] = []
-    others: list[str] = []
-    for flag, values in flag_groups(argv):
-        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
-        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
-    return own, others
 
 
 def check(options: Options, others: Sequence[str]) -> None:

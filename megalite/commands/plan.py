@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +23,7 @@ from megalite.config.command_line import flag_groups
 from megalite.config.data import DataConfig
 from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most
 from megalite.config.parse import parse_arguments
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.config.yaml_file import read_file, read_sections
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
@@ -77,7 +77,7 @@ class Options:
 
 def main() -> None:
     """Parse the flags, find the layouts, and print them."""
-    own, argv = split_flags(sys.argv[1:])
+    own, argv = split_flags(Options, sys.argv[1:])
     options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
     check(options)
     gpus = options.gpus
@@ -116,17 +116,6 @@ def check(options: Options) -> None:
         raise ConfigurationError("--failures-per-gpu-hour and --node-mtbf-hours both give the failures: drop one")
     if options.set and options.translate is None:
         raise ConfigurationError("--set is for --translate, which is not given")
-
-
-def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the flags of this program, and the flags of the run."""
-    names = {"help", *(each.name for each in fields(Options))}
-    own: list[str] = []
-    others: list[str] = []
-    for flag, values in flag_groups(argv):
-        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
-        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
-    return own, others
 
 
 def translated(options: Options, argv: Sequence[str]) -> tuple[list[str], int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict, get_args
 
 from megalite.config.fields import PositiveInt, at_most, needs
 from megalite.config.layer_patterns import MOST_LAYERS
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from megalite.config.model import ModelConfig
 
 ContextParallelWay = Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"]
+Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+"""Values of data-parallel-sharding-strategy, by the ZeRO stage."""
 ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 
 
@@ -101,7 +104,7 @@ class ParallelConfig:
     """Split activations outside the matrix products along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state and master weights over the data-parallel ranks (ZeRO 1)."""
-    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    data_parallel_sharding_strategy: Strategy | None = None
     """State that stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
     num_distributed_optimizer_instances: PositiveInt = 1
     """Groups of data-parallel (and context-parallel) ranks that each hold all shards once (hybrid sharding)."""
@@ -187,7 +190,7 @@ class ParallelConfig:
         """The ZeRO stage, 0 to 3."""
         if self.data_parallel_sharding_strategy is None:
             return 1 if self.use_distributed_optimizer else 0
-        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
+        return STRATEGIES.index(self.data_parallel_sharding_strategy)
 
 
 def context_parallel_problems(parallel: ParallelConfig, model: ModelConfig, seq_length: int) -> Iterator[str]:

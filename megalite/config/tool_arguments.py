@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of, range_problems
@@ -53,6 +53,17 @@ def parse_tool_arguments(
     if problems := list(range_problems(parsed)):
         raise ConfigurationError("\n".join(problems))
     return parsed
+
+
+def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the flags of a command, which are the fields of a dataclass, and those of the run that it is about."""
+    names = {"help", *(field.name for field in dataclasses.fields(arguments))}
+    own: list[str] = []
+    others: list[str] = []
+    for flag, values in flag_groups(argv):
+        mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
+        (own if mine else others).extend([f"--{flag}", *values] if flag else values)
+    return own, others
 
 
 def _as_called(description: str) -> str:

@@ -6,15 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.config.parallel import SHAPES, ParallelConfig, ScheduleName
+from megalite.config.parallel import SHAPES, STRATEGIES, ParallelConfig, ScheduleName
 from megalite.errors import ConfigurationError
-
-_STRATEGIES: tuple[Literal["no_shard", "optim", "optim_grads", "optim_grads_params"], ...] = (
-    "no_shard",
-    "optim",
-    "optim_grads",
-    "optim_grads_params",
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ sequence_parallel=False, overlap=False)
             sequence_parallel=self.sequence_parallel and self.tp > 1,
             pipeline_schedule=self.schedule,
             num_virtual_stages_per_pipeline_rank=self.stages_per_rank if self.stages_per_rank > 1 else None,
-            data_parallel_sharding_strategy=_STRATEGIES[self.zero],
+            data_parallel_sharding_strategy=STRATEGIES[self.zero],
             num_distributed_optimizer_instances=self.instances,
             overlap_grad_reduce=self.overlap,
             overlap_param_gather=self.overlap and self.zero > 0,

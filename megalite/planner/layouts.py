@@ -12,14 +12,12 @@ from typing import Literal
 from megalite.config import RunConfig
 from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.model import uneven_widths
-from megalite.config.parallel import ParallelConfig, ScheduleName
+from megalite.config.parallel import STRATEGIES, ParallelConfig, ScheduleName
 from megalite.config.pipeline_layout import schedule_name, virtual_stages
 from megalite.errors import ConfigurationError
 
 Recompute = Literal["none", "selective", "full"]
-Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-STRATEGIES: tuple[Strategy, ...] = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _MOST_SAMPLES = 64
 """Largest micro-batch that is tried."""
 _UNEVEN_CHUNKS = (1, 2, 4)

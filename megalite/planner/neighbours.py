@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megalite.config.parallel import ScheduleName
+from megalite.config.parallel import STRATEGIES, ScheduleName
 from megalite.errors import MegaliteError
-from megalite.planner.layouts import RECOMPUTE, STRATEGIES, Layout
+from megalite.planner.layouts import RECOMPUTE, Layout
 from megalite.planner.plan import Plan, Planner
 
 _SIZES = {

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megalite.config import RunConfig
+from megalite.config.parallel import STRATEGIES
 from megalite.errors import ConfigurationError
 from megalite.planner.cost import Prices
-from megalite.planner.layouts import STRATEGIES, Layout, layouts, require_batch
+from megalite.planner.layouts import Layout, layouts, require_batch
 from megalite.planner.least import Least, Passes
 from megalite.planner.memory import RankMemory
 from megalite.planner.parts import Parts
@@ -148,7 +149,7 @@ class _Search:
             return
         self.found.counts["recorded"] += 1
         if self._fits(layout, self.planner.memory(config, step)):
-            self._push(_Entry(max(_bound(step), seconds), layout, (), config, step))
+            self._push(_Entry(max(step.bound, seconds), layout, (), config, step))
 
     def _may_fit(self, layout: Layout) -> bool:
         """Tell whether a layout may fit, as far as layouts with smaller micro-batches tell."""
@@ -216,17 +217,6 @@ def passes_of(parts: Parts, config: RunConfig, prices: Prices) -> Passes:
     layers = [seconds_of(layer, config, prices, of_layer=True) for layer in parts.layers]
     forward, backward = map(sum, zip(*layers, strict=True))
     return Passes(forward, backward, sum(seconds_of(parts.head, config, prices, of_layer=False)))
-
-
-def _bound(step: Step) -> float:
-    """Return the least seconds of a step, with the way of the last micro-batch back through the pipeline."""
-    ranks = step.layout.ranks
-    if ranks == 1 or step.schedule.startswith("zb"):
-        return step.bound
-    last = [step.stages[stage] for stage in step.layout.of_rank(ranks - 1)]
-    busy = sum(stage.seconds("F") + stage.seconds("B") for stage in last) * step.micro_batches
-    way = sum(stage.seconds("F") + stage.seconds("B") for stage in step.stages[: ranks - 1])
-    return max(step.bound, (busy + way) * step.prices.stack.factor)
 
 
 def _why_none(planner: Planner) -> str:

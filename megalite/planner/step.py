@@ -113,9 +113,12 @@ class Step:
         """Seconds that the step takes at least, without a simulation."""
         busy = [self._busy(rank).total for rank in range(self.layout.ranks)]
         after = [self._afterwards(rank).total for rank in range(self.layout.ranks)]
-        waits = 0.0  # of the last rank, which has nothing to do before the others' first chunks have run
-        if self.layout.ranks > 1:
-            waits = sum(stage.forward.total for stage in self.stages[: self.layout.ranks - 1])
+        # The last rank has nothing to do before the others' first chunks have run, and they still have to go back
+        # after its last micro-batch. (Zero-bubble schedules compute gradients of weights meanwhile.)
+        others = self.stages[: self.layout.ranks - 1]
+        waits = sum(stage.forward.total for stage in others)
+        if not self.schedule.startswith("zb"):
+            waits += sum(stage.backward.total for stage in others)
         least = max([*map(sum, zip(busy, after, strict=True)), busy[-1] + waits])
         return least * self.prices.stack.factor
 
