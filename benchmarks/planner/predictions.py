@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.planner.cluster import find_cluster, find_stack
-from megalite.planner.cost import Prices
-from megalite.planner.dry_run import gpu_kernels
-from megalite.planner.parts import part_records
-from megalite.planner.step import Step, StepTime
-from megalite.training.data import known_vocabulary
+from megalite.planner.plan import Planner, with_vocabulary
+from megalite.planner.step import StepTime
 
 PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
 INTERVAL = 1.25
@@ -63,8 +60,7 @@ class Run:
             "--lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --mock-data --hidden-dropout 0 "
             "--attention-dropout 0"
         )
-        config = resolve(parse_arguments(flags.split()).config, self.gpus)
-        return replace(config, model=replace(config.model, vocab_size=known_vocabulary(config)[0]))
+        return with_vocabulary(resolve(parse_arguments(flags.split()).config, self.gpus))
 
 
 RUNS = (
@@ -118,9 +114,7 @@ RUNS = (
 
 def predicted(run: Run) -> StepTime:
     config = run.config
-    with gpu_kernels(config.kernels):
-        parts = part_records(config)
-    return Step(config, run.gpus, parts, Prices(find_cluster(run.cluster), find_stack(run.stack))).simulated
+    return Planner(config, find_cluster(run.cluster), run.gpus, find_stack(run.stack)).plan(config).step
 
 
 def section(date: datetime.date) -> Iterator[str]:

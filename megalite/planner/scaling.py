@@ -10,8 +10,8 @@ from megalite.config.validate import resolve
 from megalite.planner.cluster import Cluster, find_cluster
 from megalite.planner.cost import Prices
 from megalite.planner.parts import part_records
+from megalite.planner.plan import with_vocabulary
 from megalite.planner.step import Step
-from megalite.training.data import known_vocabulary
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def predict(config: RunConfig, ranks: int, cluster: Cluster) -> float:
 
     Raises MegaliteError if the configuration does not fit the ranks.
     """
-    config = resolve(config, ranks)
-    config = replace(config, model=replace(config.model, vocab_size=known_vocabulary(config)[0]))
+    config = with_vocabulary(resolve(config, ranks))
     return Step(config, ranks, part_records(config), Prices(cluster)).simulated.seconds
 
 
