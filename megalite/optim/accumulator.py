@@ -13,8 +13,8 @@ from torch import Tensor
 from megalite.errors import MegaliteError
 from megalite.optim.flat import allocate_storage, free_storage, owned
 from megalite.optim.layout import BucketLayout
+from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
-from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
 
 REDUCTIONS_IN_FLIGHT = 2
@@ -35,21 +35,6 @@ class Collective(Generic[Result]):
     run: Callable[[], Result]
 
 
-@dataclass(frozen=True)
-class ReductionGroups:
-    """Process groups over which a bucket's gradients are summed."""
-
-    shards: Group
-    """Ranks among which the bucket is sharded. The gradients are summed by a reduce-scatter."""
-    instances: Group
-    """Ranks that own the same slice, one per instance of hybrid sharding."""
-    replicas: Group
-    """Ranks that have the same parameters but compute only a part of the gradient each.
-
-    Example: the first and the last pipeline stage, if both have a replica of a tied embedding.
-    """
-
-
 class Accumulator:
     """Sum of the gradients of a bucket's parameters from their uses in one chunk, with a count of arrived gradients.
 
@@ -63,7 +48,7 @@ class Accumulator:
     def __init__(
         self,
         layout: BucketLayout,
-        groups: ReductionGroups,
+        reduction: Reduction,
         in_flight: list[Accumulator],
         *,
         chunk: int,
@@ -77,7 +62,7 @@ class Accumulator:
 
         Args:
             layout: the parameters of the bucket and their positions in it.
-            groups: the process groups of the reduction.
+            reduction: the sum over the ranks.
             in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
             chunk: the chunk whose gradients are summed.
             uses: maps the number of each use in this chunk to its number of gradients per micro-batch.
@@ -93,18 +78,19 @@ class Accumulator:
         """Flat sum of each use, by the number of the use."""
         self.gradients = next(iter(self.flats.values()))
         """Flat sum of the first use. Once the reduction has started, it is the sum of all uses."""
-        self.gradient_shard = owned(self.gradients, groups.shards)
+        self.gradient_shard = owned(self.gradients, reduction.groups.shards)
         """Slice of the gradients that this rank owns."""
         self._views = {  # made once, and as long as there is memory: there is one look-up per gradient
             (id(slot.parameter), use): flat[slot.start : slot.stop].view(slot.parameter.shape)
             for use, flat in self.flats.items()
             for slot in layout.slots
         }
-        if stage >= 2:
+        if stage >= 2 or reduction.own_slice:
             self.gradient_shard = self.gradient_shard.clone()
+        if stage >= 2:
             for flat in self.flats.values():
                 free_storage(flat)
-        self._groups, self._in_flight, self._stage, self._overlap = groups, in_flight, stage, overlap
+        self.reduction, self._in_flight, self._stage, self._overlap = reduction, in_flight, stage, overlap
         self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
         ends = [0, *(slot.stop for slot in layout.slots)]
@@ -179,7 +165,7 @@ class Accumulator:
             self.gradients.add_(flat)
             if self._stage >= 2:
                 free_storage(flat)
-        self._pending = self._begin_reduce_scatter()
+        self._pending = self._begin_sum()
         self._rounds += 1
         if self._rounds < self._rounds_due:
             self._begin_round()
@@ -208,14 +194,14 @@ class Accumulator:
         advice = "" if self._allow_unused is None else " If a step may leave it out, give Trainer(allow_unused=True)"
         return f"{name} received {arrived} of the {due} gradients due: is it used in forward?{advice}{also}"
 
-    def _begin_reduce_scatter(self) -> collectives.Pending:
-        """Start the reduce-scatter over the shard group.
+    def _begin_sum(self) -> collectives.Pending:
+        """Start the sum over the shard group.
 
-        Under ZeRO 0 and 1 the result is written into this rank's slice in place. Under ZeRO 2 and 3 it is a new tensor,
+        Under ZeRO 0 and 1 the result is written into this rank's slice. Under ZeRO 2 and 3 it is a new tensor,
         which `_finish_round` adds to the slice.
         """
         out = None if self._stage >= 2 else self.gradient_shard
-        return collectives.reduce_scatter_async(self.gradients, self._groups.shards, out=out)
+        return self.reduction.begin(self.gradients, out)
 
     def _finish_round(self) -> None:
         """Wait for the running reduction, if there is one.
@@ -242,19 +228,19 @@ class Accumulator:
 
     def completion(self) -> Iterator[Collective[object]]:
         """Yield the operations that complete this chunk's slice, once per step, after its last reduction."""
-        yield Collective("wait for the gradients' reduction", self._groups.shards.ranks, self._finish)
-        yield self._sum_over("instances", self._groups.instances)
+        groups = self.reduction.groups
+        yield Collective("wait for the gradients' reduction", groups.shards.ranks, self._finish)
+        summed = partial(self.reduction.sum_over_instances, self.gradient_shard)
+        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)
 
     def sum_over_replicas(self) -> Collective[object]:
         """Return the operation that sums the slice over the replicas, once it has the uses in all chunks.
 
         Replicas may have different numbers of uses.
         """
-        return self._sum_over("replicas", self._groups.replicas)
-
-    def _sum_over(self, kind: str, group: Group) -> Collective[object]:
-        summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)
-        return Collective(f"sum of the gradients over {kind}", group.ranks, summed)
+        replicas = self.reduction.groups.replicas
+        summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, replicas)
+        return Collective("sum of the gradients over replicas", replicas.ranks, summed)
 
     def _finish(self) -> None:
         if self._rounds < self._rounds_due:

@@ -17,10 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.accumulator import Accumulator, Collective, ReductionGroups
+from megalite.optim.accumulator import Accumulator, Collective
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
+from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
@@ -47,6 +48,8 @@ class DataParallel:
     """Take the gradients of parameters that a step does not use as zero. Ranks may use different ones: reductions start
     in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run. None: no, and
     the run has no setting for it."""
+    reduction: ReductionOf = Reduction
+    """Sum of the gradients over ranks."""
 
 
 class ParameterBucket:
@@ -148,7 +151,7 @@ class Bucket(ParameterBucket):
         self.accumulators = tuple(
             Accumulator(
                 self.layout,
-                groups,
+                options.reduction(shard_spec, groups),
                 in_flight,
                 chunk=chunk,
                 uses=there,
@@ -212,11 +215,18 @@ class Bucket(ParameterBucket):
             yield from accumulator.completion()
         for other in self.accumulators[1:]:
             yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
-        yield self.accumulators[0].sum_over_replicas()
+        first = self.accumulators[0]
+        yield first.sum_over_replicas()
+        yield Collective("what is applied", (), partial(first.reduction.complete, self.gradient_shard))
+
+    def apply(self) -> None:
+        """Keep what the messages of this step have left out: its update will be applied."""
+        for accumulator in self.accumulators:
+            accumulator.reduction.apply()
 
     def gradient_gather(self) -> Collective[collectives.Pending]:
         """Return the collective that starts to gather the gradients from the ranks' slices."""
-        gather = partial(collectives.all_gather_async, self.gradient_shard, self.shard_group, out=self.gradients)
+        gather = partial(self.accumulators[0].reduction.begin_gather, self.gradient_shard, self.gradients)
         return Collective("gather of gradients", self.shard_group.ranks, gather)
 
 

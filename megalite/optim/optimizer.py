@@ -208,6 +208,8 @@ class Optimizer:
         result = self.complete(loss_scale)
         if result.skipped:
             return result
+        for bucket in self.buckets:
+            bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
         self._update(rates, self._clipping(result.gradient_norm) / loss_scale)

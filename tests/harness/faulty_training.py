@@ -147,7 +147,7 @@ def in_backward() -> None:
 
 
 def in_reduction() -> None:
-    begin = Accumulator._begin_reduce_scatter
+    begin = Accumulator._begin_sum
 
     def disturbed_begin(self: Accumulator) -> Any:
         try:
@@ -156,7 +156,7 @@ def in_reduction() -> None:
             return completed(self.gradient_shard)
         return begin(self)
 
-    Accumulator._begin_reduce_scatter = disturbed_begin  # type: ignore[method-assign]
+    Accumulator._begin_sum = disturbed_begin  # type: ignore[method-assign]
 
 
 def in_rendezvous() -> None:
