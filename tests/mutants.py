@@ -2264,8 +2264,8 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
-        "self._update(rates, self._clipping(result.gradient_norm))",
+        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
+        "rule.update(rates, self.steps, self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
@@ -2285,8 +2285,8 @@ MUTANTS = (
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
-        "self._update(rates, 1.0 / loss_scale)",
+        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
+        "rule.update(rates, self.steps, 1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(

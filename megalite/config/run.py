@@ -15,6 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.training import TrainingConfig
 
 
@@ -24,6 +25,8 @@ class TaskConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """The layout over ranks."""
+    synchronization: SynchronizationConfig = field(default_factory=SynchronizationConfig)
+    """Data parallelism that communicates less."""
     optimizer: OptimizerConfig
     """The update rule and the learning rate."""
     training: TrainingConfig

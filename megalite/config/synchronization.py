@@ -14,8 +14,6 @@ from megalite.config.fields import (
     Share,
     ShareAboveZero,
     ShareBelowOne,
-    changed,
-    given,
     needs,
 )
 
@@ -39,8 +37,7 @@ Compression = Literal[
 ]
 LocalUpdate = Literal["none", "local-sgd", "post-local-sgd", "easgd", "fedavg", "diloco"]
 _SPARSE = ("topk", "randomk", "threshold", "dgc", "count-sketch")
-_OF_ADAM = ("onebit-adam",)
-"""Compressions that are part of an optimizer: they compress its momentum."""
+_AVERAGES = ("local-sgd", "post-local-sgd", "fedavg", "diloco")
 
 
 @dataclass(frozen=True)
@@ -93,3 +90,147 @@ class SynchronizationConfig:
     """Workers whose gradients a step does not wait for."""
     drop_stragglers_after: PositiveFloat | None = None
     """Time after which a step does not wait for late workers, in units of the median step's."""
+
+    @property
+    def compresses(self) -> bool:
+        return any(name != "none" for name in self.gradient_compression)
+
+    @property
+    def has_replicas(self) -> bool:
+        """True if replicas have weights of their own."""
+        return self.local_update != "none"
+
+    @property
+    def compression_within(self) -> Compression:
+        """Compression of what data-parallel ranks exchange: within a site or a replica, if there are any."""
+        levels = self.sites > 1 or self.has_replicas
+        return "none" if levels and len(self.gradient_compression) == 1 else self.gradient_compression[0]
+
+    @property
+    def compression_between(self) -> Compression:
+        """Compression of what sites or replicas exchange."""
+        return self.gradient_compression[-1] if self.sites > 1 or self.has_replicas else "none"
+
+    def replicas(self, data_parallel_size: int) -> int:
+        """Return the number of replicas with weights of their own."""
+        if not self.has_replicas:
+            return 1
+        return self.sites if self.sites > 1 else data_parallel_size
+
+
+def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield a line for each relation of these options that does not hold."""
+    chosen = config.synchronization
+    if chosen == SynchronizationConfig():
+        return
+    yield from _compression_problems(config)
+    yield from _local_update_problems(config)
+    yield from _site_problems(config, world_size)
+
+
+def _compression_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, parallel, optimizer = config.synchronization, config.parallel, config.optimizer
+    names = set(chosen.gradient_compression)
+    if len(chosen.gradient_compression) > 2 or not chosen.gradient_compression:
+        yield "--gradient-compression: give one value, or two: within sites or replicas, and between them"
+    elif len(chosen.gradient_compression) == 2 and chosen.sites == 1 and not chosen.has_replicas:
+        yield "--gradient-compression: two values need --sites or --local-update"
+    if not names & set(_SPARSE):
+        yield from needs(
+            chosen, "compression_ratio", f"--gradient-compression {', '.join(_SPARSE[:-1])} or {_SPARSE[-1]}"
+        )
+    if "powersgd" not in names:
+        yield from needs(chosen, "compression_rank", "--gradient-compression powersgd")
+    if not chosen.compresses:
+        yield from needs(chosen, "compression_warmup_iters error_feedback", "--gradient-compression")
+        return
+    given_names = f"--gradient-compression {' '.join(chosen.gradient_compression)}"
+    if parallel.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16":
+        yield f"{given_names}: what it leaves out is kept in fp32; drop --grad-reduce-in-bf16 and --main-grads-dtype"
+    if parallel.num_distributed_optimizer_instances > 1:
+        yield f"{given_names}: give --sites instead of --num-distributed-optimizer-instances"
+    if parallel.zero_stage >= 2 and chosen.compression_within != "none":
+        yield (
+            f"{given_names} under --data-parallel-sharding-strategy {parallel.data_parallel_sharding_strategy}: "
+            "gradients are reduced after every micro-batch there; optim, or no_shard, reduces those of a step at once"
+        )
+    if chosen.compression_between in ("powersgd", "dgc", "onebit-adam"):
+        yield f"{given_names}: between sites or replicas, give another compression than {chosen.compression_between}"
+    if "dgc" in names:
+        if optimizer.optimizer != "sgd":
+            yield f"--gradient-compression dgc corrects the momentum of --optimizer sgd, not of {optimizer.optimizer}"
+        if not chosen.error_feedback:
+            yield "--gradient-compression dgc: drop --no-error-feedback, without which it is topk"
+    if "onebit-adam" in names:
+        if optimizer.optimizer != "adam" or parallel.zero_stage:
+            yield "--gradient-compression onebit-adam compresses the momentum of --optimizer adam that is not sharded"
+        if optimizer.clip_grad:
+            yield "--gradient-compression onebit-adam needs --clip-grad 0: it has no gradient to clip"
+        if not chosen.compression_warmup_iters or not chosen.error_feedback:
+            yield (
+                "--gradient-compression onebit-adam needs --compression-warmup-iters, at whose end Adam's second "
+                "moment is frozen, and error feedback"
+            )
+    if chosen.all_reduce_algorithm in ("ring", "tree"):
+        yield f"--all-reduce-algorithm {chosen.all_reduce_algorithm} sums gradients as they are: drop {given_names}"
+
+
+def _local_update_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, parallel, method = config.synchronization, config.parallel, config.synchronization.local_update
+    if not chosen.has_replicas:
+        yield from needs(chosen, "local_update_* outer_*", "--local-update")
+    if method not in _AVERAGES:
+        yield from needs(chosen, "outer_*", f"--local-update {', '.join(_AVERAGES[:-1])} or {_AVERAGES[-1]}")
+    if method != "easgd":
+        yield from needs(chosen, "elastic_rate", "--local-update easgd")
+    if method != "diloco":
+        yield from needs(
+            chosen, "local_update_fragments local_update_delay local_update_mixing", "--local-update diloco"
+        )
+    if chosen.outer_optimizer == "sgd" or (chosen.outer_optimizer is None and method != "diloco"):
+        yield from needs(chosen, "outer_momentum", "--outer-optimizer nesterov")
+    if not chosen.has_replicas:
+        return
+    period = chosen.local_update_period
+    if method == "post-local-sgd" and not chosen.local_update_warmup_iters:
+        yield "--local-update post-local-sgd needs --local-update-warmup-iters, its steps of plain data parallelism"
+    if chosen.local_update_fragments > period:
+        yield f"--local-update-fragments {chosen.local_update_fragments} is more than --local-update-period {period}"
+    if chosen.local_update_delay >= period:
+        yield f"--local-update-delay {chosen.local_update_delay} must be less than --local-update-period {period}"
+    if parallel.num_distributed_optimizer_instances > 1:
+        yield "--local-update: give the number of replicas by --sites, not --num-distributed-optimizer-instances"
+    if config.optimizer.store_param_remainders:
+        yield f"--local-update {method} needs whole master weights: drop --store-param-remainders"
+    interval = config.checkpoint.save_interval
+    if (
+        config.checkpoint.save is not None
+        and not config.checkpoint.save_optim
+        and interval is not None
+        and interval % period
+    ):
+        yield (
+            f"--no-save-optim with --local-update-period {period} would lose the replicas' own weights: "
+            f"--save-interval {interval} must be a multiple of the period"
+        )
+    if config.training.moe_record_routing is not None:
+        yield "--moe-record-routing needs replicas with the same weights: drop --local-update"
+
+
+def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    chosen, parallel = config.synchronization, config.parallel
+    copies = parallel.data_parallel_size(world_size)
+    of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
+    count = chosen.replicas(copies) if chosen.has_replicas else chosen.sites
+    if chosen.has_replicas and count == 1:
+        yield f"--local-update {chosen.local_update} needs two data-parallel ranks: {world_size} ranks have one"
+    what = f"--sites {chosen.sites}" if chosen.sites > 1 else f"--local-update with {count} replicas"
+    for size, kind in ((copies, "data-parallel ranks"), (of_experts, "data-parallel ranks of experts")):
+        if count > 1 and size % count:
+            yield f"{what} does not divide {size} {kind}"
+            return
+    if chosen.sites > 1 and not chosen.has_replicas:
+        if parallel.num_distributed_optimizer_instances > 1:
+            yield "--sites are instances of hybrid sharding: drop --num-distributed-optimizer-instances"
+        if chosen.all_reduce_algorithm in ("ring", "tree"):
+            yield f"--sites {chosen.sites} needs --all-reduce-algorithm hierarchical, not {chosen.all_reduce_algorithm}"

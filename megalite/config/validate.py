@@ -25,6 +25,7 @@ from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
+from megalite.config.synchronization import synchronization_problems
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
@@ -122,6 +123,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         idle_positions(model),
         _layout(config),
         _communication(config),
+        synchronization_problems(config, world_size),
         pipeline_problems(model, config.parallel),
         training_length_problems(training),
         training_problems(training, data.seq_length),
@@ -144,6 +146,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
     problems = (
         _division(config, world_size, seq_length=1),
         _communication(config),
+        synchronization_problems(config, world_size),
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -54,6 +55,16 @@ class StepResult:
     def skipped(self) -> bool:
         """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)
+
+
+class Exchange(Protocol):
+    """Exchange of weights between replicas that otherwise update their own."""
+
+    def agreed(self, is_finite: bool) -> bool:
+        """Return True if the gradients of all replicas are finite. Otherwise all of them skip the step."""
+
+    def advance(self) -> bool:
+        """Exchange what is due after the update of a step, or after a skipped one; True if weights have changed."""
 
 
 class Optimizer:
@@ -101,6 +112,8 @@ class Optimizer:
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
+        self.exchange: Exchange | None = None
+        """Exchange with other replicas, which have optimizers of their own; None: all ranks have the same weights."""
 
     @property
     def state_kinds(self) -> set[str]:
@@ -146,8 +159,8 @@ class Optimizer:
             for segment in segments:
                 segment.settable.clear()
 
-    def begin_step(self, micro_batches: int) -> None:
-        """Expect the gradients of this number of micro-batches.
+    def begin_step(self, micro_batches: int, loss_scale: float = 1.0) -> None:
+        """Expect the gradients of this number of micro-batches, multiplied by `loss_scale`.
 
         Raises MegaliteError if a parameter that was frozen at the start needs a gradient now.
         """
@@ -159,6 +172,8 @@ class Optimizer:
                 )
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
+            for accumulator in bucket.accumulators:
+                accumulator.reduction.begin_step(self.steps, loss_scale)
         for tally in chain.from_iterable(self._tallies.values()):
             tally.begin_step()
 
@@ -206,15 +221,24 @@ class Optimizer:
         which the loss was multiplied; the gradients are divided by it.
         """
         result = self.complete(loss_scale)
-        if result.skipped:
-            return result
-        for bucket in self.buckets:
-            bucket.apply()
-        for pending in [gather.run() for gather in self._gradient_gathers()]:
-            pending.wait()
-        self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
-        for part in self._counting():
-            part.run()
+        if self.exchange is not None and not self.exchange.agreed(not result.skipped):
+            result = StepResult(dict.fromkeys(result.gradient_norms, math.nan))
+        if not result.skipped:
+            for bucket in self.buckets:
+                bucket.apply()
+            for pending in [gather.run() for gather in self._gradient_gathers()]:
+                pending.wait()
+            self.steps += 1
+            for rule in self._rules:
+                rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)
+        exchanged = self.exchange is not None and self.exchange.advance()
+        if exchanged or not result.skipped:
+            self.begin_parameter_gather()
+            if not self.options.overlap_gather:
+                self.finish_parameter_gather()
+        if not result.skipped:
+            for part in self._counting():
+                part.run()
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -248,14 +272,6 @@ class Optimizer:
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
-
-    def _update(self, rates: Rates, factor: float) -> None:
-        self.steps += 1
-        for rule in self._rules:
-            rule.update(rates, self.steps, factor)
-        self.begin_parameter_gather()
-        if not self.options.overlap_gather:
-            self.finish_parameter_gather()
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from their updated slices, under ZeRO 1 and 2."""

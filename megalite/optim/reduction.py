@@ -42,6 +42,9 @@ class Reduction:
         """Describe the sum. `spec`: the bucket's layout and this rank's slices of it."""
         self.spec, self.groups = spec, groups
 
+    def begin_step(self, updates: int, loss_scale: float) -> None:
+        """Tell the number of updates before this step, and the factor that the gradients have."""
+
     def begin(self, gradients: Tensor, out: Tensor | None) -> collectives.Pending:
         """Start to sum [length] over the shard group. The result is this rank's slice, in `out` if given."""
         return collectives.reduce_scatter_async(gradients, self.groups.shards, out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import math
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from megalite.torch_internals import Store, new_process_group
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 Kind = Literal["group", "link"]
+_RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "send": 2, "receive": 0}
+"""Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A link has 2 ranks, and sends all of it."""
 
 
 @dataclass
@@ -31,6 +34,8 @@ class Traffic:
     """Messages of this rank: what has started, its ranks and its bytes are told to a listener, if there is one."""
 
     listener: Callable[[str, tuple[int, ...], int], None] | None = None
+    bytes_sent: int = 0
+    """Bytes that this rank has sent to others, if each collective takes a ring."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Group:
         return self.process_group is not None
 
     def record(self, kind: str, size: int) -> None:
-        """Tell the listener that a collective or a message of `size` bytes has started."""
+        """Count a collective or a message of `size` bytes, which has started, and tell the listener of it."""
+        self.traffic.bytes_sent += size * _RING[kind] * (self.size - 1) // self.size
         if self.traffic.listener is not None:
             self.traffic.listener(kind, self.ranks, size)
 
@@ -113,11 +119,14 @@ class ParallelMesh:
             axes: torch.arange(world_size).view([view[axis] for axis in axes])
             for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
         }
-        self._sizes = sizes | expert_sizes
+        self._sizes = self._all_sizes = sizes | expert_sizes
+        self._starts = dict.fromkeys(self._sizes, 0)
         self.waits, self.traffic = WaitTimer(), Traffic()
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._coordinates = self.coordinates_of(rank)
+        self.counterparts = Group((rank,), 0)
+        """Ranks at this rank's position in each replica, if this is the mesh of a replica."""
 
     def size(self, *axes: str) -> int:
         """Return the product of the sizes of `axes`."""
@@ -133,15 +142,47 @@ class ParallelMesh:
         for axes in self._views:
             rest = rank
             for axis in reversed(axes):
-                rest, coordinates[axis] = divmod(rest, self._sizes[axis])
+                rest, position = divmod(rest, self._all_sizes[axis])
+                coordinates[axis] = position - self._starts[axis]
         return coordinates
 
-    def at(self, rank: int) -> UnconnectedMesh:
-        """Return the mesh of another rank, on the meta device, to compute what it holds without communication."""
-        sizes = self._sizes
-        return UnconnectedMesh(
+    def replica(self, count: int) -> ParallelMesh:
+        """Return the mesh of this rank's replica: of the `count` equal blocks of data-parallel ranks, the one that has
+        this rank.
+
+        A replica has all pipeline stages. Its ranks keep their numbers. All ranks call this method together.
+
+        Raises:
+            ValueError: the data-parallel sizes, dense and expert, are not divisible by the count.
+        """
+        inner = copy.copy(self)
+        inner.world_size, inner._by_axes = self.world_size // count, {}
+        inner._sizes, inner._starts = dict(self._sizes), dict(self._starts)
+        number = 0
+        for axis in ("dp", "edp"):
+            size, rest = divmod(self._sizes[axis], count)
+            if rest:
+                raise ValueError(f"{count} replicas do not divide {self._sizes[axis]} ranks of the axis {axis}")
+            number = self._coordinates[axis] // size
+            inner._sizes[axis] = size
+            inner._starts[axis] += number * size
+        inner._views = {
+            axes: view.narrow(1, inner._starts[axes[1]] - self._starts[axes[1]], inner._sizes[axes[1]])
+            for axes, view in self._views.items()
+        }
+        inner._coordinates = inner.coordinates_of(self.rank)
+        inner.counterparts = self.group_of(self.ranks("dp")[inner._coordinates["dp"] :: inner._sizes["dp"]])
+        return inner
+
+    def at(self, rank: int) -> ParallelMesh:
+        """Return the mesh of another rank, on the meta device, to compute what it holds without communication.
+
+        If this is the mesh of a replica, so is that.
+        """
+        sizes = self._all_sizes
+        mesh: ParallelMesh = UnconnectedMesh(
             rank=rank,
-            world_size=self.world_size,
+            world_size=self.all_ranks,
             tensor_parallel_size=sizes["tp"],
             context_parallel_size=sizes["cp"],
             pipeline_parallel_size=sizes["pp"],
@@ -149,6 +190,13 @@ class ParallelMesh:
             expert_tensor_parallel_size=sizes["etp"],
             device=torch.device("meta"),
         )
+        replicas = self.all_ranks // self.world_size
+        return mesh.replica(replicas) if replicas > 1 else mesh
+
+    @property
+    def all_ranks(self) -> int:
+        """Number of ranks of the run, those of other replicas included."""
+        return math.prod(self._all_sizes[axis] for axis in DENSE_AXES)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from this one only along `axes`, in rank order.
@@ -203,7 +251,7 @@ class ParallelMesh:
         """
         if len(ranks) == 1:
             return None
-        if kind == "group" and len(ranks) == self.world_size:
+        if kind == "group" and len(ranks) == self.all_ranks:
             return dist.group.WORLD
         name = f"megalite {kind} {'-'.join(map(str, ranks))}"
 

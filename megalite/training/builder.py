@@ -40,6 +40,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
+from megalite.training.synchronization import reduction_of
 
 
 def make_loader(
@@ -253,6 +254,7 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
+        reduction=reduction_of(config, mesh),
     )
 
 

@@ -85,7 +85,7 @@ class GPTTask(Task):
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks = builder.make_chunks(self.config, self.model, mesh, stages)
-        if mesh is self.mesh:
+        if not self.chunks:  # the first ones are this rank's
             self.chunks = chunks
             if self.config.kernels.compile:
                 compile_layers(chunks)

@@ -68,6 +68,8 @@ class StepMetrics(Metrics):
     throughput: Mapping[str, float | None]
     """Figures of the speed, of which the first one is items per second."""
     peak_memory_bytes: int
+    bytes_sent: int
+    """Bytes that rank 0 has sent in the step to other ranks, if each collective takes a ring."""
 
     @property
     def loss(self) -> float:

@@ -39,6 +39,7 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
+from megalite.training.synchronization import make_local_update, replica_mesh
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -52,6 +53,8 @@ class Gradients:
 
     began: float
     """Start of the step, as `time.perf_counter` in seconds."""
+    bytes_sent: int
+    """Number of bytes that this rank had sent by then."""
     batch_size: int
     micro_batches: Sequence[Any]
     actions: Sequence[Action]
@@ -83,17 +86,20 @@ class Trainer:
         self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
         stages = task.stages()
-        self.chunks = task.make_chunks(mesh, stages)
+        self.replica = replica = replica_mesh(config, mesh)
+        """Mesh of the ranks that have the same weights: all of them, unless replicas update their own."""
+        self.chunks = task.make_chunks(replica, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
         self.optimizer = builder.make_optimizer(
-            config, self.chunks, mesh, stages, task.set_values, allow_unused=task.allow_unused
+            config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
         )
+        self.local_update = self.optimizer.exchange = make_local_update(config, self.optimizer)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = task.batch_size
-        self.schedules = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
         micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes if size % least == 0]
         self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final
@@ -146,7 +152,7 @@ class Trainer:
             multipliers: makes the multipliers of the engine from those of the terms.
             observer: is called for each action, in a step that is not profiled.
         """
-        began = time.perf_counter()
+        began, bytes_sent = time.perf_counter(), self.mesh.traffic.bytes_sent
         if micro_batches is None:
             micro_batches = self.next_micro_batches()
         batch_size = sum(len(each.sample_ids) for each in micro_batches) * self.mesh.size("dp")
@@ -154,17 +160,22 @@ class Trainer:
         terms = self.terms if terms is None else terms
         own_counts = loss_terms.counted(terms, micro_batches, self.mesh.device)
         counts = loss_terms.total_counts(terms, own_counts, self.mesh)
+        of_gradients = counts
+        if self.local_update is not None:
+            own = loss_terms.total_counts(terms, own_counts, self.replica)
+            self.local_update.begin_step(self.iteration, own[terms[0].name])
+            of_gradients = own if self.local_update.is_local else counts
 
         self.network.train()
-        self.optimizer.begin_step(len(micro_batches))
-        actions = self.schedules.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        scaled = multipliers(loss_terms.loss_multipliers(terms, counts, loss_scale))
+        self.optimizer.begin_step(len(micro_batches), loss_scale)
+        actions = self.schedules.training(len(micro_batches))
+        scaled = multipliers(loss_terms.loss_multipliers(terms, of_gradients, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
-        return Gradients(began, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
+        return Gradients(began, bytes_sent, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
         """Update the weights by the gradients of `forward_backward`. Called by all ranks together.
@@ -195,7 +206,8 @@ class Trainer:
         seconds = time.perf_counter() - gradients.began
         figures = {**self.task.figures(micro_batches, updated=not update.skipped), **figures}
         name, batch_size = gradients.terms[0].name, gradients.batch_size
-        return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, figures)
+        sent = self.mesh.traffic.bytes_sent - gradients.bytes_sent
+        return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, sent, figures)
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
@@ -328,6 +340,8 @@ class Trainer:
         with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
+        if self.local_update is not None:
+            self.local_update.begin()
         self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
 
     # ------------------------------------------------------------------------------------------------ metrics
@@ -346,6 +360,7 @@ class Trainer:
         loss_scale: float,
         batch_size: int,
         seconds: float,
+        bytes_sent: int,
         figures: Mapping[str, float],
     ) -> StepMetrics:
         others = {term: mean for term, mean in losses.items() if term != name}
@@ -359,6 +374,7 @@ class Trainer:
             iteration_time_s=seconds,
             throughput=self.task.throughput(batch_size, seconds),
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
+            bytes_sent=bytes_sent,
             extra={**self._statistics(others, update, rates), **figures},
         )
 
@@ -375,7 +391,7 @@ class Trainer:
             figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
-            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.replica)
         return figures
 
     def notes(self) -> tuple[str, ...]:

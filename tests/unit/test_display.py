@@ -33,6 +33,7 @@ def step(iteration: int, *, loss: float = 2.0, skipped: bool = False, mfu: float
             "mfu": mfu,
         },
         peak_memory_bytes=0,
+        bytes_sent=0,
     )
 
 

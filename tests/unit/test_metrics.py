@@ -44,6 +44,7 @@ def step(iteration: int, **changes: object) -> StepMetrics:
             "mfu": None,
         },
         peak_memory_bytes=1 << 20,
+        bytes_sent=0,
     )
     return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
 
@@ -87,7 +88,8 @@ def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
     MetricsWriter(tmp_path / "metrics.jsonl").write(step(1, extra={"params_norm": 2.5}))
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     documented = """iteration consumed_samples consumed_tokens lm_loss grad_norm learning_rate loss_scale skipped
-        iteration_time_s tokens_per_second tokens_per_second_per_device model_tflops_per_device mfu peak_memory_bytes"""
+        iteration_time_s tokens_per_second tokens_per_second_per_device model_tflops_per_device mfu peak_memory_bytes
+        bytes_sent"""
     assert list(record) == [*documented.split(), "params_norm"]
     assert record["mfu"] is None
     assert record["skipped"] is False
