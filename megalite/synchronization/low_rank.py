@@ -1,0 +1,130 @@
+"""PowerSGD (arXiv:1905.13727) as the sum of a bucket: matrices travel as two thin factors, vectors as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.flat import owned
+from megalite.optim.reduction import Reduction, ReductionGroups
+from megalite.parallel import collectives
+from megalite.parallel.collectives import Pending, completed
+from megalite.synchronization import power
+from megalite.synchronization.compressed import RESIDUAL, key_of
+
+FACTOR = "powersgd_q"
+"""Name of the factors with which the next step begins."""
+
+
+class LowRankReduction(Reduction):
+    """Sum over the ranks of a shard group. Each rank's residual is what it has, less its part of the restored sum."""
+
+    own_slice = True
+
+    def __init__(
+        self,
+        rank: int,
+        warmup: int,
+        spec: BucketShardSpec,
+        groups: ReductionGroups,
+        *,
+        dtype: torch.dtype,
+        error_feedback: bool = True,
+    ) -> None:
+        """Draw the first factors.
+
+        Args:
+            rank: the rank of the approximations.
+            warmup: the number of updates before gradients are compressed.
+            spec: the bucket's layout and this rank's slices of it.
+            groups: the ranks.
+            dtype: the dtype of the sums of gradients.
+            error_feedback: keep what messages leave out.
+        """
+        super().__init__(spec, groups)
+        self._warmup, self._updates, self._loss_scale = warmup, 0, 1.0
+        self._total = torch.empty(0)
+        device = spec.layout.slots[0].parameter.device
+        self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """Ranges of the matrices of each shape [rows, columns] in the bucket."""
+        compressed = set()
+        for slot in spec.layout.slots if groups.shards.size > 1 else ():
+            shape = slot.parameter.shape[-2:]
+            if power.matrix_shape(shape, rank) is not None:
+                size = math.prod(shape)
+                ranges = [(start, start + size) for start in range(slot.start, slot.stop, size)]
+                self._shapes.setdefault((shape[0], shape[1]), []).extend(ranges)
+                compressed.add(slot.start)
+        self._others = [(slot.start, slot.stop) for slot in spec.layout.slots if slot.start not in compressed]
+        sizes = [len(ranges) * columns * rank for (_, columns), ranges in self._shapes.items()]
+        self.factor = torch.empty(sum(sizes), dtype=dtype, device=device)
+        """Second factors of all matrices, one after the other, which the next step begins with."""
+        self._factors = [
+            part.view(len(ranges), columns, rank)
+            for part, ((_, columns), ranges) in zip(self.factor.split(sizes), self._shapes.items(), strict=True)
+        ]
+        for number, factor in enumerate(self._factors):
+            factor.copy_(power.first_factor(*factor.shape, key_of(spec.layout) + number, dtype, device))
+        self.residuals: dict[str, Tensor] = {}
+        if error_feedback and self._shapes:
+            self.residuals[RESIDUAL] = torch.zeros(spec.layout.length, dtype=dtype, device=device)
+
+    def begin_step(self, updates: int, loss_scale: float) -> None:
+        self._updates, self._loss_scale = updates, loss_scale
+        self._total = torch.empty(0)
+
+    def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
+        if self._updates < self._warmup or not self._shapes:
+            return super().begin(gradients, out)
+        if RESIDUAL in self.residuals:
+            gradients.add_(self.residuals[RESIDUAL], alpha=self._loss_scale)
+        shards = self.groups.shards
+        stacks = [self._stacked(gradients, shape) for shape in self._shapes]
+        left = [power.project(stack, factor) for stack, factor in zip(stacks, self._factors, strict=True)]
+        left = [power.orthogonalize(p) for p in _summed(left, shards)]
+        right = [power.project_back(stack, p) for stack, p in zip(stacks, left, strict=True)]
+        others = [gradients[start:stop] for start, stop in self._others]
+        summed = _summed([*right, *(each.clone() for each in others)], shards)
+        self._corrected, self._next = gradients, summed[: len(right)]
+        self._total = total = torch.zeros_like(gradients)
+        for (start, stop), values in zip(self._others, summed[len(right) :], strict=True):
+            total[start:stop] = values
+        for ranges, p, q in zip(self._shapes.values(), left, self._next, strict=True):
+            for (start, stop), matrix in zip(ranges, power.restored(p, q), strict=True):
+                total[start:stop] = matrix.reshape(-1)
+        mine = owned(total, shards)
+        return completed(mine if out is None else out.copy_(mine))
+
+    def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
+        """Start to gather the sum, or take it as it is if it has not changed since: every rank has restored all of it."""
+        record = self.spec.layout.slots[0].parameter.sharding
+        one_use = len({use.chunk for use in record.uses}) == 1
+        if len(self._total) and one_use and self.groups.instances.size == self.groups.replicas.size == 1:
+            return completed(gradients.copy_(self._total))
+        return super().begin_gather(shard, gradients)
+
+    def apply(self) -> None:
+        if not len(self._total):
+            return
+        for factor, following in zip(self._factors, self._next, strict=True):
+            factor.copy_(following)
+        if RESIDUAL in self.residuals:
+            residual = self.residuals[RESIDUAL].zero_()
+            for start, stop in (each for ranges in self._shapes.values() for each in ranges):
+                part = slice(start, stop)
+                residual[part] = self._corrected[part] - self._total[part] / self.groups.shards.size
+            residual.div_(self._loss_scale)
+
+    def _stacked(self, gradients: Tensor, shape: tuple[int, int]) -> Tensor:
+        return torch.stack([gradients[start:stop].view(shape) for start, stop in self._shapes[shape]])
+
+
+def _summed(tensors: list[Tensor], group: collectives.Group) -> list[Tensor]:
+    """Return the sums over a group, in one message."""
+    flat = collectives.all_reduce_(torch.cat([each.reshape(-1) for each in tensors]), group)
+    parts = flat.split([each.numel() for each in tensors])
+    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
