@@ -1,0 +1,1 @@
+"""Data parallelism that communicates less: what a bucket's gradients become before they travel."""
