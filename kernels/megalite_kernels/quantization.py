@@ -84,21 +84,31 @@ def _random_bits(elements: int, seed: int, offset: int, device: torch.device) ->
     return torch.stack((words & 0xFFFF, words >> 16), dim=-1).flatten().int()
 
 
+def block_scales(blocks: Tensor, format: torch.dtype) -> Tensor:
+    """Return the scales of fp32 blocks [..., block]: NaN with an infinity or a NaN, 0 with steps that are subnormal."""
+    mantissa, lowest, largest = FORMATS[format]
+    top = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1) if blocks.numel() else blocks.new_empty(0, dtype=torch.int32)
+    # The divisor is a tensor: on a GPU, torch divides by a Python number by multiplying with its inverse, which rounds.
+    quotients = top.view(torch.float32) / torch.full_like(top, largest, dtype=torch.float32)
+    scales = (quotients.view(torch.int32) & -128).view(torch.float32)
+    scales = torch.where(scales >= 2.0 ** (mantissa - lowest - 126), scales, 0.0)
+    return torch.where(top < 0x7F800000, scales, float("nan"))
+
+
+def inverses(scales: Tensor) -> Tensor:
+    """Return the inverses of scales; 0 of 0 and of NaN."""
+    return 1.0 / torch.where(scales > 0.0, scales, float("inf"))
+
+
 def quantize_reference(
     values: Tensor, format: torch.dtype, block: int, seed: int | None, offset: int
 ) -> tuple[Tensor, Tensor]:
     mantissa, lowest, largest = FORMATS[format]
     flat = values.flatten().to(torch.float32)
     blocks = F.pad(flat, (0, -len(flat) % block)).view(-1, block)
-    top = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1) if len(blocks) else blocks.new_empty(0, dtype=torch.int32)
-    finite = top < 0x7F800000
-    # The divisor is a tensor: on a GPU, torch divides by a Python number by multiplying with its inverse, which rounds.
-    quotients = top.view(torch.float32) / torch.full_like(top, largest, dtype=torch.float32)
-    scales = (quotients.view(torch.int32) & -128).view(torch.float32)
-    scales = torch.where(scales >= 2.0 ** (mantissa - lowest - 126), scales, 0.0)
-    blocks = torch.where(finite[:, None], blocks, 0.0)
-    inverses = 1.0 / torch.where(scales > 0.0, scales, float("inf"))
-    scaled = (blocks.abs() * inverses[:, None]).clamp(max=largest)
+    scales = block_scales(blocks, format)
+    blocks = torch.where(scales.isnan()[:, None], 0.0, blocks)
+    scaled = (blocks.abs() * inverses(scales)[:, None]).clamp(max=largest)
     exponent = (scaled.view(torch.int32) >> 23).clamp(min=127 + lowest)
     fraction = 0 if seed is None else 14
     # Adding the float `unit` rounds to a whole number of steps (of 2^-14 steps if stochastic), found in the low bits.
@@ -111,7 +121,7 @@ def quantize_reference(
     negative = blocks.view(torch.int32) < 0
     codes = torch.where(negative, -codes, codes) if format == torch.int8 else codes | negative.int() << 7
     kept = codes.flatten()[: len(flat)].to(storage(format)).view(format)
-    return kept, torch.where(finite, scales, float("nan"))
+    return kept, scales
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:

@@ -111,6 +111,10 @@ class SynchronizationConfig:
         """Compression of what sites or replicas exchange."""
         return self.gradient_compression[-1] if self.sites > 1 or self.has_replicas else "none"
 
+    def instances(self, of_optimizer: int) -> int:
+        """Return the number of instances of hybrid sharding: the sites, if these have the same weights."""
+        return self.sites if self.sites > 1 and not self.has_replicas else of_optimizer
+
     def replicas(self, data_parallel_size: int) -> int:
         """Return the number of replicas with weights of their own."""
         if not self.has_replicas:
@@ -156,6 +160,10 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
         )
     if chosen.compression_between in ("powersgd", "dgc", "onebit-adam"):
         yield f"{given_names}: between sites or replicas, give another compression than {chosen.compression_between}"
+    if chosen.has_replicas and chosen.local_update_warmup_iters and chosen.compression_within != "none":
+        yield f"{given_names} within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
+    if chosen.sites > 1 and not chosen.has_replicas and chosen.compression_within == "powersgd":
+        yield f"{given_names}: powersgd sums over all ranks at once; within --sites, give another compression"
     if "dgc" in names:
         if optimizer.optimizer != "sgd":
             yield f"--gradient-compression dgc corrects the momentum of --optimizer sgd, not of {optimizer.optimizer}"

@@ -111,7 +111,7 @@ class Optimizer:
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
-        self._rules = make_rules(self.shards, mesh, config)
+        self.rules = make_rules(self.shards, mesh, config)
         self.exchange: Exchange | None = None
         """Exchange with other replicas, which have optimizers of their own; None: all ranks have the same weights."""
 
@@ -229,7 +229,7 @@ class Optimizer:
             for pending in [gather.run() for gather in self._gradient_gathers()]:
                 pending.wait()
             self.steps += 1
-            for rule in self._rules:
+            for rule in self.rules:
                 rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)
         exchanged = self.exchange is not None and self.exchange.advance()
         if exchanged or not result.skipped:
@@ -248,7 +248,7 @@ class Optimizer:
         already ended: under ZeRO 2 and 3 most reductions end within the list of actions.
         """
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
-        rules = [part for rule in self._rules for part in rule.collectives()]
+        rules = [part for rule in self.rules for part in rule.collectives()]
         later = [*self._parameter_gathers(), *self._counting()]
         every = [*((part.name, part.ranks) for part in own), *rules, *((part.name, part.ranks) for part in later)]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]

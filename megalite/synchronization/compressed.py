@@ -1,18 +1,14 @@
-"""Sum of gradients that travel packed, with error feedback: what a message leaves out is added to the next one.
+"""Sum of gradients that travel packed.
 
 Each rank packs the slices of its gradients, the ranks exchange them, and each owner adds up what it restores. Under
 ZeRO 0 the sum is packed again and gathered, so that all ranks apply the same (as in 1-bit Adam, arXiv:2102.02888, and
-the double pass of arXiv:1905.05957). Between sites, the packed slices are gathered.
+the double pass of arXiv:1905.05957). Between sites, packed slices are gathered.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from megalite.optim.bucket_shard import BucketShardSpec
@@ -20,203 +16,96 @@ from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
-from megalite.synchronization.compressor import Compressor
+from megalite.synchronization.packer import Packer, zero_padding
 
-RESIDUAL, OF_SITES, OF_SUM = "residual", "residual_of_sites", "residual_of_sum"
-"""Names of the residuals of a rank's gradients, of its slice between sites, and of its slice of the sum."""
-CompressorAt = Callable[[int], Compressor]
-"""Function from the number of applied updates to the compressor of the next step."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Compressors of the levels of a sum; None for one that is not compressed.
-
-    Attributes:
-        within: between the ranks of a shard group.
-        again: for the sum, which is gathered under ZeRO 0.
-        between: between sites.
-        warmup: number of updates before gradients are compressed.
-    """
-
-    within: CompressorAt | None
-    again: CompressorAt | None
-    between: CompressorAt | None
-    warmup: int = 0
-
-    def within_at(self, updates: int) -> Compressor | None:
-        return self._at(self.within, updates)
-
-    def again_at(self, updates: int) -> Compressor | None:
-        return self._at(self.again, updates)
-
-    def between_at(self, updates: int) -> Compressor | None:
-        return self._at(self.between, updates)
-
-    def _at(self, compressor: CompressorAt | None, updates: int) -> Compressor | None:
-        return None if compressor is None or updates < self.warmup else compressor(updates)
-
-
-@dataclass
-class Sent:
-    """What a message was made from, until it is known that the step is applied.
-
-    Attributes:
-        corrected: the values with the residual [parts, length].
-        restored: function that returns what the receivers have got of them, in the same shape.
-    """
-
-    corrected: Tensor
-    restored: Callable[[], Tensor]
+PackerOf = Callable[[BucketLayout, int], Packer]
+"""Function that makes the packer of a bucket's messages with this number of elements."""
 
 
 class CompressedReduction(Reduction):
-    """Sum over the ranks of a site, and over the sites, each with a compressor of its own or none."""
+    """Sum over the ranks of a site, and over the sites, packed or not."""
 
     own_slice = True
 
     def __init__(
         self,
-        levels: Levels,
+        within: PackerOf | None,
+        again: PackerOf | None,
+        between: PackerOf | None,
         spec: BucketShardSpec,
         groups: ReductionGroups,
-        *,
-        dtype: torch.dtype,
-        error_feedback: bool = True,
     ) -> None:
-        """Allocate the residuals.
+        """Make the packers.
 
         Args:
-            levels: the compressors.
+            within: makes the one of the gradients, between the ranks of `groups.shards`; None: they are not packed.
+            again: makes the one of their sum, which is gathered under ZeRO 0.
+            between: makes the one of the sums between sites, `groups.instances`.
             spec: the bucket's layout and this rank's slices of it.
             groups: the ranks.
-            dtype: the dtype of the sums of gradients.
-            error_feedback: keep what messages leave out.
         """
         super().__init__(spec, groups)
-        self.levels, self._key = levels, key_of(spec.layout)
-        self._updates, self._loss_scale = 0, 1.0
-        self._packed_sum = torch.empty(0)
-        self.residuals: dict[str, Tensor] = {}
-        """Residuals without the loss scale: of the gradients, of the slice between sites, of the slice of the sum."""
-        if error_feedback:
-            length, own = spec.layout.length, spec.layout.length // spec.shards
-            lengths = {
-                RESIDUAL: length if levels.within is not None and groups.shards.size > 1 else 0,
-                OF_SITES: own if levels.between is not None and groups.instances.size > 1 else 0,
-                OF_SUM: own if levels.within is not None and self._gathers else 0,
-            }
-            device = spec.layout.slots[0].parameter.device
-            self.residuals = {
-                name: torch.zeros(size, dtype=dtype, device=device) for name, size in lengths.items() if size
-            }
-        self._sent: dict[str, Sent] = {}
+        length, own, several = spec.layout.length, spec.layout.length // spec.shards, groups.shards.size > 1
+        packers = {
+            "gradients": within(spec.layout, length) if within and several else None,
+            "sum": again(spec.layout, own) if again and several and spec.zero_stage == 0 else None,
+            "sites": between(spec.layout, own) if between and groups.instances.size > 1 else None,
+        }
+        self.packers = {name: packer for name, packer in packers.items() if packer is not None}
+        """Packers by what they pack: the gradients, their sum, or the sums between sites."""
 
-    @property
-    def _gathers(self) -> bool:
-        """True if the slices of the sum are gathered: under ZeRO 0."""
-        return self.spec.zero_stage == 0 and self.groups.shards.size > 1
+    def _packer(self, name: str) -> Packer | None:
+        """Return the packer of these messages, if they are packed in this step."""
+        packer = self.packers.get(name)
+        return packer if packer is not None and packer.packs else None
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
-        self._updates, self._loss_scale = updates, loss_scale
-        self._sent.clear()
+        for packer in self.packers.values():
+            packer.begin_step(updates, loss_scale)
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
-        compressor, shards = self.levels.within_at(self._updates), self.groups.shards
-        if compressor is None or shards.size == 1:
+        packer, shards = self._packer("gradients"), self.groups.shards
+        if packer is None:
             return super().begin(gradients, out)
-        rows = gradients.view(shards.size, -1)
-        self._correct(RESIDUAL, rows)
-        each = [1] * shards.size
-        packed = self._pack(RESIDUAL, compressor, rows)
-        received = collectives.all_to_all_rows_async(packed, each, each, shards)
-        key, length = self._key_of_step, rows.shape[1]
+        rows, each = gradients.view(shards.size, -1), [1] * shards.size
+        received = collectives.all_to_all_rows_async(packer.pack(rows), each, each, shards)
 
         def total() -> Tensor:
-            summed = self._without_padding(compressor.sum(received.wait(), length, gradients.dtype, key))
+            summed = self._without_padding(packer.sum(received.wait(), rows.shape[1], rows.dtype))
             return summed if out is None else out.copy_(summed)
 
         return Pending(None, total)
 
     def sum_over_instances(self, shard: Tensor) -> Tensor:
-        compressor, sites = self.levels.between_at(self._updates), self.groups.instances
-        if compressor is None or sites.size == 1:
+        packer = self._packer("sites")
+        if packer is None:
             return super().sum_over_instances(shard)
-        rows = shard.clone()[None]
-        self._correct(OF_SITES, rows)
-        gathered = collectives.all_gather(self._pack(OF_SITES, compressor, rows), sites)
-        summed = compressor.sum(gathered, len(shard), shard.dtype, self._key_of_step)
-        return shard.copy_(self._without_padding(summed))
+        gathered = collectives.all_gather(packer.pack(shard.clone()[None]), self.groups.instances)
+        return shard.copy_(self._without_padding(packer.sum(gathered, len(shard), shard.dtype)))
 
     def complete(self, shard: Tensor) -> None:
         """Replace the sum by what is left of it after packing, which all ranks are going to apply."""
-        compressor = self.levels.again_at(self._updates)
-        if compressor is None or not self._gathers:
-            return
-        rows = shard.clone()[None]
-        self._correct(OF_SUM, rows)
-        self._packed_sum = self._pack(OF_SUM, compressor, rows)
-        restored = compressor.restore(self._packed_sum, len(shard), shard.dtype, self._key_of_step)
-        shard.copy_(self._without_padding(restored[0]))
+        packer = self._packer("sum")
+        if packer is not None:
+            self._packed_sum = packer.pack(shard.clone()[None])
+            restored = packer.restore(self._packed_sum, len(shard), shard.dtype)
+            shard.copy_(self._without_padding(restored[0]))
+
+    def apply(self) -> None:
+        for packer in self.packers.values():
+            packer.keep()
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
-        compressor = self.levels.again_at(self._updates)
-        if compressor is None or not self._gathers:
+        packer = self._packer("sum")
+        if packer is None:
             return super().begin_gather(shard, gradients)
-        gathered, key = collectives.all_gather_async(self._packed_sum, self.groups.shards), self._key_of_step
+        gathered = collectives.all_gather_async(self._packed_sum, self.groups.shards)
 
         def restored() -> Tensor:
-            gradients.copy_(compressor.restore(gathered.wait(), len(shard), shard.dtype, key).view(-1))
-            for start, stop in self._padding(0, self.spec.layout.length):
-                gradients[start:stop].zero_()
-            return gradients
+            rows = packer.restore(gathered.wait(), len(shard), shard.dtype)
+            return zero_padding(self.spec.layout, gradients.copy_(rows.view(-1)), 0)
 
         return Pending(None, restored)
 
-    def apply(self) -> None:
-        for name, sent in self._sent.items():
-            self._keep(name, sent.corrected, sent.restored())
-        self._sent.clear()
-
-    def _correct(self, name: str, rows: Tensor) -> None:
-        """Add the residual of earlier messages to the values [parts, length] of the next one."""
-        if name in self.residuals:
-            rows.add_(self.residuals[name].view(rows.shape), alpha=self._loss_scale)
-
-    def _keep(self, name: str, corrected: Tensor, restored: Tensor) -> None:
-        """Set the residual to what the receivers have not got."""
-        torch.sub(corrected, restored, out=self.residuals[name].view(corrected.shape)).div_(self._loss_scale)
-
-    def _pack(self, name: str, compressor: Compressor, rows: Tensor) -> Tensor:
-        key = self._key_of_step
-        packed = compressor.pack(rows, key)
-        if name in self.residuals:
-            self._sent[name] = Sent(rows, lambda: compressor.restore(packed, rows.shape[1], rows.dtype, key))
-        return packed
-
-    @property
-    def _key_of_step(self) -> int:
-        return self._key + self._updates
-
     def _without_padding(self, shard: Tensor) -> Tensor:
-        """Set the elements of the owned slice to zero that belong to no weight: a compressor may have made noise."""
-        begin, end = self.spec.owned
-        for start, stop in self._padding(begin, end):
-            shard[start - begin : stop - begin].zero_()
-        return shard
-
-    def _padding(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges within [begin, end) of the bucket that belong to no weight."""
-        position = begin
-        for _, start, stop in sorted(self.spec.layout.pieces(begin, end), key=itemgetter(1)):
-            if position < start:
-                yield position, start
-            position = stop
-        if position < end:
-            yield position, end
-
-
-def key_of(layout: BucketLayout) -> int:
-    """Return a number of the bucket that is the same on all ranks that have it, and differs between buckets."""
-    names = [piece.tensor.name for slot in layout.slots for piece in slot.parameter.sharding.pieces]
-    return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+        return zero_padding(self.spec.layout, shard, self.spec.owned[0])

@@ -1,16 +1,12 @@
-"""Deep Gradient Compression (arXiv:1712.01887): sparse gradients with momentum that is corrected for what is delayed."""
+"""Deep Gradient Compression (arXiv:1712.01887): sparse gradients, with momentum that is corrected for delays."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.synchronization.compressed import RESIDUAL, CompressedReduction
-
-VELOCITY = "velocity"
-"""Name of the momentum of this rank's own gradients."""
+from megalite.optim.layout import BucketLayout
+from megalite.synchronization.packer import Packer, Packing
 
 
 def ratio_at(updates: int, warmup: int, ratio: float) -> float:
@@ -18,28 +14,24 @@ def ratio_at(updates: int, warmup: int, ratio: float) -> float:
     return ratio ** min(1.0, (updates + 1) / (warmup + 1))
 
 
-class DeepGradientReduction(CompressedReduction):
-    """Sum of what each rank's momentum has accumulated, where it is largest.
+class VelocityPacker(Packer):
+    """Packer of sums of a rank's own momentum, its velocity, where they are largest.
 
-    A rank sums its velocity, and sends the largest elements of this sum; of those it forgets both. So the optimizer
-    that gets the sums has no momentum.
+    What is sent is forgotten, of the sum and of the velocity. So the optimizer that gets the sums has no momentum.
     """
 
-    def __init__(self, momentum: float, *arguments: Any, **options: Any) -> None:
-        """Allocate the velocity. `momentum`: its factor. The other arguments are those of `CompressedReduction`."""
-        super().__init__(*arguments, **options)
+    def __init__(self, momentum: float, packing: Packing, layout: BucketLayout, elements: int) -> None:
+        """Allocate the velocity. `momentum`: its factor. The other arguments are those of `Packer`."""
+        super().__init__(packing, layout, elements)
         self._momentum = momentum
-        if RESIDUAL in self.residuals:
-            self.residuals[VELOCITY] = torch.zeros_like(self.residuals[RESIDUAL])
+        self.state["velocity"] = torch.zeros_like(self.state["residual"])
 
-    def _correct(self, name: str, rows: Tensor) -> None:
-        super()._correct(name, rows)
-        if name == RESIDUAL:
-            rows.add_(self.residuals[VELOCITY].view(rows.shape), alpha=self._momentum * self._loss_scale)
+    def _correct(self, values: Tensor) -> None:
+        super()._correct(values)
+        values.add_(self.state["velocity"].view(values.shape), alpha=self._momentum * self._loss_scale)
 
-    def _keep(self, name: str, corrected: Tensor, restored: Tensor) -> None:
-        if name == RESIDUAL:
-            velocity = self.residuals[VELOCITY].view(corrected.shape)
-            torch.div(corrected, self._loss_scale, out=velocity)
-            velocity.sub_(self.residuals[RESIDUAL].view(corrected.shape)).masked_fill_(restored != 0.0, 0.0)
-        super()._keep(name, corrected, restored)
+    def _keep(self, corrected: Tensor, restored: Tensor) -> None:
+        velocity, residual = (self.state[name].view(corrected.shape) for name in ("velocity", "residual"))
+        torch.div(corrected, self._loss_scale, out=velocity)
+        velocity.sub_(residual).masked_fill_(restored != 0.0, 0.0)
+        super()._keep(corrected, restored)

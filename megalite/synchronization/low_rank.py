@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,8 +12,9 @@ from megalite.optim.flat import owned
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed
+from megalite.parallel.mesh import Group
 from megalite.synchronization import power
-from megalite.synchronization.compressed import RESIDUAL, key_of
+from megalite.synchronization.packer import key_of
 
 FACTOR = "powersgd_q"
 """Name of the factors with which the next step begins."""
@@ -29,21 +29,20 @@ class LowRankReduction(Reduction):
         self,
         rank: int,
         warmup: int,
+        dtype: torch.dtype,
+        error_feedback: bool,
         spec: BucketShardSpec,
         groups: ReductionGroups,
-        *,
-        dtype: torch.dtype,
-        error_feedback: bool = True,
     ) -> None:
         """Draw the first factors.
 
         Args:
             rank: the rank of the approximations.
             warmup: the number of updates before gradients are compressed.
-            spec: the bucket's layout and this rank's slices of it.
-            groups: the ranks.
             dtype: the dtype of the sums of gradients.
             error_feedback: keep what messages leave out.
+            spec: the bucket's layout and this rank's slices of it.
+            groups: the ranks.
         """
         super().__init__(spec, groups)
         self._warmup, self._updates, self._loss_scale = warmup, 0, 1.0
@@ -68,10 +67,11 @@ class LowRankReduction(Reduction):
             for part, ((_, columns), ranges) in zip(self.factor.split(sizes), self._shapes.items(), strict=True)
         ]
         for number, factor in enumerate(self._factors):
-            factor.copy_(power.first_factor(*factor.shape, key_of(spec.layout) + number, dtype, device))
-        self.residuals: dict[str, Tensor] = {}
+            count, columns, _ = factor.shape
+            factor.copy_(power.first_factor(count, columns, rank, key_of(spec.layout) + number, dtype, device))
+        self.state: dict[str, Tensor] = {}
         if error_feedback and self._shapes:
-            self.residuals[RESIDUAL] = torch.zeros(spec.layout.length, dtype=dtype, device=device)
+            self.state["residual"] = torch.zeros(spec.layout.length, dtype=dtype, device=device)
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
         self._updates, self._loss_scale = updates, loss_scale
@@ -80,8 +80,8 @@ class LowRankReduction(Reduction):
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
         if self._updates < self._warmup or not self._shapes:
             return super().begin(gradients, out)
-        if RESIDUAL in self.residuals:
-            gradients.add_(self.residuals[RESIDUAL], alpha=self._loss_scale)
+        if "residual" in self.state:
+            gradients.add_(self.state["residual"], alpha=self._loss_scale)
         shards = self.groups.shards
         stacks = [self._stacked(gradients, shape) for shape in self._shapes]
         left = [power.project(stack, factor) for stack, factor in zip(stacks, self._factors, strict=True)]
@@ -100,7 +100,7 @@ class LowRankReduction(Reduction):
         return completed(mine if out is None else out.copy_(mine))
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
-        """Start to gather the sum, or take it as it is if it has not changed since: every rank has restored all of it."""
+        """Start to gather the sum; or take what this rank has restored of it, if it has not changed since."""
         record = self.spec.layout.slots[0].parameter.sharding
         one_use = len({use.chunk for use in record.uses}) == 1
         if len(self._total) and one_use and self.groups.instances.size == self.groups.replicas.size == 1:
@@ -112,8 +112,8 @@ class LowRankReduction(Reduction):
             return
         for factor, following in zip(self._factors, self._next, strict=True):
             factor.copy_(following)
-        if RESIDUAL in self.residuals:
-            residual = self.residuals[RESIDUAL].zero_()
+        if "residual" in self.state:
+            residual = self.state["residual"].zero_()
             for start, stop in (each for ranges in self._shapes.values() for each in ranges):
                 part = slice(start, stop)
                 residual[part] = self._corrected[part] - self._total[part] / self.groups.shards.size
@@ -123,7 +123,7 @@ class LowRankReduction(Reduction):
         return torch.stack([gradients[start:stop].view(shape) for start, stop in self._shapes[shape]])
 
 
-def _summed(tensors: list[Tensor], group: collectives.Group) -> list[Tensor]:
+def _summed(tensors: list[Tensor], group: Group) -> list[Tensor]:
     """Return the sums over a group, in one message."""
     flat = collectives.all_reduce_(torch.cat([each.reshape(-1) for each in tensors]), group)
     parts = flat.split([each.numel() for each in tensors])

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.layout import BucketLayout
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment, Shard
 from megalite.optim.update_rule import UpdateRule
-from megalite.synchronization.compressed import RESIDUAL, CompressedReduction
+from megalite.synchronization.compressed import CompressedReduction
+from megalite.synchronization.packer import Packer, Packing
 
 PART = 1 << 22
 """Number of elements that are updated at a time, which bounds the memory of temporary tensors."""
 
 
-class MomentumReduction(CompressedReduction):
-    """Sum of the ranks' shares of the next momentum, which the update rule gets in place of the gradients.
+class MomentumPacker(Packer):
+    """Packer of a rank's share of the next momentum, which the update rule gets in place of the gradients.
 
     A share is beta1 times the present momentum, divided by the number of shares, and 1 - beta1 times the rank's own
     gradient.
     """
 
-    def __init__(self, beta1: float, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, beta1: float, packing: Packing, layout: BucketLayout, elements: int) -> None:
+        super().__init__(packing, layout, elements)
         self._beta1 = beta1
         self.segments: Sequence[Segment] = ()
         """Segments of the whole bucket, with the momentum. Of a bucket's accumulators only the first has them."""
+        self.shares = 1
+        """Number of ranks whose shares are added up."""
 
-    def _correct(self, name: str, rows: Tensor) -> None:
-        if name == RESIDUAL:
-            rows.mul_(1.0 - self._beta1)
-            groups = self.groups
-            share = self._beta1 / (groups.shards.size * groups.instances.size * groups.replicas.size)
-            for segment in self.segments:
-                own = rows.view(-1)[segment.start : segment.stop]
-                own.add_(segment.tensors["exp_avg"], alpha=share * self._loss_scale)
-        super()._correct(name, rows)
+    def _correct(self, values: Tensor) -> None:
+        values.mul_(1.0 - self._beta1)
+        for segment in self.segments:
+            own = values.view(-1)[segment.start : segment.stop]
+            own.add_(segment.tensors["exp_avg"], alpha=self._beta1 / self.shares * self._loss_scale)
+        super()._correct(values)
 
 
 class OneBitAdam(UpdateRule):
@@ -56,8 +56,11 @@ class OneBitAdam(UpdateRule):
         self._adam, self._shards, self._config, self._warmup = adam, list(shards), config, warmup
         for shard in self._shards:
             reduction = shard.bucket.accumulators[0].reduction
-            if isinstance(reduction, MomentumReduction):
-                reduction.segments = shard.segments
+            groups = reduction.groups
+            for packer in reduction.packers.values() if isinstance(reduction, CompressedReduction) else ():
+                if isinstance(packer, MomentumPacker):
+                    packer.segments = shard.segments
+                    packer.shares = groups.shards.size * groups.replicas.size
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         if step <= self._warmup:

@@ -40,7 +40,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
-from megalite.training.synchronization import reduction_of
+from megalite.training.synchronization import make_rules_of, optimizer_config, reduction_of
 
 
 def make_loader(
@@ -209,7 +209,7 @@ def make_plan(
         return Contents.of(chunks, mesh, data_parallel(config, mesh, stages), blocks=blocks)
 
     options = data_parallel(config, mesh, stages)
-    return Plan(mesh, contents_at, config.optimizer, zero_stage=options.zero_stage, instances=options.instances)
+    return Plan(mesh, contents_at, optimizer_config(config), zero_stage=options.zero_stage, instances=options.instances)
 
 
 def make_optimizer(
@@ -227,14 +227,16 @@ def make_optimizer(
         set_values: sets the initial values of a parameter. None: the parameters already have them.
         allow_unused: that of the task.
     """
-    return optim.make_optimizer(
+    optimizer = optim.make_optimizer(
         chunks,
         mesh,
-        config.optimizer,
+        optimizer_config(config),
         replace(data_parallel(config, mesh, stages), allow_unused=allow_unused),
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=set_values,
     )
+    make_rules_of(config, optimizer)
+    return optimizer
 
 
 def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> DataParallel:
@@ -247,14 +249,15 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
         # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
         bucket_size = max(40_000_000, 1_000_000 * mesh.size("dp", "cp"))
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
+    gradient_dtype = torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32)
     return DataParallel(
-        gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
+        gradient_dtype=gradient_dtype,
         zero_stage=parallel.zero_stage,
-        instances=parallel.num_distributed_optimizer_instances,
+        instances=config.synchronization.instances(parallel.num_distributed_optimizer_instances),
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
-        reduction=reduction_of(config, mesh),
+        reduction=reduction_of(config, mesh, gradient_dtype),
     )
 
 

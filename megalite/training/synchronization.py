@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.reduction import Reduction, ReductionOf
@@ -20,14 +23,40 @@ def replica_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
     return mesh.replica(replicas) if replicas > 1 else mesh
 
 
-def reduction_of(config: TaskConfig, mesh: ParallelMesh) -> ReductionOf:
-    """Return how gradients are summed. `mesh`: that of this rank's replica."""
-    chosen = config.synchronization
-    if chosen.has_replicas and chosen.local_update_warmup_iters:
-        from megalite.synchronization.warmup import WarmupReduction
+def reduction_of(config: TaskConfig, mesh: ParallelMesh, dtype: torch.dtype) -> ReductionOf:
+    """Return how gradients are summed.
 
-        return partial(WarmupReduction, mesh.counterparts)
-    return Reduction
+    Args:
+        config: the configuration of the run.
+        mesh: the mesh of this rank's replica.
+        dtype: the dtype of the sums.
+    """
+    chosen = config.synchronization
+    warms_up = chosen.has_replicas and chosen.local_update_warmup_iters > 0
+    if not (warms_up or chosen.compression_within != "none" or (chosen.compresses and not chosen.has_replicas)):
+        return Reduction
+    from megalite.synchronization import reductions
+
+    momentum, beta1 = config.optimizer.sgd_momentum, config.optimizer.adam_beta1
+    return reductions.reduction_of(chosen, dtype, mesh.counterparts, momentum=momentum, beta1=beta1)
+
+
+def optimizer_config(config: TaskConfig) -> OptimizerConfig:
+    """Return the options of the update rule. With dgc, momentum is applied to each rank's own gradients instead."""
+    if "dgc" in config.synchronization.gradient_compression:
+        return replace(config.optimizer, sgd_momentum=0.0)
+    return config.optimizer
+
+
+def make_rules_of(config: TaskConfig, optimizer: Optimizer) -> None:
+    """Replace the update rule by the one of the compression, if it has one."""
+    chosen = config.synchronization
+    if chosen.compression_within == "onebit-adam":
+        from megalite.synchronization.onebit_adam import OneBitAdam
+
+        (adam,) = optimizer.rules
+        warmup = chosen.compression_warmup_iters
+        optimizer.rules = [OneBitAdam(adam, optimizer.shards, config.optimizer, warmup)]
 
 
 def make_local_update(config: TaskConfig, optimizer: Optimizer) -> LocalUpdate | None:

@@ -388,7 +388,7 @@ class Largest(TorchDispatchMode):
 def matrices_update(cell: Cell) -> dict[str, Any]:
     """Return Muon's declared operations with other ranks, the actual ones, and the largest tensor meanwhile."""
     training = Training(cell, make_meshes([cell])[cell.view])
-    (rule,) = (rule for rule in training.optimizer._rules if isinstance(rule, Muon))
+    (rule,) = (rule for rule in training.optimizer.rules if isinstance(rule, Muon))
     did: list[tuple[int, ...]] = []
 
     def noting(name: str) -> Any:

@@ -1,0 +1,126 @@
+"""Successive messages that travel packed, with error feedback: what one leaves out is added to the next one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.optim.layout import BucketLayout
+from megalite.synchronization.compressor import Compressor
+
+CompressorAt = Callable[[int], Compressor]
+"""Function from the number of applied updates to the compressor of the next step."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How messages of one kind are packed.
+
+    Attributes:
+        compressor_at: the compressor of each step.
+        warmup: number of updates before messages are packed.
+        residual_dtype: dtype of what messages leave out, which is that of the sums of gradients; None: it is lost.
+    """
+
+    compressor_at: CompressorAt
+    warmup: int
+    residual_dtype: torch.dtype | None
+
+    def begins(self, updates: int) -> bool:
+        """Return True if the messages of the step after this number of updates are packed."""
+        return updates >= self.warmup
+
+
+class Packer:
+    """Packer of the messages of one bucket, and what they have left out.
+
+    The residual is replaced by `keep`, when it is known that the step is applied.
+    """
+
+    def __init__(self, packing: Packing, layout: BucketLayout, elements: int) -> None:
+        """Allocate the residual of messages of this number of elements."""
+        self.packing, self._key = packing, key_of(layout)
+        self.state: dict[str, Tensor] = {}
+        """State of this rank, by name: `residual`, without the loss scale."""
+        if packing.residual_dtype is not None:
+            device = layout.slots[0].parameter.device
+            self.state["residual"] = torch.zeros(elements, dtype=packing.residual_dtype, device=device)
+        self._corrected = self._packed = torch.empty(0)
+        self._updates, self._loss_scale = 0, 1.0
+
+    def begin_step(self, updates: int, loss_scale: float) -> None:
+        self._updates, self._loss_scale = updates, loss_scale
+        self._corrected = torch.empty(0)
+
+    @property
+    def packs(self) -> bool:
+        """True if the messages of this step are packed."""
+        return self.packing.begins(self._updates)
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Add to values [parts, length], in place, what earlier messages have left out, and pack them.
+
+        They must not change before `keep`.
+        """
+        self._correct(values)
+        self._corrected, self._packed = values, self._compressor.pack(values, self._key_of_step)
+        return self._packed
+
+    def restore(self, packed: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Return what `pack` has made of [parts, length]."""
+        return self._compressor.restore(packed, length, dtype, self._key_of_step)
+
+    def sum(self, packed: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Return the sum [length] of what several ranks have packed."""
+        return self._compressor.sum(packed, length, dtype, self._key_of_step)
+
+    def keep(self) -> None:
+        """Keep what the message of this step, if there was one, has left out."""
+        if self.state and len(self._corrected):
+            corrected, self._corrected = self._corrected, torch.empty(0)
+            self._keep(corrected, self.restore(self._packed, corrected.shape[1], corrected.dtype))
+
+    def _correct(self, values: Tensor) -> None:
+        if self.state:
+            values.add_(self.state["residual"].view(values.shape), alpha=self._loss_scale)
+
+    def _keep(self, corrected: Tensor, restored: Tensor) -> None:
+        torch.sub(corrected, restored, out=self.state["residual"].view(corrected.shape)).div_(self._loss_scale)
+
+    @property
+    def _compressor(self) -> Compressor:
+        return self.packing.compressor_at(self._updates)
+
+    @property
+    def _key_of_step(self) -> int:
+        return self._key + self._updates
+
+
+def key_of(layout: BucketLayout) -> int:
+    """Return a number of the bucket that is the same on all ranks that have it, and differs between buckets."""
+    names = [piece.tensor.name for slot in layout.slots for piece in slot.parameter.sharding.pieces]
+    return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+
+
+def zero_padding(layout: BucketLayout, values: Tensor, begin: int) -> Tensor:
+    """Set those of the elements [begin, begin + len(values)) of a bucket to zero, in place, that belong to no weight.
+
+    A compressor may have made noise of their zeros.
+    """
+    for start, stop in _gaps(layout.pieces(begin, begin + len(values)), begin, begin + len(values)):
+        values[start - begin : stop - begin].zero_()
+    return values
+
+
+def _gaps(pieces: Iterable[tuple[str, int, int]], begin: int, end: int) -> Iterable[tuple[int, int]]:
+    position = begin
+    for start, stop in sorted((start, stop) for _, start, stop in pieces):
+        if position < start:
+            yield position, start
+        position = stop
+    if position < end:
+        yield position, end

@@ -1,0 +1,83 @@
+"""Sums of gradients by the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+
+from megalite.config.synchronization import Compression, SynchronizationConfig
+from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketLayout
+from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
+from megalite.parallel.mesh import Group
+from megalite.synchronization.compressed import CompressedReduction, PackerOf
+from megalite.synchronization.compressor import Compressor
+from megalite.synchronization.deep_gradient import VelocityPacker, ratio_at
+from megalite.synchronization.low_rank import LowRankReduction
+from megalite.synchronization.methods import make_compressor
+from megalite.synchronization.onebit_adam import MomentumPacker
+from megalite.synchronization.packer import CompressorAt, Packer, Packing
+from megalite.synchronization.warmup import WarmupReduction
+
+_SETS = ("topk", "threshold", "dgc", "count-sketch")
+"""Methods by which ranks choose elements of their own: the sum has up to as many as all of them together."""
+
+
+def reduction_of(
+    config: SynchronizationConfig, dtype: torch.dtype, replicas: Group, *, momentum: float, beta1: float
+) -> ReductionOf:
+    """Return how gradients are summed.
+
+    Args:
+        config: the options.
+        dtype: the dtype of the sums of gradients.
+        replicas: the ranks that own the same slices, one per replica with weights of its own.
+        momentum: that of sgd, for dgc.
+        beta1: that of adam, for onebit-adam.
+    """
+
+    within, between = config.compression_within, config.compression_between
+    residual_dtype = dtype if config.error_feedback else None
+    warmup = 0 if within == "dgc" else config.compression_warmup_iters
+
+    def packer(
+        name: Compression, peers: int = 1, kind: Callable[[Packing, BucketLayout, int], Packer] = Packer
+    ) -> PackerOf | None:
+        if name == "none":
+            return None
+        return partial(kind, Packing(compressor_at(config, dtype, name, peers), warmup, residual_dtype))
+
+    def reduction(spec: BucketShardSpec, groups: ReductionGroups) -> Reduction:
+        if config.has_replicas and config.local_update_warmup_iters:
+            return WarmupReduction(replicas, spec, groups)
+        if within == "powersgd":
+            return LowRankReduction(config.compression_rank, warmup, dtype, config.error_feedback, spec, groups)
+        kinds: dict[str, Callable[[Packing, BucketLayout, int], Packer]] = {
+            "dgc": partial(VelocityPacker, momentum),
+            "onebit-adam": partial(MomentumPacker, beta1),
+        }
+        own, again = packer(within, kind=kinds.get(within, Packer)), packer(_again(within), groups.shards.size)
+        return CompressedReduction(own, again, packer(between), spec, groups)
+
+    return reduction
+
+
+def compressor_at(config: SynchronizationConfig, dtype: torch.dtype, name: Compression, peers: int = 1) -> CompressorAt:
+    """Return the compressor of each step. `peers`: the number of ranks whose sets of elements are sent together."""
+
+    @cache
+    def of_ratio(ratio: float) -> Compressor:
+        return make_compressor(name, min(1.0, peers * ratio), dtype)
+
+    def at(updates: int) -> Compressor:
+        ratio, warmup = config.compression_ratio, config.compression_warmup_iters
+        return of_ratio(ratio_at(updates, warmup, ratio) if name == "dgc" else ratio)
+
+    return at
+
+
+def _again(name: Compression) -> Compression:
+    """Return how a sum is compressed whose parts were compressed by the method."""
+    return "topk" if name in _SETS else name
