@@ -16,6 +16,7 @@ from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
+from megalite.parallel.mesh import Group
 from megalite.synchronization.packer import Packer, zero_padding
 
 PackerOf = Callable[[BucketLayout, int], Packer]
@@ -109,3 +110,25 @@ class CompressedReduction(Reduction):
 
     def _without_padding(self, shard: Tensor) -> Tensor:
         return zero_padding(self.spec.layout, shard, self.spec.owned[0])
+
+
+class PackedSum:
+    """Sum over replicas of what each of them has packed of a slice of a bucket."""
+
+    def __init__(self, packer: Packer, layout: BucketLayout, begin: int, replicas: Group) -> None:
+        """Describe the sum. The slice begins at element `begin` of the bucket."""
+        self.packer, self._layout, self._begin, self._replicas = packer, layout, begin, replicas
+
+    def __call__(self, values: Tensor, number: int) -> Pending:
+        """Start to sum the values in place. `number`: that of this sum, which differs from those of others."""
+        self.packer.begin_step(number, 1.0)
+        if not self.packer.packs:
+            return collectives.all_reduce_async_(values, self._replicas)
+        gathered = collectives.all_gather_async(self.packer.pack(values.clone()[None]), self._replicas)
+        self.packer.keep()
+
+        def total() -> Tensor:
+            values.copy_(self.packer.sum(gathered.wait(), len(values), values.dtype))
+            return zero_padding(self._layout, values, self._begin)
+
+        return Pending(None, total)

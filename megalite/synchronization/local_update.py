@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +25,8 @@ from megalite.synchronization.warmup import WarmupReduction
 ANCHOR, MOMENTUM, EXCHANGED = "anchor", "outer_momentum", "exchanged"
 """State of a slice, in fp32 or wider and the same on all replicas: the weights after the last exchange, the momentum of
 the outer optimizer, and the mean change of an exchange that is under way."""
-Sum = Callable[[Tensor], Pending]
-"""Function that starts to sum a tensor in place over the replicas."""
+Sum = Callable[[Tensor, int], Pending]
+"""Function that starts to sum a tensor in place over the replicas. It is given the number of steps, too."""
 
 
 class LocalUpdate:
@@ -43,7 +42,7 @@ class LocalUpdate:
         shards: Sequence[Shard],
         replicas: Group,
         device: torch.device,
-        sums: Sequence[Sum] | None = None,
+        sums: Sequence[Sum],
     ) -> None:
         """Allocate the state.
 
@@ -52,10 +51,10 @@ class LocalUpdate:
             shards: the shards of this rank, whose owned slices are exchanged.
             replicas: the ranks that own the same slices, one per replica.
             device: the device of this rank.
-            sums: sums the changes of each shard over the replicas; None: an all-reduce.
+            sums: sums the changes of each shard over the replicas.
         """
         self.config, self.shards, self.replicas, self._device = config, shards, replicas, device
-        self._sums = [partial(collectives.all_reduce_async_, group=replicas)] * len(shards) if sums is None else sums
+        self._sums = sums
         names = [ANCHOR]
         diloco = config.local_update == "diloco"
         self.nesterov = (config.outer_optimizer or ("nesterov" if diloco else "sgd")) == "nesterov"
@@ -137,7 +136,7 @@ class LocalUpdate:
         elif self.config.local_update == "fedavg":
             change.mul_(self._share_of_tokens())
         self._changes[number] = change
-        self._pending[number] = self._sums[number](change)
+        self._pending[number] = self._sums[number](change, self._iteration)
 
     def _share_of_tokens(self) -> float:
         """Return this replica's share of the tokens since the last exchange. Replicas without tokens have none of it;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
@@ -11,10 +11,13 @@ from megalite.config.synchronization import Compression, SynchronizationConfig
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
+from megalite.optim.shard import Shard
+from megalite.parallel.collectives import all_reduce_async_
 from megalite.parallel.mesh import Group
-from megalite.synchronization.compressed import CompressedReduction, PackerOf
+from megalite.synchronization.compressed import CompressedReduction, PackedSum, PackerOf
 from megalite.synchronization.compressor import Compressor
 from megalite.synchronization.deep_gradient import VelocityPacker, ratio_at
+from megalite.synchronization.local_update import Sum
 from megalite.synchronization.low_rank import LowRankReduction
 from megalite.synchronization.methods import make_compressor
 from megalite.synchronization.onebit_adam import MomentumPacker
@@ -62,6 +65,24 @@ def reduction_of(
         return CompressedReduction(own, again, packer(between), spec, groups)
 
     return reduction
+
+
+def sums_over_replicas(config: SynchronizationConfig, shards: Sequence[Shard], replicas: Group) -> list[Sum]:
+    """Return how the changes of each shard's owned slice are summed over the replicas."""
+    if config.compression_between == "none":
+        return [_all_reduce(replicas)] * len(shards)
+    sums: list[Sum] = []
+    for shard in shards:
+        layout, (begin, end) = shard.bucket.layout, shard.bucket.owned_range
+        dtype = shard.owned_masters.dtype
+        compressors = compressor_at(config, dtype, config.compression_between)
+        packing = Packing(compressors, config.compression_warmup_iters, dtype if config.error_feedback else None)
+        sums.append(PackedSum(Packer(packing, layout, end - begin), layout, begin, replicas))
+    return sums
+
+
+def _all_reduce(replicas: Group) -> Sum:
+    return lambda values, number: all_reduce_async_(values, replicas)
 
 
 def compressor_at(config: SynchronizationConfig, dtype: torch.dtype, name: Compression, peers: int = 1) -> CompressorAt:

@@ -64,6 +64,8 @@ def make_local_update(config: TaskConfig, optimizer: Optimizer) -> LocalUpdate |
     if not config.synchronization.has_replicas:
         return None
     from megalite.synchronization.local_update import LocalUpdate
+    from megalite.synchronization.reductions import sums_over_replicas
 
-    mesh = optimizer.mesh
-    return LocalUpdate(config.synchronization, optimizer.shards, mesh.counterparts, mesh.device)
+    mesh, shards = optimizer.mesh, optimizer.shards
+    sums = sums_over_replicas(config.synchronization, shards, mesh.counterparts)
+    return LocalUpdate(config.synchronization, shards, mesh.counterparts, mesh.device, sums)

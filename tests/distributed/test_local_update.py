@@ -15,6 +15,7 @@ from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
+from megalite.synchronization.packer import key_of
 from megalite.training.data import open_data
 from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
@@ -31,11 +32,19 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Outcome:
-    """Outcome of a run on one rank: the loss of each step, parameters by logical name, and names by bucket."""
+    """Outcome of a run on one rank.
+
+    Attributes:
+        losses: the loss of each step.
+        held: parameters by logical name.
+        slots: what each bucket has: name of the logical tensor, first element, one past the last, and the length.
+        keys: number that names each bucket.
+    """
 
     losses: list[float]
     held: dict[str, tuple[Box, Tensor]]
-    buckets: list[list[str]]
+    slots: list[list[tuple[str, int, int, int]]]
+    keys: list[int]
 
 
 def run(flags: str, steps: int = STEPS) -> Outcome:
@@ -50,11 +59,9 @@ def run(flags: str, steps: int = STEPS) -> Outcome:
             piece.tensor.name: (piece.box, piece.view(parameter.detach()).clone())
             for parameter, piece in named_pieces(trainer.network)
         }
-    buckets = [
-        [piece.tensor.name for slot in bucket.slots for piece in slot.parameter.sharding.pieces]
-        for bucket in trainer.optimizer.buckets
-    ]
-    return Outcome(losses, held, buckets)
+    layouts = [bucket.layout for bucket in trainer.optimizer.buckets]
+    slots = [[(*piece, each.length) for piece in each.pieces(0, each.length)] for each in layouts]
+    return Outcome(losses, held, slots, [key_of(each) for each in layouts])
 
 
 @dataclass
@@ -149,10 +156,10 @@ def adam(weights: Tensors) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-6)
 
 
-def loss_of(weights: Tensors, samples: Any, numbers: list[int]) -> tuple[Tensor, float]:
+def loss_of(weights: Tensors, samples: Any, numbers: list[int], oracle: Oracle = Oracle()) -> tuple[Tensor, float]:
     """Return the sum of the loss over samples, and the number of its tokens."""
     tokens, labels, mask = batch(samples, numbers)
-    logits = Oracle().logits(weights, tokens, torch.arange(LENGTH).expand_as(tokens))
+    logits = oracle.logits(weights, tokens, torch.arange(LENGTH).expand_as(tokens))
     total, count = loss_sum_and_count(logits, labels, mask)
     return total, float(count)
 
