@@ -63,7 +63,7 @@ class Arguments:
     """Seconds that the link adds to each step that sends anything."""
     beta: PositiveFloat = 1.6e-7
     """Seconds per byte on the link; by default those of 50 Mbit/s."""
-    sgd_lr: PositiveFloat = 0.5
+    sgd_lr: PositiveFloat = 0.3
     """Learning rate of the methods that need --optimizer sgd."""
     output: str = "synchronization"
     """Folder for comparison.json, comparison.csv and comparison.svg."""
