@@ -9,7 +9,8 @@ of what is restored from each, and so not the gradient less the residuals.
 
 The gradient is cut into rounds, as long as the table's rows. Each row of the table rotates each round by a random
 distance. Values of a round never meet, those of different rounds do in one of `columns` cases, and their signs are
-independent: that of their round times that of their place in it. So one row as long as the gradient restores it exactly.
+independent: that of their round times that of their place in it. So one row as long as the gradient restores it
+exactly.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class CountSketch(Compressor):
         return torch.where(finite(table), restored, math.nan).to(dtype)
 
     def _drawn(self, rounds: Tensor, row: int, key: int) -> tuple[Tensor, Tensor]:
-        """Return distances [rounds, 1] and signs [rounds, columns] for a row of the table, of [parts, rounds, columns]."""
+        """Return distances [rounds, 1] and signs [rounds, columns] for one row of the table."""
         count, columns = rounds.shape[1:]
         bits = mixed(torch.arange(count + columns, device=rounds.device), key * 8 + row)
         signs = (1 - 2 * (bits & 1)).to(self.dtype)
