@@ -30,7 +30,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def packed_fields(parts: int, length: int, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales in rows that are longer, as in a packed buffer: in two, since the interpreter wants one dtype."""
+    """Codes and scales in longer rows, as in a packed buffer. Two: the interpreter wants one dtype in each."""
     wide, blocks = -(-length // 16) * 16, -(-length // BLOCK)
     codes, scales = (torch.zeros(parts, wide + 16 * blocks, dtype=kind) for kind in (torch.uint8, torch.float32))
     return codes[:, :length].view(format), scales[:, wide : wide + blocks]
