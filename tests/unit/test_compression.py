@@ -29,7 +29,7 @@ def numbers(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> T
 
 
 def there_and_back(method: Compressor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What is restored, and the residual."""
+    """Restored values and residual."""
     packed, residual = method.pack_with_residual(values, KEY)
     assert torch.equal(packed, method.pack(values, KEY))
     assert packed.dtype == torch.uint8
@@ -161,6 +161,15 @@ def test_sums_are_of_what_is_restored_in_the_order_of_ranks(name: str) -> None:
 )
 def test_bytes_are_as_promised(name: str, ratio: float, promised: float) -> None:
     assert make_compressor(name, ratio).packed_bytes(2**20) / 2**20 == pytest.approx(promised, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_host_never_waits_for_values(name: str) -> None:
+    """Tensors on the meta device have none, so a size or a branch that depends on values would raise."""
+    method, values = make_compressor(name, 0.1), torch.empty(2, 1000, device="meta")
+    packed, residual = method.pack_with_residual(values, KEY)
+    assert residual.shape == values.shape
+    assert method.sum(packed, 1000, torch.float32, KEY).shape == (1000,)
 
 
 def test_names_and_ratios_are_checked() -> None:
@@ -337,6 +346,13 @@ def test_a_threshold_lets_about_its_ratio_pass() -> None:
     restored, _ = there_and_back(make_compressor("threshold", 0.01), values)
     for part in restored:
         assert 700 < part.count_nonzero() <= 1000
+
+
+def test_zeros_do_not_pass_a_threshold() -> None:
+    values = torch.zeros(1, 10000)
+    values[0, 9990:] = numbers(10)
+    restored, _ = there_and_back(make_compressor("threshold", 0.01), values)
+    assert torch.equal(restored, values)
 
 
 # ------------------------------------------------------------------------------------------------- PowerSGD
