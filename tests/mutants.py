@@ -71,6 +71,7 @@ _ROUTING = "tests/kernels/test_routing.py::test_"
 _PERMUTATION = "tests/kernels/test_permutation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
+_COMPRESSION = "tests/unit/test_compression.py::test_"
 _SELFTEST = "tests/kernels/test_selftest.py::test_"
 _OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
 _PACKED = "tests/unit/test_optimizer_packed.py::test_"
@@ -641,9 +642,44 @@ MUTANTS = (
     Mutant(
         "the reference of quantisation has a scale for a block with an infinity",
         "kernels/megalite_kernels/quantization.py",
-        'return kept, torch.where(finite, scales, float("nan"))',
-        "return kept, scales",
+        'return torch.where(top < 0x7F800000, scales, float("nan"))',
+        "return scales",
         f"{_QUANTIZATION}blocks_of_no_numbers_of_zeros_and_of_next_to_nothing",
+    ),
+    Mutant(
+        "a part with a NaN at a place that is not sent looks finite",
+        "megalite/synchronization/compressor.py",
+        "return (values.amax(1).isfinite() & values.amin(1).isfinite())[:, None]",
+        "return (values.amax(1) >= values.amin(1))[:, None] | True",
+        f"{_COMPRESSION}what_is_not_finite_is_never_hidden",
+    ),
+    Mutant(
+        "zeros pass a threshold that the sample's zeros give",
+        "megalite/synchronization/sparse.py",
+        "compact(values, torch.maximum(above, least), count)",
+        "compact(values, above, count)",
+        f"{_COMPRESSION}zeros_do_not_pass_a_threshold",
+    ),
+    Mutant(
+        "a sketch restores all estimates as they are",
+        "megalite/synchronization/count_sketch.py",
+        "torch.where(estimate.abs() > least, estimate, estimate * share)",
+        "estimate",
+        f"{_COMPRESSION}residuals_stay_bounded[count-sketch]",
+    ),
+    Mutant(
+        "the mean magnitude of a short block counts its missing elements",
+        "megalite/synchronization/blockwise.py",
+        "sizes[-1] = (length - SIGN_BLOCK * (scales.shape[1] - 1)) / SIGN_BLOCK",
+        "sizes[-1] = 1.0",
+        f"{_COMPRESSION}methods_are_their_oracles[300-signsgd]",
+    ),
+    Mutant(
+        "the kernel of the compaction begins a tile where the one before it began",
+        "kernels/megalite_kernels/compression_kernels.py",
+        "first = tl.load(ends + part * tiles + tl.program_id(0)) - tl.sum(count, 0)",
+        "first = 0 * tl.load(ends + part * tiles + tl.program_id(0))",
+        "tests/kernels/test_compression.py::test_compaction_is_the_reference",
     ),
     Mutant(
         "random bits come by their place in the shard",
