@@ -2769,8 +2769,8 @@ MUTANTS = (
     Mutant(
         "a plan forgets that all ranks must be given state",
         "megalite/checkpoint/plan.py",
-        " + _state_parts(self._look(rank).states)\n",
-        "\n",
+        " + _state_parts(self._look(rank).states), saved=False)\n",
+        ", saved=False)\n",
         f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
     ),
     Mutant(
@@ -2797,7 +2797,7 @@ MUTANTS = (
     Mutant(
         "the weights are saved without the state of their modules",
         "megalite/checkpoint/saving.py",
-        "return self._state or not part.name.startswith(OPTIMIZER)",
+        "return self._state or not is_optimizer_state(part.name)",
         'return self._state or part.name.startswith("model/")',
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
@@ -2811,8 +2811,8 @@ MUTANTS = (
     Mutant(
         "a new optimizer takes the modules' state along",
         "megalite/checkpoint/loading.py",
-        "return name if state or name.startswith((MODEL, STATE)) or",
-        "return name if state or name.startswith(MODEL) or",
+        "loaded = state or name.startswith((MODEL, STATE)) or",
+        "loaded = state or name.startswith(MODEL) or",
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
@@ -2839,29 +2839,29 @@ MUTANTS = (
     Mutant(
         "state begins anew with the weights of others",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER, STATE))]",
-        "r.part.name.startswith((MODEL, MASTER))]",
+        "if part.name.startswith((MODEL, MASTER, STATE))",
+        "if part.name.startswith((MODEL, MASTER))",
         f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "state is taken for the weight of its name where files are cut",
         "megalite/checkpoint/manifest.py",
-        "return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor\n",
-        "return MODEL + split_name(tensor)[1]\n",
+        "return MODEL + split_name(plain)[1] if plain.startswith(OPTIMIZER) else plain\n",
+        "return MODEL + split_name(plain)[1]\n",
         f"{_STATE}state_and_a_weight_of_one_name_are_two[True]",
     ),
     Mutant(
         "state is taken for the weight of its name where weights of others are loaded",
         "megalite/checkpoint/loading.py",
-        "r.part.name.removeprefix(MODEL).removeprefix(MASTER), r)",
-        "r.part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), r)",
+        "(part.name.removeprefix(MODEL).removeprefix(MASTER), part",
+        "(part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), part",
         f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "a weight of whole numbers is read",
         "megalite/checkpoint/manifest.py",
-        "if not dtype.is_floating_point and name",
-        "if False and name",
+        "if not dtype.is_floating_point and plain_name",
+        "if False and plain_name",
         "tests/unit/test_checkpoint_manifest.py::test_a_weight_is_of_no_whole_numbers[model/a]",
     ),
     Mutant(
@@ -2902,7 +2902,7 @@ MUTANTS = (
     Mutant(
         "an optimizer's state of another shape is cut as its weight",
         "megalite/checkpoint/resharding.py",
-        "(alike if kind.shape == tensors.get(owner, kind).shape else others)",
+        "(alike if same else others)",
         "alike",
         f"{_STATE}files_for_a_layout_have_what_its_ranks_hold",
     ),
@@ -2944,7 +2944,7 @@ MUTANTS = (
     Mutant(
         "a run that begins to remember loads is refused",
         "megalite/checkpoint/loading.py",
-        "if name in manifest.tensors or name not in optional]",
+        " or plain_name(o.name) not in optional]",
         "]",
         "tests/distributed/test_experts_run.py::test_a_run_that_resumes_may_begin_or_stop_to_remember_loads",
     ),
@@ -3961,7 +3961,7 @@ MUTANTS = (
     ),
     Mutant(
         "boxes are parted along the first axis alone",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "for axis in range(len(parts[0].size)) if cuts else ():",
         "for axis in range(1) if cuts else ():",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_are_told_at_once",
@@ -4059,21 +4059,21 @@ MUTANTS = (
     ),
     Mutant(
         "any number of interlocked boxes is compared in pairs",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "    if len(parts) > _MOST_INTERLOCKED:",
         "    if len(parts) > 99:",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(
         "cuts within cuts have no end",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "_are_apart(slab, cuts - 1)",
         "_are_apart(slab, cuts)",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(
         "boxes that meet are taken to cover",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "    return all(one.intersection(other) is None for one, other in combinations(parts, 2))",
         "    return True",
         "tests/unit/test_checkpoint_boxes.py::test_boxes_with_the_right_sum_that_meet_do_not_cover",
@@ -5051,8 +5051,8 @@ MUTANTS = (
     Mutant(
         "the doctor counts a checkpoint without the optimizer's state",
         "megalite/doctor/run_directory.py",
-        "if with_state or not part.name",
-        "if not part.name",
+        "if with_state or not is_optimizer_state",
+        "if not is_optimizer_state",
         f"{_DOCTOR_OF_RANKS}a_checkpoint_takes_what_the_doctor_says_and_there_must_be_room",
     ),
     Mutant(
@@ -5530,15 +5530,15 @@ MUTANTS = (
     Mutant(
         "weights of more bits are read from those of less",
         "megalite/checkpoint/loading.py",
-        "return part.name if alike or master not in manifest.tensors else master",
-        "return part.name",
+        "return plain if alike or saved_name(manifest, master, part) not in manifest.tensors else master",
+        "return plain",
         f"{_CHECKPOINT}weights_of_another_precision_come_from_the_finest_there_are",
     ),
     Mutant(
         "weights of others leave the masters as they are",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER, STATE))]",
-        "r.part.name.startswith((MODEL, STATE))]",
+        "if part.name.startswith((MODEL, MASTER, STATE))",
+        "if part.name.startswith((MODEL, STATE))",
         f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
     Mutant(
@@ -6217,8 +6217,8 @@ MUTANTS = (
     Mutant(
         "frozen weights of a checkpoint that has them as state are not found",
         "megalite/checkpoint/loading.py",
-        "        return earlier\n",
-        "        return name\n",
+        "return origin(manifest, earlier, part)\n",
+        "return origin(manifest, name, part)\n",
         "tests/unit/test_modules_training.py::test_frozen_weights_that_were_saved_as_state_are_read",
     ),
     Mutant(
