@@ -46,8 +46,8 @@ class BucketState:
     relayout: Relayout | None
     """Rule for values that differ between replicas. None: all have the same, which are saved once."""
     whole: bool
-    """Whether a rank has values for the whole bucket, in one tensor per accumulator if they differ between replicas.
-    False: for the slice that it owns, in one tensor."""
+    """True if a rank has values for the whole bucket, in one tensor per accumulator if they differ between replicas.
+    Otherwise it has them for the slice that it owns, in one tensor."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if no checkpoint may lack a state of this name."""
