@@ -119,6 +119,8 @@ _COLLECTIVES = "tests/distributed/test_collectives.py::test_"
 _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
+_REPLICAS = "tests/unit/test_checkpoint_replicas.py::test_"
+_RELAID = "tests/distributed/test_checkpoint_replicas.py::test_every_rank_has_what_the_rule_says"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
 _EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
 _EVEN_CHOICES = "tests/distributed/test_router.py::test_choices_are_even_over_the_ranks_that_share_samples"
@@ -6213,6 +6215,48 @@ MUTANTS = (
         "yield from frozen_slices(bucket, *bucket.shard_spec.saved)",
         "yield from frozen_slices(bucket, 0, 0)",
         f"{_OWN}_runs.py::test_a_run_goes_on_under_other_layouts[distilled]",
+    ),
+    Mutant(
+        "a sum over replicas is a sum for each of them",
+        "megalite/optim/replica.py",
+        '"sum": range(index, saved, wanted)',
+        '"sum": range(saved)',
+        f"{_REPLICAS}a_rule_keeps_the_total_or_the_mean",
+    ),
+    Mutant(
+        "a shard saves its values as those of the next one",
+        "megalite/optim/replica.py",
+        "index * spec.shards + spec.shard, count",
+        "index * spec.shards + (spec.shard + 1) % spec.shards, count",
+        f"{_RELAID}[Layout(dp=2, tp=1, pp=1, zero=1, instances=1)-Layout(dp=2, tp=1, pp=1, zero=0, instances=1)]",
+    ),
+    Mutant(
+        "copies of a weight that have the same values are taken for replicas",
+        "megalite/optim/replica.py",
+        "if not record.replica_group:",
+        "if False:",
+        f"{_RELAID}[Layout(dp=1, tp=2, pp=1, zero=0, instances=1)-Layout(dp=1, tp=1, pp=1, zero=0, instances=1)]",
+    ),
+    Mutant(
+        "the mean over replicas is their sum",
+        "megalite/checkpoint/filling.py",
+        " if found.mean else total",
+        " if False else total",
+        f"{_REPLICAS}values_of_three_replicas_become_those_of_one[average-2.0]",
+    ),
+    Mutant(
+        "a rule of another name is taken",
+        "megalite/checkpoint/manifest.py",
+        '("relayout" in fields and relayout not in RELAYOUTS)',
+        "False",
+        f"{_REPLICAS}a_manifest_of_other_rules_is_damaged",
+    ),
+    Mutant(
+        "what a checkpoint lacks keeps the values of the run",
+        "megalite/checkpoint/loading.py",
+        "            flat.zero_()",
+        "            pass",
+        f"{_REPLICAS}state_that_a_checkpoint_lacks_begins_as_zeros",
     ),
     Mutant(
         "frozen weights of a checkpoint that has them as state are not found",

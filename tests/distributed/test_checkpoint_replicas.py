@@ -92,6 +92,11 @@ def make_stages(mesh: ParallelMesh) -> list[Stage]:
     return [Stage(mesh, number, tied) for number in ((0, 1) if stages == 1 else (mesh.coordinate("pp"),))]
 
 
+def contents(mesh: ParallelMesh, options: DataParallel) -> Contents:
+    stages = make_stages(mesh)
+    return Contents.of(stages, mesh, options, blocks=[[stage] for stage in stages])
+
+
 def values_of(state: BucketState, tensor: str, replica: int) -> Tensor:
     """Return whole numbers, others for each replica."""
     first = crc32(f"{state.name} {tensor} {replica}".encode()) % 1000
@@ -110,12 +115,13 @@ class Run:
             rank=rank, world_size=layout.ranks, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
         )
         options = DataParallel(torch.float64, zero_stage=layout.zero, instances=layout.instances)
-        self.stages = nn.ModuleList(make_stages(self.mesh))
+        stages = make_stages(self.mesh)
+        self.stages = nn.ModuleList(stages)
         initialize(self.stages, 1)
-        self.optimizer = make_optimizer(list(self.stages), self.mesh, ADAM, options)
+        self.optimizer = make_optimizer(stages, self.mesh, ADAM, options, blocks=[[stage] for stage in stages])
         self.plan = Plan(
             self.mesh,
-            lambda mesh: Contents.of(make_stages(mesh), mesh, options),
+            lambda mesh: contents(mesh, options),
             ADAM,
             zero_stage=layout.zero,
             instances=layout.instances,
@@ -260,7 +266,7 @@ class Local(Run):
         self.optimizer.bucket_states = {state: self.optimizer.bucket_states[state] for state in STATES[::3]}
         self.plan = Plan(
             self.world,
-            lambda mesh: Contents.of(make_stages(mesh), mesh, DataParallel(torch.float64)),
+            lambda mesh: contents(mesh, DataParallel(torch.float64)),
             ADAM,
             zero_stage=0,
             instances=1,
