@@ -332,34 +332,33 @@ def test_a_manifest_without_replicas_has_no_word_of_them(tmp_path: Path) -> None
     assert "relayout" not in (tmp_path / "iter_0000007" / "manifest.json").read_text()
 
 
-HOSTILE: list[tuple[str, dict[str, Any]]] = [
-    ("replica/model/a", {"relayout": "median"}),
-    ("replica/model/a", {"relayout": None}),
-    ("replica/model/a", {"relayout": ["sum"]}),
-    ("replica/model/a", {"relayout": {"sum": 1}}),
-    ("replica/model/a", {}),
-    ("model/a", {"relayout": "sum"}),
-    ("replicas/model/a", {"relayout": "sum"}),
-    ("replica/model/a", {"relayout": "sum", "shape": [], "box": []}),
-    ("replica/model/a", {"relayout": "sum", "shape": [2**30, 1]}),
-    ("replica/model/a", {"relayout": "sum", "shape": [0, 1]}),
-    ("replica/model/a", {"relayout": "sum", "dtype": "int64"}),
-]
+FINE: dict[str, Any] = {"shape": [2, 1], "dtype": "float32", "boxes": [], "relayout": "sum"}
 
 
-@pytest.mark.parametrize(("name", "change"), HOSTILE, ids=str)
-def test_a_manifest_of_other_rules_is_damaged(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
-    fine: dict[str, Any] = {"shape": [2, 1], "dtype": "float32", "relayout": "sum", "boxes": []}
-    for known, tensor in (("replica/model/a", fine), (name, {**fine, **change, "relayout": change.get("relayout")})):
-        if known == name and tensor is not fine and "relayout" not in change:
-            del tensor["relayout"]
-        tensor.pop("box", None)
-        fields = json.loads(Manifest(STATE, {}, {}, {}).to_json()) | {"tensors": {known: tensor}}
-        fields.pop("checksum")
-        checksum = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
-        (tmp_path / "manifest.json").write_text(json.dumps(fields | {"checksum": checksum}))
-        if tensor is fine:
-            assert checkpoint.read_manifest(tmp_path).tensors[known].relayout == "sum"
+def write_manifest(folder: Path, name: str, tensor: dict[str, Any]) -> None:
+    """Write a manifest of one tensor, with the right checksum."""
+    fields = json.loads(Manifest(STATE, {}, {}, {}).to_json()) | {"tensors": {name: tensor}}
+    fields.pop("checksum")
+    checksum = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    (folder / "manifest.json").write_text(json.dumps(fields | {"checksum": checksum}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        *(("replica/model/a", FINE | {"relayout": rule}) for rule in ("median", "", None, True, ["sum"], {"sum": 1})),
+        ("replica/model/a", {key: value for key, value in FINE.items() if key != "relayout"}),
+        ("model/a", FINE),
+        ("replicas/model/a", FINE),
+        *(("replica/model/a", FINE | {"shape": shape}) for shape in ([], [0, 1], [2**30, 1], ["2", 1])),
+        ("replica/model/a", FINE | {"dtype": "int64"}),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_other_rules_is_damaged(tmp_path: Path, name: str, tensor: dict[str, Any]) -> None:
+    write_manifest(tmp_path, "replica/model/a", FINE)
+    assert checkpoint.read_manifest(tmp_path).tensors["replica/model/a"].relayout == "sum"
+    write_manifest(tmp_path, name, tensor)
     with pytest.raises(CorruptCheckpointError, match=r"manifest\.json is damaged or not ours"):
         checkpoint.read_manifest(tmp_path)
 
