@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
+import torch
 from torch import Tensor, nn
 
-from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
+from megalite.checkpoint.manifest import MODEL, OPTIMIZER, RANK, STATE
+from megalite.checkpoint.relayout import of_replica
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout, unique_parameters
+from megalite.optim.layout import BucketLayout, Slot, unique_parameters
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
+from megalite.optim.replica import BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.update_rule import own_states
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import DENSE_AXES, ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
 from megalite.parallel.state import State, states_of
@@ -54,6 +58,9 @@ class Contents:
 ContentsAt = Callable[[ParallelMesh], Contents]
 """Function that builds the contents of a rank on the meta device, given the mesh of that rank."""
 
+RankStates = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of a rank's private state, by name."""
+
 
 class Plan:
     """Plan of the parts that each rank of a mesh holds and saves."""
@@ -66,35 +73,88 @@ class Plan:
         *,
         zero_stage: int,
         instances: int,
+        bucket_states: Sequence[BucketState] = (),
+        rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
+        replica_of: Callable[[int], Replica | None] = lambda rank: None,
     ) -> None:
-        """Create the plan. `zero_stage` and `instances` are ZeRO's, as in `DataParallel`."""
+        """Create the plan.
+
+        Args:
+            mesh: the mesh of all ranks.
+            contents_at: builds the contents of a rank.
+            optimizer: the hyperparameters.
+            zero_stage: ZeRO's stage, as in `DataParallel`.
+            instances: its number of instances, within a replica.
+            bucket_states: the kinds of `Optimizer.bucket_states`, in order.
+            rank_states: returns a rank's private state, given the layouts of its trained buckets.
+            replica_of: returns the replica whose weights and state a rank has. The replicas are equal, consecutive
+                blocks of data-parallel ranks, in order, and `contents_at` gets a mesh of such a block. None: all ranks
+                have the same.
+        """
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._zero_stage, self._instances = zero_stage, instances
+        self._bucket_states, self._rank_states, self._replica_of = bucket_states, rank_states, replica_of
+        self._inner = _mesh_of_replica(mesh, replica_of(0))
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
         """Return the plan for a single rank."""
         contents = Contents([each.layout for each in (*optimizer.buckets, *optimizer.frozen)], optimizer.module_states)
-        return Plan(optimizer.mesh, lambda _: contents, optimizer.config, zero_stage=0, instances=1)
+        private = {name: (_shape(values), values.dtype) for name, values in optimizer.rank_states.items()}
+        return Plan(
+            optimizer.mesh,
+            lambda _: contents,
+            optimizer.config,
+            zero_stage=0,
+            instances=1,
+            bucket_states=list(optimizer.bucket_states),
+            rank_states=lambda layouts: private,
+            replica_of=lambda _: optimizer.replica,
+        )
 
     def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
         parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
-        seen, at = self._look(rank), self.mesh.coordinates_of(rank)
-        return parts + _state_parts(each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at))
+        seen, at = self._look(rank), self._inner.coordinates_of(self._within_replica(rank))
+        states = [each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at)]
+        return self._completed(rank, parts + _state_parts(states), saved=True)
 
     def held(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank loads."""
-        updated = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
-        return updated + _state_parts(self._look(rank).states)
+        parts = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
+        return self._completed(rank, parts + _state_parts(self._look(rank).states), saved=False)
+
+    def _completed(self, rank: int, parts: Iterable[TensorBox], *, saved: bool) -> list[TensorBox]:
+        """Return the parts as those of the rank's replica, followed by its state beside the update rule's."""
+        replica = self._replica_of(rank)
+        specs = [spec for spec in self._shard_specs(rank) if not spec.layout.frozen] if self._bucket_states else []
+        beside = (each.part for each in _beside(self._bucket_states, specs, replica, saved=saved))
+        return [*(of_replica(part, replica) for part in parts), *beside, *self._private(rank, saved=saved)]
+
+    def _private(self, rank: int, *, saved: bool) -> list[TensorBox]:
+        seen = self._look(rank)
+        named = self._rank_states([layout for layout in seen.layouts if not layout.frozen])
+        if not named:
+            return []
+        owner, is_owner = _private_owner(self._inner, self._within_replica(rank), self._replica_of(rank))
+        return [_private_part(owner, name, *kind) for name, kind in named.items()] if is_owner or not saved else []
+
+    def _within_replica(self, rank: int) -> int:
+        """Return the number of a rank among the ranks of its replica."""
+        at, number = self.mesh.coordinates_of(rank), 0
+        for axis in DENSE_AXES:
+            size = self._inner.size(axis)
+            number = number * size + at[axis] % size
+        return number
 
     def _look(self, rank: int) -> _Seen:
         """Inspect a rank. Ranks that differ only in their data-parallel position share one cached result."""
-        at = self.mesh.coordinates_of(rank)
+        rank = self._within_replica(rank)
+        at = self._inner.coordinates_of(rank)
         like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
         if like not in self._seen:
-            mesh = self.mesh.at(rank)
+            mesh = self._inner.at(rank)
             contents = self._contents_at(mesh)
             slots = (slot for layout in contents.layouts for slot in layout.slots)
             own = (named for slot in slots for named in own_states(self._optimizer, slot.parameter, mesh).items())
@@ -103,14 +163,14 @@ class Plan:
 
     def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
         """Yield the slice of each bucket that belongs to a rank."""
-        seen, at = self._look(rank), self.mesh.coordinates_of(rank)
-        cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
+        seen, at = self._look(rank), self._inner.coordinates_of(self._within_replica(rank))
+        cp, dp = self._inner.size("cp"), self._inner.size("dp")
         for layout in seen.layouts:
             expert = layout.slots[0].parameter.sharding.expert
             yield BucketShardSpec.of(
                 layout,
                 seen.rank,
-                peers=self.mesh.size("edp") if expert else dp * cp,
+                peers=self._inner.size("edp") if expert else dp * cp,
                 position=at["edp"] if expert else at["dp"] * cp + at["cp"],
                 zero_stage=self._zero_stage,
                 instances=self._instances,
@@ -119,7 +179,8 @@ class Plan:
     def _parts(self, ranges: Iterable[tuple[BucketShardSpec, int, int]]) -> list[TensorBox]:
         weights: list[TensorBox] = []
         state: list[TensorBox] = []
-        for parameter, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
+        for slot, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
+            parameter = slot.parameter
             dtypes = all_state_dtypes(self._optimizer, parameter)
             for tensor, box, _ in boxes(parameter, start, stop):
                 weights.append(TensorBox(MODEL + tensor.name, tensor.shape, parameter.dtype, box))
@@ -157,10 +218,10 @@ def _state_parts(states: Iterable[tuple[str, State]]) -> list[TensorBox]:
     return [part for part, _, _ in _pieces(states)]
 
 
-def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
+def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket.
 
-    Each one is (parameter, start, stop), a range of the flattened parameter.
+    Each one is (slot, start, stop), a range of the flattened parameter.
     """
     slots = spec.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
@@ -168,7 +229,7 @@ def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Paramet
             return
         low, high = max(slot.start, begin), min(slot.stop, end)
         if low < high:
-            yield slot.parameter, low - slot.start, high - slot.start
+            yield slot, low - slot.start, high - slot.start
 
 
 def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[LogicalTensor, Box, int]]:
@@ -182,6 +243,76 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
         low, high = max(start, first), min(stop, first + piece.box.numel)
         for box, position in piece.box.flat_range(low - first, high - first):
             yield piece.tensor, box, first + position
+
+
+# ---------------------------------------------------------------------------------- state beside the update rule's
+
+
+@dataclass(frozen=True)
+class _BesidePart:
+    """Part of a tensor of `Optimizer.bucket_states`, which is elements [start, stop) of a flat tensor."""
+
+    part: TensorBox
+    state: BucketState
+    bucket: int
+    flat: int
+    start: int
+    stop: int
+
+
+def _beside(
+    states: Iterable[BucketState], specs: Sequence[BucketShardSpec], outer: Replica | None, *, saved: bool
+) -> Iterator[_BesidePart]:
+    """Yield the parts of a rank's state that it saves, or holds.
+
+    `specs`: the slices of its trained buckets. `outer`: its replica, if each has weights of its own.
+    """
+    for state, (bucket, spec) in product(states, enumerate(specs)):
+        for flat, kept in enumerate(bucket_parts(spec, state, outer)):
+            for slot, start, stop in _runs(spec, *(kept.saved if saved else kept.held)):
+                dtype = torch.promote_types(slot.parameter.dtype, torch.float32)
+                for tensor, box, position in boxes(slot.parameter, start, stop):
+                    part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
+                    first = slot.start + position - kept.held[0]
+                    yield _BesidePart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
+
+
+def _mesh_of_replica(mesh: ParallelMesh, replica: Replica | None) -> ParallelMesh:
+    """Return a mesh that has the ranks of one replica."""
+    if replica is None:
+        return mesh
+    return UnconnectedMesh(
+        world_size=mesh.world_size // replica.count,
+        tensor_parallel_size=mesh.size("tp"),
+        context_parallel_size=mesh.size("cp"),
+        pipeline_parallel_size=mesh.size("pp"),
+        expert_parallel_size=mesh.size("ep"),
+        expert_tensor_parallel_size=mesh.size("etp"),
+        device=torch.device("meta"),
+    )
+
+
+def _private_owner(mesh: ParallelMesh, rank: int, replica: Replica | None) -> tuple[int, bool]:
+    """Return the number of the rank that saves a rank's private state, and whether it is this rank: the first that
+    differs only in its data-parallel position.
+
+    `mesh`: that of the rank's replica. The ranks of the replicas before are counted too.
+    """
+    step, width = mesh.size("ep", "etp"), mesh.size("edp", "ep", "etp")
+    first = next(
+        other
+        for other in range(rank // width * width + rank % step, rank + 1, step)
+        if other % mesh.size("tp") == rank % mesh.size("tp")
+    )
+    return (0 if replica is None else replica.index * mesh.world_size) + first, first == rank
+
+
+def _private_part(owner: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorBox:
+    return TensorBox(f"{RANK}{owner}/{name}", shape, dtype, Box.whole(shape))
+
+
+def _shape(values: Tensor) -> tuple[int, ...]:
+    return tuple(values.shape) or (1,)
 
 
 # ------------------------------------------------------------------------------------------------ this rank's memory
@@ -218,8 +349,9 @@ def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[st
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """Return `held_slices` and `held_states` as regions."""
-    return _regions(held_slices(module, optimizer), held_states(module, optimizer))
+    """Return `held_slices`, `held_states` and the state beside the update rule's as regions."""
+    regions = _regions(held_slices(module, optimizer), held_states(module, optimizer))
+    return _completed(regions, optimizer, saved=False) if optimizer is not None else regions
 
 
 def saved_regions(optimizer: Optimizer) -> list[Region]:
@@ -227,7 +359,22 @@ def saved_regions(optimizer: Optimizer) -> list[Region]:
     rank = optimizer.mesh.rank
     at = optimizer.mesh.coordinates_of(rank)
     states = _with_prefixes(optimizer.module_states, optimizer.own_states)
-    return _regions(optimizer.saved_slices(), [each for each in states if is_main_replica(each[1].sharding, rank, at)])
+    own = [each for each in states if is_main_replica(each[1].sharding, rank, at)]
+    return _completed(_regions(optimizer.saved_slices(), own), optimizer, saved=True)
+
+
+def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) -> list[Region]:
+    """Return the regions as those of the rank's replica, followed by its state beside the update rule's."""
+    replica, mesh = optimizer.replica, optimizer.mesh
+    found = [replace(region, part=of_replica(region.part, replica)) for region in regions]
+    specs = [bucket.shard_spec for bucket in optimizer.buckets] if optimizer.bucket_states else []
+    for each in _beside(optimizer.bucket_states, specs, replica, saved=saved):
+        flats = optimizer.bucket_states[each.state][each.bucket]
+        found.append(Region(each.part, flats[each.flat][each.start : each.stop]))
+    owner, is_owner = _private_owner(mesh, mesh.rank, replica)
+    for name, values in optimizer.rank_states.items() if is_owner or not saved else ():
+        found.append(Region(_private_part(owner, name, _shape(values), values.dtype), values.view(-1)))
+    return found
 
 
 def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) -> list[Region]:
