@@ -28,7 +28,7 @@ from megalite.optim.packed import View
 from megalite.optim.replica import BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.update_rule import own_states
-from megalite.parallel.mesh import DENSE_AXES, ParallelMesh, UnconnectedMesh
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
 from megalite.parallel.state import State, states_of
@@ -75,7 +75,7 @@ class Plan:
         instances: int,
         bucket_states: Sequence[BucketState] = (),
         rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
-        replica_of: Callable[[int], Replica | None] = lambda rank: None,
+        replicas: int = 1,
     ) -> None:
         """Create the plan.
 
@@ -87,14 +87,13 @@ class Plan:
             instances: its number of instances, within a replica.
             bucket_states: the kinds of `Optimizer.bucket_states`, in order.
             rank_states: returns a rank's private state, given the layouts of its trained buckets.
-            replica_of: returns the replica whose weights and state a rank has. The replicas are equal, consecutive
-                blocks of data-parallel ranks, in order, and `contents_at` gets a mesh of such a block. None: all ranks
-                have the same.
+            replicas: the number of blocks of data-parallel ranks with weights and state of their own. `contents_at`
+                gets the mesh of a rank in the first of them.
         """
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._zero_stage, self._instances = zero_stage, instances
-        self._bucket_states, self._rank_states, self._replica_of = bucket_states, rank_states, replica_of
-        self._inner = _mesh_of_replica(mesh, replica_of(0))
+        self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
+        self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
@@ -110,13 +109,12 @@ class Plan:
             instances=1,
             bucket_states=list(optimizer.bucket_states),
             rank_states=lambda layouts: private,
-            replica_of=lambda _: optimizer.replica,
         )
 
     def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
         parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
-        seen, at = self._look(rank), self._inner.coordinates_of(self._within_replica(rank))
+        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
         states = [each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at)]
         return self._completed(rank, parts + _state_parts(states), saved=True)
 
@@ -137,20 +135,23 @@ class Plan:
         named = self._rank_states([layout for layout in seen.layouts if not layout.frozen])
         if not named:
             return []
-        owner, is_owner = _private_owner(self._inner, self._within_replica(rank), self._replica_of(rank))
-        return [_private_part(owner, name, *kind) for name, kind in named.items()] if is_owner or not saved else []
+        first = self._in_first_replica(rank)
+        owner = _private_owner(self._inner.at(first)) + rank - first
+        return [_private_part(owner, *kind) for kind in named.items()] if owner == rank or not saved else []
 
-    def _within_replica(self, rank: int) -> int:
-        """Return the number of a rank among the ranks of its replica."""
-        at, number = self.mesh.coordinates_of(rank), 0
-        for axis in DENSE_AXES:
-            size = self._inner.size(axis)
-            number = number * size + at[axis] % size
-        return number
+    def _in_first_replica(self, rank: int) -> int:
+        """Return the rank at the same position in the first replica."""
+        replica = self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp")
+        return rank - replica * self._inner.size("dp", "cp", "tp")
+
+    def _replica_of(self, rank: int) -> Replica | None:
+        if self._replicas == 1:
+            return None
+        return Replica(self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp"), self._replicas, "average")
 
     def _look(self, rank: int) -> _Seen:
         """Inspect a rank. Ranks that differ only in their data-parallel position share one cached result."""
-        rank = self._within_replica(rank)
+        rank = self._in_first_replica(rank)
         at = self._inner.coordinates_of(rank)
         like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
         if like not in self._seen:
@@ -163,7 +164,7 @@ class Plan:
 
     def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
         """Yield the slice of each bucket that belongs to a rank."""
-        seen, at = self._look(rank), self._inner.coordinates_of(self._within_replica(rank))
+        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
         cp, dp = self._inner.size("cp"), self._inner.size("dp")
         for layout in seen.layouts:
             expert = layout.slots[0].parameter.sharding.expert
@@ -277,37 +278,16 @@ def _beside(
                     yield _BesidePart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
 
 
-def _mesh_of_replica(mesh: ParallelMesh, replica: Replica | None) -> ParallelMesh:
-    """Return a mesh that has the ranks of one replica."""
-    if replica is None:
-        return mesh
-    return UnconnectedMesh(
-        world_size=mesh.world_size // replica.count,
-        tensor_parallel_size=mesh.size("tp"),
-        context_parallel_size=mesh.size("cp"),
-        pipeline_parallel_size=mesh.size("pp"),
-        expert_parallel_size=mesh.size("ep"),
-        expert_tensor_parallel_size=mesh.size("etp"),
-        device=torch.device("meta"),
-    )
+def _private_owner(mesh: ParallelMesh) -> int:
+    """Return the rank that saves a rank's private state: the first that differs only in its data-parallel position.
 
-
-def _private_owner(mesh: ParallelMesh, rank: int, replica: Replica | None) -> tuple[int, bool]:
-    """Return the number of the rank that saves a rank's private state, and whether it is this rank: the first that
-    differs only in its data-parallel position.
-
-    `mesh`: that of the rank's replica. The ranks of the replicas before are counted too.
+    `mesh`: that of the rank's replica.
     """
-    step, width = mesh.size("ep", "etp"), mesh.size("edp", "ep", "etp")
-    first = next(
-        other
-        for other in range(rank // width * width + rank % step, rank + 1, step)
-        if other % mesh.size("tp") == rank % mesh.size("tp")
-    )
-    return (0 if replica is None else replica.index * mesh.world_size) + first, first == rank
+    return min({*mesh.ranks("dp", "cp")} & {*mesh.ranks("edp")})
 
 
-def _private_part(owner: int, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorBox:
+def _private_part(owner: int, name: str, kind: tuple[tuple[int, ...], torch.dtype]) -> TensorBox:
+    shape, dtype = kind
     return TensorBox(f"{RANK}{owner}/{name}", shape, dtype, Box.whole(shape))
 
 
@@ -371,9 +351,9 @@ def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) 
     for each in _beside(optimizer.bucket_states, specs, replica, saved=saved):
         flats = optimizer.bucket_states[each.state][each.bucket]
         found.append(Region(each.part, flats[each.flat][each.start : each.stop]))
-    owner, is_owner = _private_owner(mesh, mesh.rank, replica)
-    for name, values in optimizer.rank_states.items() if is_owner or not saved else ():
-        found.append(Region(_private_part(owner, name, _shape(values), values.dtype), values.view(-1)))
+    owner = _private_owner(mesh)
+    for name, values in optimizer.rank_states.items() if owner == mesh.rank or not saved else ():
+        found.append(Region(_private_part(owner, name, (_shape(values), values.dtype)), values.view(-1)))
     return found
 
 

@@ -58,11 +58,11 @@ class Origin:
 
 
 def saved_name(manifest: Manifest, plain: str, part: TensorBox) -> str:
-    """Return the name under which a tensor is saved: with an axis of replicas as that of the part, or else without it
-    (or with it). If it is saved in neither way, return the first of the names.
+    """Return the name under which a tensor is saved: with an axis of replicas, if there is one. If it is saved in
+    neither way, return the name that the part has.
     """
-    names = (plain, REPLICA + plain) if part.relayout is None else (REPLICA + plain, plain)
-    return next((name for name in names if name in manifest.tensors), names[0])
+    names = (REPLICA + plain, plain)
+    return next((name for name in names if name in manifest.tensors), part.name)
 
 
 def origin(manifest: Manifest, plain: str, part: TensorBox) -> Origin:

@@ -108,10 +108,10 @@ Values = Callable[[BucketState, str, int, int], Tensor]
 
 
 class Run:
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, mesh: ParallelMesh | None = None) -> None:
         rank = dist.get_rank() if layout.ranks > 1 else 0
         self.layout = layout
-        self.mesh = ParallelMesh(
+        self.mesh = mesh or ParallelMesh(
             rank=rank, world_size=layout.ranks, tensor_parallel_size=layout.tp, pipeline_parallel_size=layout.pp
         )
         options = DataParallel(torch.float64, zero_stage=layout.zero, instances=layout.instances)
@@ -260,8 +260,8 @@ class Local(Run):
     """Run of which each rank is a replica."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__(Layout())
         self.world = ParallelMesh(rank=dist.get_rank() if ranks > 1 else 0, world_size=ranks)
+        super().__init__(Layout(), self.world.replica(ranks))
         self.optimizer.replica = Replica(self.world.rank, ranks, "average")
         self.optimizer.bucket_states = {state: self.optimizer.bucket_states[state] for state in STATES[::3]}
         self.plan = Plan(
@@ -272,7 +272,7 @@ class Local(Run):
             instances=1,
             bucket_states=STATES[::3],
             rank_states=lambda layouts: {"basis": ((len(layouts),), torch.float64)},
-            replica_of=lambda rank: Replica(rank, ranks, "average"),
+            replicas=ranks,
         )
 
     def load(self, path: Path) -> None:

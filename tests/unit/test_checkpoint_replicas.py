@@ -196,11 +196,7 @@ def test_without_the_optimizer_the_state_begins_anew(tmp_path: Path) -> None:
 def test_replicas_with_weights_of_their_own(tmp_path: Path) -> None:
     network, optimizer = run(PLAIN)
     saved = save(tmp_path / "plain", optimizer)
-    optimizer.replica = Replica(0, 1, "average")
-    one = save(tmp_path / "one", optimizer)
-    own = {name for name in saved if "residual" not in name}
-    assert set(one) == {f"replica/{name}" for name in own} | (set(saved) - own)
-
+    one = {n if "residual" in n else f"replica/{n}": v if "residual" in n else v[None] for n, v in saved.items()}
     stacked = {
         name: torch.cat([values, 3 * values]) if name.startswith("replica") else values for name, values in one.items()
     }
@@ -272,9 +268,6 @@ def test_of_all_ranks_one_saves_each_element_of_each_replica(sizes: dict[str, in
         assert mesh.size("dp") == block
         return Contents.of([GPT(MODEL, mesh)], mesh, options)
 
-    def replica_of(rank: int) -> Replica | None:
-        return Replica(world.coordinates_of(rank)["dp"] // block, sites, "average") if sites > 1 else None
-
     states = [RESIDUAL, BucketState("velocity", "drop", whole=False), BucketState("outer_momentum", None, whole=False)]
     plan = Plan(
         world,
@@ -284,7 +277,7 @@ def test_of_all_ranks_one_saves_each_element_of_each_replica(sizes: dict[str, in
         instances=2,
         bucket_states=states,
         rank_states=lambda layouts: {"basis": ((len(layouts), 3), torch.float64)},
-        replica_of=replica_of,
+        replicas=sites,
     )
     parts: dict[str, list[Box]] = {}
     for rank in range(world.world_size):
