@@ -111,6 +111,11 @@ class SynchronizationConfig:
         """Compression of what sites or replicas exchange."""
         return self.gradient_compression[-1] if self.sites > 1 or self.has_replicas else "none"
 
+    @property
+    def outer_is_nesterov(self) -> bool:
+        """True if the outer optimizer has Nesterov's momentum."""
+        return (self.outer_optimizer or ("nesterov" if self.local_update == "diloco" else "sgd")) == "nesterov"
+
     def instances(self, of_optimizer: int) -> int:
         """Return the number of instances of hybrid sharding: the sites, if these have the same weights."""
         return self.sites if self.sites > 1 and not self.has_replicas else of_optimizer
