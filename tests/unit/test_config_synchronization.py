@@ -35,7 +35,7 @@ ONE = {
     f"{COMPRESSION} int8 --compression-ratio 0.1": f"--compression-ratio needs {SPARSE}",
     f"{COMPRESSION} int8 --compression-rank 2": f"--compression-rank needs {COMPRESSION} powersgd",
     "--compression-warmup-iters 2": f"--compression-warmup-iters needs {COMPRESSION}",
-    "--no-error-feedback": f"--error-feedback needs {COMPRESSION}",
+    "--no-error-feedback": f"--no-error-feedback needs {COMPRESSION}",
     f"{COMPRESSION} int8 --bf16 --grad-reduce-in-bf16": f"{COMPRESSION} int8: {FP32}",
     f"{COMPRESSION} int8 --use-distributed-optimizer --num-distributed-optimizer-instances 2": (
         f"{COMPRESSION} int8: give --sites instead of --num-distributed-optimizer-instances"
