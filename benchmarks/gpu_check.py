@@ -4,12 +4,12 @@
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
 ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
-parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; a model of one's
-own against the CPU; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels
-beside their rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's; time and
-memory of one rank of published layouts. What is measured is written as it comes, to
-benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes the parts one by
-one. Fails where numbers are wrong; a rival or a variant that fails is a note.
+parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; the compression
+of gradients against a copy of them; a model of one's own against the CPU; a model of about 1.3 billion parameters in
+bf16, with the kernels and without; the kernels beside their rivals; bits after a resume; in float64 the losses of ten
+steps on every layout against the CPU's; time and memory of one rank of published layouts. What is measured is written
+as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
+the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
 `--device cpu` tries the parts that can be tried without a GPU.
 """
 
@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_as_rank, gpu_own_model, kernels
+from benchmarks.gpu_compression import COPIES, compare_with_copy
 from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
 from benchmarks.gpu_experts import (
     ALLOWED,
@@ -168,6 +169,14 @@ def check_context(report: Report) -> None:
     report.tell("context", {"ring": row}, f"ring: {_words(row)}")
 
 
+def check_compression(report: Report) -> None:
+    """Compression of a bucket of gradients against a copy of it."""
+    for name, copies in compare_with_copy(report.device).items():
+        report.tell("compression", {"step": name, "copies": copies}, f"{name}: {copies:.2f} times as long as a copy")
+        if report.gpu and name in COPIES and not copies <= COPIES[name]:
+            report.fail(f"compression: {name} takes {copies:.2f} copies")
+
+
 def check_resume(report: Report) -> None:
     """Bits after a resume from a checkpoint that was saved in the background."""
     different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu, deadline=report.deadline)
@@ -208,6 +217,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "operations": check_operations,
     "experts": check_experts,
     "context": check_context,
+    "compression": check_compression,
     "own-model": check_own_model,
     "training": check_training,
     "benchmark": check_benchmark,

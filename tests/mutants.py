@@ -72,6 +72,7 @@ _ROUTING = "tests/kernels/test_routing.py::test_"
 _PERMUTATION = "tests/kernels/test_permutation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
+_COMPRESSION = "tests/unit/test_compression.py::test_"
 _SELFTEST = "tests/kernels/test_selftest.py::test_"
 _OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
 _PACKED = "tests/unit/test_optimizer_packed.py::test_"
@@ -120,6 +121,8 @@ _COLLECTIVES = "tests/distributed/test_collectives.py::test_"
 _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
+_REPLICAS = "tests/unit/test_checkpoint_replicas.py::test_"
+_RELAID = "tests/distributed/test_checkpoint_replicas.py::test_every_rank_has_what_the_rule_says"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
 _EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
 _EVEN_CHOICES = "tests/distributed/test_router.py::test_choices_are_even_over_the_ranks_that_share_samples"
@@ -642,9 +645,44 @@ MUTANTS = (
     Mutant(
         "the reference of quantisation has a scale for a block with an infinity",
         "kernels/megalite_kernels/quantization.py",
-        'return kept, torch.where(finite, scales, float("nan"))',
-        "return kept, scales",
+        'return torch.where(top < 0x7F800000, scales, float("nan"))',
+        "return scales",
         f"{_QUANTIZATION}blocks_of_no_numbers_of_zeros_and_of_next_to_nothing",
+    ),
+    Mutant(
+        "a part with a NaN at a place that is not sent looks finite",
+        "megalite/synchronization/compressor.py",
+        "return (values.amax(1).isfinite() & values.amin(1).isfinite())[:, None]",
+        "return (values.amax(1) >= values.amin(1))[:, None] | True",
+        f"{_COMPRESSION}what_is_not_finite_is_never_hidden",
+    ),
+    Mutant(
+        "zeros pass a threshold that the sample's zeros give",
+        "megalite/synchronization/sparse.py",
+        "compact(values, torch.maximum(above, least), count)",
+        "compact(values, above, count)",
+        f"{_COMPRESSION}zeros_do_not_pass_a_threshold",
+    ),
+    Mutant(
+        "a sketch restores all estimates as they are",
+        "megalite/synchronization/count_sketch.py",
+        "torch.where(estimate.abs() > least, estimate, estimate * share)",
+        "estimate",
+        f"{_COMPRESSION}residuals_stay_bounded[count-sketch]",
+    ),
+    Mutant(
+        "the mean magnitude of a short block counts its missing elements",
+        "megalite/synchronization/blockwise.py",
+        "sizes[-1] = (length - SIGN_BLOCK * (scales.shape[1] - 1)) / SIGN_BLOCK",
+        "sizes[-1] = 1.0",
+        f"{_COMPRESSION}methods_are_their_oracles[300-signsgd]",
+    ),
+    Mutant(
+        "the kernel of the compaction begins a tile where the one before it began",
+        "kernels/megalite_kernels/compression_kernels.py",
+        "first = tl.load(ends + part * tiles + tl.program_id(0)) - tl.sum(count, 0)",
+        "first = 0 * tl.load(ends + part * tiles + tl.program_id(0))",
+        "tests/kernels/test_compression.py::test_compaction_is_the_reference",
     ),
     Mutant(
         "random bits come by their place in the shard",
@@ -2798,8 +2836,8 @@ MUTANTS = (
     Mutant(
         "a plan forgets that all ranks must be given state",
         "megalite/checkpoint/plan.py",
-        " + _state_parts(self._look(rank).states)\n",
-        "\n",
+        " + _state_parts(self._look(rank).states), saved=False)\n",
+        ", saved=False)\n",
         f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
     ),
     Mutant(
@@ -2826,7 +2864,7 @@ MUTANTS = (
     Mutant(
         "the weights are saved without the state of their modules",
         "megalite/checkpoint/saving.py",
-        "return self._state or not part.name.startswith(OPTIMIZER)",
+        "return self._state or not is_optimizer_state(part.name)",
         'return self._state or part.name.startswith("model/")',
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
@@ -2840,8 +2878,8 @@ MUTANTS = (
     Mutant(
         "a new optimizer takes the modules' state along",
         "megalite/checkpoint/loading.py",
-        "return name if state or name.startswith((MODEL, STATE)) or",
-        "return name if state or name.startswith(MODEL) or",
+        "loaded = state or name.startswith((MODEL, STATE)) or",
+        "loaded = state or name.startswith(MODEL) or",
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
@@ -2868,29 +2906,29 @@ MUTANTS = (
     Mutant(
         "state begins anew with the weights of others",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER, STATE))]",
-        "r.part.name.startswith((MODEL, MASTER))]",
+        "if part.name.startswith((MODEL, MASTER, STATE))",
+        "if part.name.startswith((MODEL, MASTER))",
         f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "state is taken for the weight of its name where files are cut",
         "megalite/checkpoint/manifest.py",
-        "return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor\n",
-        "return MODEL + split_name(tensor)[1]\n",
+        "return MODEL + split_name(plain)[1] if plain.startswith(OPTIMIZER) else plain\n",
+        "return MODEL + split_name(plain)[1]\n",
         f"{_STATE}state_and_a_weight_of_one_name_are_two[True]",
     ),
     Mutant(
         "state is taken for the weight of its name where weights of others are loaded",
         "megalite/checkpoint/loading.py",
-        "r.part.name.removeprefix(MODEL).removeprefix(MASTER), r)",
-        "r.part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), r)",
+        "(part.name.removeprefix(MODEL).removeprefix(MASTER), part",
+        "(part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), part",
         f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "a weight of whole numbers is read",
         "megalite/checkpoint/manifest.py",
-        "if not dtype.is_floating_point and name",
-        "if False and name",
+        "if not dtype.is_floating_point and plain_name",
+        "if False and plain_name",
         "tests/unit/test_checkpoint_manifest.py::test_a_weight_is_of_no_whole_numbers[model/a]",
     ),
     Mutant(
@@ -2931,7 +2969,7 @@ MUTANTS = (
     Mutant(
         "an optimizer's state of another shape is cut as its weight",
         "megalite/checkpoint/resharding.py",
-        "(alike if kind.shape == tensors.get(owner, kind).shape else others)",
+        "(alike if same else others)",
         "alike",
         f"{_STATE}files_for_a_layout_have_what_its_ranks_hold",
     ),
@@ -2973,7 +3011,7 @@ MUTANTS = (
     Mutant(
         "a run that begins to remember loads is refused",
         "megalite/checkpoint/loading.py",
-        "if name in manifest.tensors or name not in optional]",
+        "if o.name in manifest.tensors or plain_name(o.name) not in optional]",
         "]",
         "tests/distributed/test_experts_run.py::test_a_run_that_resumes_may_begin_or_stop_to_remember_loads",
     ),
@@ -3990,7 +4028,7 @@ MUTANTS = (
     ),
     Mutant(
         "boxes are parted along the first axis alone",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "for axis in range(len(parts[0].size)) if cuts else ():",
         "for axis in range(1) if cuts else ():",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_are_told_at_once",
@@ -4088,21 +4126,21 @@ MUTANTS = (
     ),
     Mutant(
         "any number of interlocked boxes is compared in pairs",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "    if len(parts) > _MOST_INTERLOCKED:",
         "    if len(parts) > 99:",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(
         "cuts within cuts have no end",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "_are_apart(slab, cuts - 1)",
         "_are_apart(slab, cuts)",
         "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
     ),
     Mutant(
         "boxes that meet are taken to cover",
-        "megalite/checkpoint/manifest.py",
+        "megalite/checkpoint/coverage.py",
         "    return all(one.intersection(other) is None for one, other in combinations(parts, 2))",
         "    return True",
         "tests/unit/test_checkpoint_boxes.py::test_boxes_with_the_right_sum_that_meet_do_not_cover",
@@ -5080,8 +5118,8 @@ MUTANTS = (
     Mutant(
         "the doctor counts a checkpoint without the optimizer's state",
         "megalite/doctor/run_directory.py",
-        "if with_state or not part.name",
-        "if not part.name",
+        "if with_state or not is_optimizer_state",
+        "if not is_optimizer_state",
         f"{_DOCTOR_OF_RANKS}a_checkpoint_takes_what_the_doctor_says_and_there_must_be_room",
     ),
     Mutant(
@@ -5559,15 +5597,15 @@ MUTANTS = (
     Mutant(
         "weights of more bits are read from those of less",
         "megalite/checkpoint/loading.py",
-        "return part.name if alike or master not in manifest.tensors else master",
-        "return part.name",
+        "return plain if alike or saved_name(manifest, master, part) not in manifest.tensors else master",
+        "return plain",
         f"{_CHECKPOINT}weights_of_another_precision_come_from_the_finest_there_are",
     ),
     Mutant(
         "weights of others leave the masters as they are",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER, STATE))]",
-        "r.part.name.startswith((MODEL, STATE))]",
+        "if part.name.startswith((MODEL, MASTER, STATE))",
+        "if part.name.startswith((MODEL, STATE))",
         f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
     Mutant(
@@ -6244,10 +6282,52 @@ MUTANTS = (
         f"{_OWN}_runs.py::test_a_run_goes_on_under_other_layouts[distilled]",
     ),
     Mutant(
+        "a sum over replicas is a sum for each of them",
+        "megalite/optim/replica.py",
+        '"sum": range(index, saved, wanted)',
+        '"sum": range(saved)',
+        f"{_REPLICAS}a_rule_keeps_the_total_or_the_mean",
+    ),
+    Mutant(
+        "a shard saves its values as those of the next one",
+        "megalite/optim/replica.py",
+        "index * spec.shards + spec.shard, count",
+        "index * spec.shards + (spec.shard + 1) % spec.shards, count",
+        f"{_RELAID}[Layout(dp=2, tp=1, pp=1, zero=1, instances=1)-Layout(dp=2, tp=1, pp=1, zero=0, instances=1)]",
+    ),
+    Mutant(
+        "copies of a weight that have the same values are taken for replicas",
+        "megalite/optim/replica.py",
+        "if not record.replica_group:",
+        "if False:",
+        f"{_RELAID}[Layout(dp=1, tp=2, pp=1, zero=0, instances=1)-Layout(dp=1, tp=1, pp=1, zero=0, instances=1)]",
+    ),
+    Mutant(
+        "the mean over replicas is their sum",
+        "megalite/checkpoint/filling.py",
+        " if found.mean else total",
+        " if False else total",
+        f"{_REPLICAS}values_of_three_replicas_become_those_of_one[average-2.0]",
+    ),
+    Mutant(
+        "a rule of another name is taken",
+        "megalite/checkpoint/manifest.py",
+        '("relayout" in fields and relayout not in RELAYOUTS)',
+        "False",
+        f"{_REPLICAS}a_manifest_of_other_rules_is_damaged",
+    ),
+    Mutant(
+        "what a checkpoint lacks keeps the values of the run",
+        "megalite/checkpoint/loading.py",
+        "            flat.zero_()",
+        "            pass",
+        f"{_REPLICAS}state_that_a_checkpoint_lacks_begins_as_zeros",
+    ),
+    Mutant(
         "frozen weights of a checkpoint that has them as state are not found",
         "megalite/checkpoint/loading.py",
-        "        return earlier\n",
-        "        return name\n",
+        "return origin(manifest, earlier, part)\n",
+        "return origin(manifest, name, part)\n",
         "tests/unit/test_modules_training.py::test_frozen_weights_that_were_saved_as_state_are_read",
     ),
     Mutant(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
 from megalite_kernels.dropout import DropoutMask, drop
 from megalite_kernels.l2_norm import sums_of_squares
@@ -320,6 +321,55 @@ def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -
     return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 
+def _compress(values: Tensor, *, format: torch.dtype, back: bool) -> tuple[Tensor, ...]:
+    """Quantize two parts, and return what is restored and what is left out."""
+    parts = values.view(2, -1)
+    codes, scales, residual = _compressed(parts, format)
+    if not back:
+        quantize_rows(parts, codes, scales, residual)
+        return (residual,)
+    quantize_rows(parts, codes, scales)
+    restored = torch.empty_like(parts)
+    dequantize_rows(codes, scales, restored)
+    return (restored,)
+
+
+def _compressed(parts: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(parts.shape, dtype=format, device=parts.device)
+    scales = torch.empty(len(parts), -(-parts.shape[1] // BLOCK), device=parts.device)
+    return codes, scales, torch.empty_like(parts)
+
+
+def _compression_alone(inputs: Sequence[Tensor], *, format: torch.dtype, back: bool) -> Callable[[], object]:
+    parts = inputs[0].view(2, -1)
+    codes, scales, residual = _compressed(parts, format)
+    if not back:
+        return partial(quantize_rows, parts, codes, scales, residual)
+    quantize_rows(parts, codes, scales)
+    return partial(dequantize_rows, codes, scales, residual)
+
+
+def _compression_traffic(inputs: Sequence[Tensor], _: Sequence[Tensor], *, back: bool) -> tuple[int, int]:
+    """Count values that are read and residuals, or restored values, and codes of 1 byte."""
+    return (1 if back else 2) * inputs[0].nbytes + inputs[0].numel(), 0
+
+
+def _compact(values: Tensor) -> tuple[Tensor, ...]:
+    parts = values.view(2, -1)
+    indices, kept = compact(parts, parts.new_full((2,), 2.5), max(parts.shape[1] // 100, 1))
+    return indices.double(), kept
+
+
+def _compressions() -> Iterator[Case]:
+    for format, back in itertools.product((torch.int8, torch.float8_e4m3fn), (False, True)):
+        name = f"{'dequantize' if back else 'quantize'}_rows {_dtypes(torch.float32, format)}"
+        inputs, run = partial(_flat_inputs, 4096, torch.float32), partial(_compress, format=format, back=back)
+        alone, traffic = partial(_compression_alone, format=format, back=back), partial(_compression_traffic, back=back)
+        yield Case("compression", name, 4096, inputs, run, traffic=traffic, timed=alone)
+    inputs = partial(_flat_inputs, 4096, torch.float32)
+    yield Case("compression", f"compact {_dtypes(torch.float32)}", 4096, inputs, _compact, indexed=True)
+
+
 def _dropped(values: Tensor) -> Tensor:
     """Drop from the second half of a sample."""
     tokens = len(values)
@@ -392,6 +442,6 @@ def _permutations() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(_routing, _permutations),
+        *(_routing, _permutations, _compressions),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

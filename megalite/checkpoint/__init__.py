@@ -13,7 +13,7 @@ from megalite.checkpoint.compatibility import (
 )
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.loading import load, load_weights
+from megalite.checkpoint.loading import load, load_weights, relayout_notes
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Contents, Plan
 from megalite.checkpoint.run_lock import only_run
@@ -50,6 +50,7 @@ __all__ = [
     "only_run",
     "read_config",
     "read_manifest",
+    "relayout_notes",
     "remove_old",
     "saved_section",
 ]

@@ -87,7 +87,8 @@ def _comparable(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) 
 
 
 def _kind(tensor: SavedTensor) -> str:
-    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+    rule = "" if tensor.relayout is None else f", {tensor.relayout} over replicas"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}{rule}"
 
 
 def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -55,7 +55,10 @@ def create_files(
     """Create files with all that comes before their boxes, and return the place of each box, by file."""
     placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
     for boxes in filter(None, cut):
-        parts = [TensorBox(name, kinds[name].shape, kinds[name].dtype, box) for name, box in boxes]
+        parts = [
+            TensorBox(name, kinds[name].shape, kinds[name].dtype, box, relayout=kinds[name].relayout)
+            for name, box in boxes
+        ]
         file = file_format.file.format(writer=len(placed), number=len(placed) + 1)
         placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
         with (folder / file).open("xb") as stream:

@@ -39,8 +39,9 @@ def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _tensor(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
-    return {"shape": tensor.shape, "dtype": manifest.dtype_name(tensor.dtype), "bytes": tensor.size, "boxes": boxes}
+    fields = manifest.tensor_to_json(tensor)
+    boxes = fields.pop("boxes")
+    return {**fields, "bytes": tensor.size, "boxes": boxes}
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:

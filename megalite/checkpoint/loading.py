@@ -5,25 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 
 import torch
 from torch import nn
 
-from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
+from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.filling import fill
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
     OPTIMIZER,
+    RANK,
     STATE,
-    Block,
     Manifest,
-    SavedBox,
     TrainingState,
-    covers,
     dtype_name,
+    plain_name,
     read_manifest,
 )
-from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
+from megalite.checkpoint.plan import Plan, boxes, held_regions, held_slices, held_states
+from megalite.checkpoint.relayout import Origin, is_beside, notes, origin, saved_name, without_replica
 from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -32,7 +34,6 @@ from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.parallel.sharding import Box
 from megalite.storage import AnyPath
 
 _SHOWN = 8  # maximum number of problems in one message
@@ -84,17 +85,16 @@ def load(
             manifest = described or read_manifest(path)
             if optimizer is not None:
                 _check_optimizer(manifest, optimizer, state, casts)
-            chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
-            chosen = [(name, r) for name, r in chosen if name in manifest.tensors or name not in optional]
-            _raise_if_any(_mismatch(manifest, name, region.part, casts) for name, region in chosen)
-            wanted = _wanted(manifest, chosen)
-            dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
+            chosen = [(found, r) for r in regions if (found := _origin(manifest, r.part, state, casts)) is not None]
+            chosen = [(o, r) for o, r in chosen if o.name in manifest.tensors or plain_name(o.name) not in optional]
+            _raise_if_any(_mismatch(manifest, found, region.part, casts) for found, region in chosen)
+            needs = _needs(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
         if described is None:
             check_all_see(str(manifest.checksum), path, mesh)
         kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
-        _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds, optional)
+        _check_all_used(manifest, {plain_name(found.name) for found, _ in chosen}, mesh, path, kinds, optional)
         _zero_the_rest(module, optimizer, state)
-        failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
+        failure = fill(path, manifest, chosen, needs, node, mesh.device)
         with raise_on_all_ranks(mesh, doing):
             if failure is not None:
                 raise failure
@@ -122,13 +122,32 @@ def load_weights(
     CheckpointError, the same on every rank, if `what` cannot be read or is another model.
     """
     with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
-        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
-        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
-        held = [(name, region) for name, region in held if name not in fresh]
-        _raise_if_any(_difference(name, source.tensors.get(name), region.part) for name, region in held)
+        regions = [(without_replica(region.part), region) for region in held_regions(module, optimizer)]
+        held = [
+            (part.name.removeprefix(MODEL).removeprefix(MASTER), part, region)
+            for part, region in regions
+            if part.name.startswith((MODEL, MASTER, STATE))
+        ]
+        held = [each for each in held if each[0] not in fresh]
+        _raise_if_any(_difference(name, source.tensors.get(name), part) for name, part, _ in held)
         _zero_the_rest(module, optimizer, state=False)
-        for name, region in held:
-            source.fill(name, region.part.box, region.values)
+        for name, part, region in held:
+            source.fill(name, part.box, region.values.view(part.box.size))
+
+
+def relayout_notes(
+    manifest: Manifest, module: nn.Module, optimizer: Optimizer | None, *, state: bool = True
+) -> tuple[str, ...]:
+    """Return a line for each kind of state that a load dropped, left out, began or changed to other replicas.
+
+    `state`: whether the optimizer's state was loaded.
+    """
+    parts = [region.part for region in held_regions(module, optimizer)]
+    if not state:
+        return notes(
+            manifest, [part for part in parts if plain_name(part.name).startswith((MODEL, STATE))], beside=False
+        )
+    return notes(manifest, parts)
 
 
 @contextmanager
@@ -145,59 +164,55 @@ def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         optimizer.finish_parameter_gather()
 
 
-def _source(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> str | None:
-    """Return the name of the saved tensor from which a part is read; None if the part is not loaded.
+def _origin(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> Origin | None:
+    """Return the saved values from which a part is read; None if the part is not loaded.
 
     Frozen weights were once saved as state.
     """
-    name = _finest(manifest, part) if casts else part.name
-    if name not in manifest.tensors and (earlier := STATE + name.removeprefix(MODEL)) in manifest.tensors:
-        return earlier
-    return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
+    if part.name.startswith(RANK):
+        saved = manifest.tensors.get(part.name)
+        alike = saved is not None and (saved.shape, saved.dtype) == (part.shape, part.dtype)
+        return Origin(part.name, (part.box,)) if alike and state else None
+    plain = plain_name(part.name)
+
+    def has(name: str) -> bool:
+        return saved_name(manifest, name, part) in manifest.tensors
+
+    name = _finest(manifest, part, plain) if casts else plain
+    if not has(name) and has(earlier := STATE + name.removeprefix(MODEL)):
+        return origin(manifest, earlier, part)
+    if is_beside(name) and not has(name):
+        return None
+    loaded = state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER))
+    return origin(manifest, name, part) if loaded else None
 
 
-def _finest(manifest: Manifest, part: TensorBox) -> str:
-    """Return the most precise saved tensor for a part.
+def _finest(manifest: Manifest, part: TensorBox, plain: str) -> str:
+    """Return the most precise saved tensor for a part, by its name without an axis of replicas.
 
     A weight that is saved in another precision is read from its master weight. A master weight that is not saved is
     read from its weight.
     """
-    if part.name.startswith(MODEL):
-        master = MASTER + part.name.removeprefix(MODEL)
-        saved = manifest.tensors.get(part.name)
+    saved = manifest.tensors.get(saved_name(manifest, plain, part))
+    if plain.startswith(MODEL):
+        master = MASTER + plain.removeprefix(MODEL)
         alike = saved is None or saved.dtype == part.dtype
-        return part.name if alike or master not in manifest.tensors else master
-    if part.name.startswith(MASTER) and part.name not in manifest.tensors:
-        return MODEL + part.name.removeprefix(MASTER)
-    return part.name
+        return plain if alike or saved_name(manifest, master, part) not in manifest.tensors else master
+    if plain.startswith(MASTER) and saved is None:
+        return MODEL + plain.removeprefix(MASTER)
+    return plain
 
 
-def _wanted(manifest: Manifest, chosen: Iterable[tuple[str, Region]]) -> dict[SavedBox, list[Target]]:
-    """Return the targets to fill from each saved box."""
-    wanted: dict[SavedBox, list[Target]] = {}
-    for name, region in chosen:
-        for saved in manifest.tensors[name].boxes:
-            if saved.box.intersection(region.part.box) is not None:
-                wanted.setdefault(saved, []).append(Target(region.part.box, region.values))
-    return wanted
-
-
-def _dealt(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool) -> Dealt:
-    """Return the blocks that several ranks of the node need, by the rank that reads them."""
-    needs: dict[int, list[Block]] = {}
-    for rank in node.ranks:
-        boxes: dict[str, list[Box]] = {}
-        for part in plan.held(rank):
-            name = _source(manifest, part, state, casts)
-            if name in manifest.tensors:
-                boxes.setdefault(name, []).append(part.box)
-        needs[rank] = [
-            block
-            for name, needed in boxes.items()
-            for saved in manifest.tensors[name].boxes
-            for block in needed_blocks(saved, needed)
+def _needs(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool) -> dict[int, list[Origin]]:
+    """Return what each rank of the node reads."""
+    return {
+        rank: [
+            found
+            for part in plan.held(rank)
+            if (found := _origin(manifest, part, state, casts)) is not None and found.name in manifest.tensors
         ]
-    return deal(needs)
+        for rank in node.ranks
+    }
 
 
 def _on_this_node(mesh: ParallelMesh) -> list[int]:
@@ -211,7 +226,8 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
     def listed(kinds: set[str]) -> str:
         return ", ".join(sorted(kinds)) or "nothing"
 
-    saved = {name.split("/")[1] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    plain = [plain_name(name) for name in manifest.tensors if not is_beside(name)]
+    saved = {name.split("/")[1] for name in plain if name.startswith(OPTIMIZER)}
     kinds = optimizer.state_kinds
     if not state or not optimizer.shards:  # without shards, the optimizer cannot tell whether there are masters
         return
@@ -234,24 +250,25 @@ def _raise_if_any(problems: Iterable[str | None]) -> None:
         raise CheckpointError(f"it does not fit this run:\n{_listed(found)}")
 
 
-def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:
-    """Return the reason why a part cannot be read from the named tensor, or None."""
-    saved = manifest.tensors.get(name)
+def _mismatch(manifest: Manifest, found: Origin, part: TensorBox, casts: bool) -> str | None:
+    """Return the reason why a part cannot be read from saved values, or None."""
+    name, saved = found.name, manifest.tensors.get(found.name)
     different = _difference(name, saved, part)
     if saved is None or different is not None:
         return different
     if saved.dtype != part.dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
-        if name.startswith(OPTIMIZER):
+        if plain_name(name).startswith(OPTIMIZER):
             flags = "give --main-params-dtype, --exp-avg-dtype and similar flags as then, or "
-        elif name.startswith(STATE):
+        elif plain_name(name).startswith(STATE):
             flags = ""
         return (
             f"{name} is {dtype_name(saved.dtype)} in it and {dtype_name(part.dtype)} in this run, and nothing is cast "
             f"silently; {flags}give --load-casts"
         )
-    if not covers((box.box for box in saved.boxes), part.box):
-        return f"{name} is incomplete in it: its boxes do not have {part.box} exactly once"
+    for box in found.boxes if found.span is None else (found.span,):
+        if not covers((each.box for each in (saved.boxes if found.span else saved.boxes_at(box))), box):
+            return f"{name} is incomplete in it: its boxes do not have {box} exactly once"
     return None
 
 
@@ -259,12 +276,17 @@ def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
     """Return the reason why a part cannot be read from a tensor, even if casts are allowed, or None."""
     if saved is None:
         return f"{name} {list(part.shape)} is not in it: it is from another model"
-    if saved.shape != part.shape:
+    if _weight_shape(saved) != _weight_shape(part):
         return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
     if saved.dtype.is_floating_point != part.dtype.is_floating_point:
         ours, theirs = dtype_name(part.dtype), dtype_name(saved.dtype)
         return f"{name} is {theirs} in it and {ours} in this run: whole numbers are never cast; load another checkpoint"
     return None
+
+
+def _weight_shape(tensor: Kind | TensorBox) -> tuple[int, ...]:
+    """Return the shape of a tensor without its axis of replicas."""
+    return tensor.shape if tensor.relayout is None else tensor.shape[1:]
 
 
 def _check_all_used(
@@ -276,9 +298,10 @@ def _check_all_used(
     optional: Container[str],
 ) -> None:
     """Raise CheckpointError on every rank if the checkpoint holds a tensor that no rank loads."""
-    names = [name for name in manifest.tensors if name.startswith(prefixes) and name not in optional]
+    names = {name: plain_name(name) for name in manifest.tensors if not is_beside(name)}
+    names = {name: plain for name, plain in names.items() if plain.startswith(prefixes) and plain not in optional}
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
-    used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
+    used = torch.tensor([plain in ours for plain in names.values()], dtype=torch.int32, device=mesh.device)
     flags = collectives.all_reduce_(used, mesh.world(), "max").tolist()
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
     if unused:
@@ -294,6 +317,9 @@ def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) 
     """
     for _, own in held_states(module, optimizer):
         own.begin()
+    for buckets in optimizer.bucket_states.values() if optimizer is not None else ():
+        for flat in chain.from_iterable(buckets):
+            flat.zero_()
     for run in held_slices(module, optimizer):
         for values in () if state else run.tensors.values():
             values.zero_()

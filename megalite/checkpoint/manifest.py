@@ -7,7 +7,8 @@ The manifest is one JSON object that includes its own checksum. Version 2:
                     evaluation_left
     config            the run's configuration, by section
     files             by file name: the size in bytes, and the checksum of the bytes that are in no box
-    tensors           by name: shape, dtype and boxes; per box: offset, size, file, start and checksums
+    tensors           by name: shape, dtype, boxes, and relayout if its first axis enumerates replicas;
+                    per box: offset, size, file, start and checksums
     checksum          CRC-32 of all of the above
 
 The values of a box begin at byte `start` of `file`, in row-major order, little-endian. A reader needs no other
@@ -18,6 +19,10 @@ Names are `model/NAME` for a weight, `state/NAME` for state of a module that is 
 for optimizer state of weight NAME, which may have another shape than the weight. NAME is the logical name. Shapes are
 global and unpadded. Only the boundaries of the boxes depend on the layout that saved the checkpoint. Weights and master
 weights are floating-point numbers; state may also be int64.
+
+Two kinds of names depend on the layout. A tensor of which each replica has values of its own is `replica/` and one of
+the names above. Its first axis enumerates the replicas, and `relayout` is the rule for another number of them: sum,
+average, drop or refuse. `rank/R/STATE` is private state of rank R and its data-parallel peers, which a run may drop.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
-from operator import add, gt, sub
+from functools import cached_property
+from operator import add, gt
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,7 @@ import torch
 from megalite.checkpoint.corruption import unreadable
 from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.errors import CheckpointError, CorruptCheckpointError
+from megalite.optim.replica import RELAYOUTS
 from megalite.parallel.sharding import Box
 from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
 from megalite.storage import AnyPath, read_small
@@ -45,11 +51,16 @@ from megalite.storage import AnyPath, read_small
 NAME = "manifest.json"
 MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
 MASTER = OPTIMIZER + "master/"
+REPLICA = "replica/"
+"""Prefix of a tensor whose first axis enumerates replicas."""
+RANK = "rank/"
 VERSION = 2
 BLOCK = 1 << 22
 """Size in bytes of the blocks into which a box is divided; each block has one checksum."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
 _LONGEST_NAME, _MOST_AXES = 1000, 16
+_MOST_REPLICAS, _MOST_IN_BOXES = 1 << 20, 1 << 26
+"""Maximum numbers of a tensor's replicas, and of replicas in all of its boxes."""
 _DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16", "int64")}
 _LARGEST = 512 * MIB
 """Maximum size of a manifest in bytes.
@@ -60,11 +71,6 @@ _BYTES_A_MARK = 6
 """Minimum average number of bytes per brace, bracket, comma and colon in a large manifest.
 
 A box takes at least 120 bytes, which contain 15 to 17 of these characters.
-"""
-_MOST_CUTS, _MOST_INTERLOCKED = 32, 32
-"""Limits on the depth of nested straight cuts, and on the number of boxes that no straight cut separates.
-
-A few cuts separate all boxes of megalite's own checkpoints.
 """
 
 
@@ -149,6 +155,18 @@ class SavedTensor(Kind):
     boxes: tuple[SavedBox, ...]
     """Boxes that together hold each element of the tensor once."""
 
+    def boxes_at(self, box: Box) -> Sequence[SavedBox]:
+        """Return the boxes that may overlap a box; of a tensor with replicas, those of the box's first replica."""
+        return self.boxes if self.relayout is None else self._by_replica.get(box.offset[0], ())
+
+    @cached_property
+    def _by_replica(self) -> Mapping[int, Sequence[SavedBox]]:
+        boxes: dict[int, list[SavedBox]] = {}
+        for saved in self.boxes:
+            for replica in saved.box.indices(0):
+                boxes.setdefault(replica, []).append(saved)
+        return boxes
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -172,10 +190,7 @@ class Manifest:
             "training": asdict(self.training),
             "config": self.config,
             "files": {name: asdict(file) for name, file in self.files.items()},
-            "tensors": {
-                name: {"shape": kind.shape, "dtype": dtype_name(kind.dtype), "boxes": [*map(box_to_json, kind.boxes)]}
-                for name, kind in self.tensors.items()
-            },
+            "tensors": {name: tensor_to_json(kind) for name, kind in self.tensors.items()},
         }
 
     @staticmethod
@@ -204,8 +219,12 @@ class Manifest:
                 raise ValueError(f"a tensor is called {shown(name)}")
             if not all(map(_is_count, tensor.shape)):
                 raise ValueError(f"{name} has no shape")
+            if tensor.relayout is not None and not 1 <= next(iter(tensor.shape), 0) <= _MOST_REPLICAS:
+                raise ValueError(f"{name} has no axis of replicas")
             for saved in tensor.boxes:
                 _check_box(saved, read.files)
+            if tensor.relayout is not None and sum(saved.box.size[0] for saved in tensor.boxes) > _MOST_IN_BOXES:
+                raise ValueError(f"{name} has too many replicas in its boxes")
         return read
 
 
@@ -247,57 +266,25 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def split_name(tensor: str) -> tuple[str, str]:
     """Split a tensor's name into its kind, such as `model` or `optimizer/exp_avg`, and its logical name."""
-    *kind, logical = tensor.split("/", 2 if tensor.startswith(OPTIMIZER) else 1)
-    return "/".join(kind), logical
+    plain = plain_name(tensor)
+    *kind, logical = plain.split("/", 2 if plain.startswith(OPTIMIZER) else 1)
+    return tensor[: len(tensor) - len(plain)] + "/".join(kind), logical
+
+
+def plain_name(tensor: str) -> str:
+    """Return the name that a tensor has without an axis of replicas."""
+    return tensor.removeprefix(REPLICA)
 
 
 def owner_name(tensor: str) -> str:
-    """Return the name of the weight to which optimizer state belongs. For any other tensor, return its own name."""
-    return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor
+    """Return the name of the weight to which optimizer state belongs. For any other tensor, return its plain name."""
+    plain = plain_name(tensor)
+    return MODEL + split_name(plain)[1] if plain.startswith(OPTIMIZER) else plain
 
 
-def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Return whether the boxes contain each element of `target` exactly once.
-
-    Raises CorruptCheckpointError if many boxes interlock, so that no straight cut separates them: checking them would
-    take too long.
-    """
-    parts = [part for box in boxes if (part := box.intersection(target)) is not None]
-    return sum(part.numel for part in parts) == target.numel and _are_apart(parts, _MOST_CUTS)
-
-
-def _are_apart(parts: Sequence[Box], cuts: int) -> bool:
-    """Return whether no two boxes share an element.
-
-    The boxes are divided at every straight cut that does not go through a box. Each side is then checked recursively,
-    to a depth of at most `cuts`.
-    """
-    if len(parts) <= 1:
-        return True
-    for axis in range(len(parts[0].size)) if cuts else ():
-        slabs = _slabs(parts, axis)
-        if len(slabs) > 1:
-            return all(_are_apart(slab, cuts - 1) for slab in slabs)
-    if len(parts) > _MOST_INTERLOCKED:
-        low = [min(starts) for starts in zip(*(part.offset for part in parts), strict=True)]
-        high = [max(stops) for stops in zip(*(map(add, part.offset, part.size) for part in parts), strict=True)]
-        raise CorruptCheckpointError(
-            f"the {len(parts)} boxes of {[*map(sub, high, low)]} elements from {low} on interlock, which "
-            "those that megalite writes never do: load another checkpoint"
-        )
-    return all(one.intersection(other) is None for one, other in combinations(parts, 2))
-
-
-def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
-    """Group the boxes by the straight cuts across an axis, and return the groups in order."""
-    slabs: list[list[Box]] = []
-    end = -1
-    for part in sorted(parts, key=lambda part: part.offset[axis]):
-        if part.offset[axis] >= end:
-            slabs.append([])
-        slabs[-1].append(part)
-        end = max(end, part.offset[axis] + part.size[axis])
-    return slabs
+def is_optimizer_state(tensor: str) -> bool:
+    """Return whether a tensor is state of the optimizer, or private state of a rank."""
+    return plain_name(tensor).startswith((OPTIMIZER, RANK))
 
 
 def _is_count(value: object) -> bool:
@@ -364,14 +351,25 @@ def box_to_json(saved: SavedBox) -> dict[str, Any]:
     }
 
 
+def tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
+    """Return a tensor in its JSON form in the manifest."""
+    relayout = {} if tensor.relayout is None else {"relayout": tensor.relayout}
+    shape, boxes = tensor.shape, [*map(box_to_json, tensor.boxes)]
+    return {"shape": shape, "dtype": dtype_name(tensor.dtype), **relayout, "boxes": boxes}
+
+
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
         raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is not a dtype of a checkpoint")
-    if not dtype.is_floating_point and name.startswith((MODEL, MASTER)):
+    if not dtype.is_floating_point and plain_name(name).startswith((MODEL, MASTER)):
         raise TypeError(f"{shown(name)} is a weight, but has whole numbers, {dtype_name(dtype)}")
+    relayout = fields.get("relayout")
+    if ("relayout" in fields) != name.startswith(REPLICA) or ("relayout" in fields and relayout not in RELAYOUTS):
+        raise ValueError(f"{shown(name)} has {shown(relayout)} as the rule for its replicas")
     shape = _axes(name, fields["shape"])
-    return SavedTensor(shape, dtype, tuple(_box_from_json(name, shape, dtype, saved) for saved in fields["boxes"]))
+    boxes = tuple(_box_from_json(name, shape, dtype, saved) for saved in fields["boxes"])
+    return SavedTensor(shape, dtype, boxes, relayout=relayout)
 
 
 def _box_from_json(name: str, shape: tuple[int, ...], dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
+import torch
 from torch import Tensor, nn
 
-from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
+from megalite.checkpoint.manifest import MODEL, OPTIMIZER, RANK, STATE
+from megalite.checkpoint.relayout import of_replica
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout, unique_parameters
+from megalite.optim.layout import BucketLayout, Slot, unique_parameters
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
+from megalite.optim.replica import BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
@@ -54,6 +58,9 @@ class Contents:
 ContentsAt = Callable[[ParallelMesh], Contents]
 """Function that builds the contents of a rank on the meta device, given the mesh of that rank."""
 
+RankStates = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of a rank's private state, by name."""
+
 
 class Plan:
     """Plan of the parts that each rank of a mesh holds and saves."""
@@ -66,35 +73,89 @@ class Plan:
         *,
         zero_stage: int,
         instances: int,
+        bucket_states: Sequence[BucketState] = (),
+        rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
+        replicas: int = 1,
     ) -> None:
-        """Create the plan. `zero_stage` and `instances` are ZeRO's, as in `DataParallel`."""
+        """Create the plan.
+
+        Args:
+            mesh: the mesh of all ranks.
+            contents_at: builds the contents of a rank.
+            optimizer: the hyperparameters.
+            zero_stage: ZeRO's stage, as in `DataParallel`.
+            instances: its number of instances, within a replica.
+            bucket_states: the kinds of `Optimizer.bucket_states`, in order.
+            rank_states: returns a rank's private state, given the layouts of its trained buckets.
+            replicas: the number of blocks of data-parallel ranks with weights and state of their own. `contents_at`
+                gets the mesh of a rank in the first of them.
+        """
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._zero_stage, self._instances = zero_stage, instances
+        self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
+        self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
         """Return the plan for a single rank."""
         contents = Contents([each.layout for each in (*optimizer.buckets, *optimizer.frozen)], optimizer.module_states)
-        return Plan(optimizer.mesh, lambda _: contents, optimizer.config, zero_stage=0, instances=1)
+        private = {name: (_shape(values), values.dtype) for name, values in optimizer.rank_states.items()}
+        return Plan(
+            optimizer.mesh,
+            lambda _: contents,
+            optimizer.config,
+            zero_stage=0,
+            instances=1,
+            bucket_states=list(optimizer.bucket_states),
+            rank_states=lambda layouts: private,
+        )
 
     def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
         parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
-        seen, at = self._look(rank), self.mesh.coordinates_of(rank)
-        return parts + _state_parts(each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at))
+        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
+        states = [each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at)]
+        return self._completed(rank, parts + _state_parts(states), saved=True)
 
     def held(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank loads."""
-        updated = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
-        return updated + _state_parts(self._look(rank).states)
+        parts = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
+        return self._completed(rank, parts + _state_parts(self._look(rank).states), saved=False)
+
+    def _completed(self, rank: int, parts: Iterable[TensorBox], *, saved: bool) -> list[TensorBox]:
+        """Return the parts as those of the rank's replica, followed by its state beside the update rule's."""
+        replica = self._replica_of(rank)
+        specs = [spec for spec in self._shard_specs(rank) if not spec.layout.frozen] if self._bucket_states else []
+        beside = (each.part for each in _beside(self._bucket_states, specs, replica, saved=saved))
+        return [*(of_replica(part, replica) for part in parts), *beside, *self._private(rank, saved=saved)]
+
+    def _private(self, rank: int, *, saved: bool) -> list[TensorBox]:
+        seen = self._look(rank)
+        named = self._rank_states([layout for layout in seen.layouts if not layout.frozen])
+        if not named:
+            return []
+        first = self._in_first_replica(rank)
+        owner = _private_owner(self._inner.at(first)) + rank - first
+        return [_private_part(owner, *kind) for kind in named.items()] if owner == rank or not saved else []
+
+    def _in_first_replica(self, rank: int) -> int:
+        """Return the rank at the same position in the first replica."""
+        replica = self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp")
+        return rank - replica * self._inner.size("dp", "cp", "tp")
+
+    def _replica_of(self, rank: int) -> Replica | None:
+        if self._replicas == 1:
+            return None
+        return Replica(self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp"), self._replicas, "average")
 
     def _look(self, rank: int) -> _Seen:
         """Inspect a rank. Ranks that differ only in their data-parallel position share one cached result."""
-        at = self.mesh.coordinates_of(rank)
+        rank = self._in_first_replica(rank)
+        at = self._inner.coordinates_of(rank)
         like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
         if like not in self._seen:
-            mesh = self.mesh.at(rank)
+            mesh = self._inner.at(rank)
             contents = self._contents_at(mesh)
             slots = (slot for layout in contents.layouts for slot in layout.slots)
             own = (named for slot in slots for named in own_states(self._optimizer, slot.parameter, mesh).items())
@@ -103,14 +164,14 @@ class Plan:
 
     def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
         """Yield the slice of each bucket that belongs to a rank."""
-        seen, at = self._look(rank), self.mesh.coordinates_of(rank)
-        cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
+        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
+        cp, dp = self._inner.size("cp"), self._inner.size("dp")
         for layout in seen.layouts:
             expert = layout.slots[0].parameter.sharding.expert
             yield BucketShardSpec.of(
                 layout,
                 seen.rank,
-                peers=self.mesh.size("edp") if expert else dp * cp,
+                peers=self._inner.size("edp") if expert else dp * cp,
                 position=at["edp"] if expert else at["dp"] * cp + at["cp"],
                 zero_stage=self._zero_stage,
                 instances=self._instances,
@@ -119,7 +180,8 @@ class Plan:
     def _parts(self, ranges: Iterable[tuple[BucketShardSpec, int, int]]) -> list[TensorBox]:
         weights: list[TensorBox] = []
         state: list[TensorBox] = []
-        for parameter, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
+        for slot, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
+            parameter = slot.parameter
             dtypes = all_state_dtypes(self._optimizer, parameter)
             for tensor, box, _ in boxes(parameter, start, stop):
                 weights.append(TensorBox(MODEL + tensor.name, tensor.shape, parameter.dtype, box))
@@ -157,10 +219,10 @@ def _state_parts(states: Iterable[tuple[str, State]]) -> list[TensorBox]:
     return [part for part, _, _ in _pieces(states)]
 
 
-def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
+def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket.
 
-    Each one is (parameter, start, stop), a range of the flattened parameter.
+    Each one is (slot, start, stop), a range of the flattened parameter.
     """
     slots = spec.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
@@ -168,7 +230,7 @@ def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Paramet
             return
         low, high = max(slot.start, begin), min(slot.stop, end)
         if low < high:
-            yield slot.parameter, low - slot.start, high - slot.start
+            yield slot, low - slot.start, high - slot.start
 
 
 def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[LogicalTensor, Box, int]]:
@@ -182,6 +244,55 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
         low, high = max(start, first), min(stop, first + piece.box.numel)
         for box, position in piece.box.flat_range(low - first, high - first):
             yield piece.tensor, box, first + position
+
+
+# ---------------------------------------------------------------------------------- state beside the update rule's
+
+
+@dataclass(frozen=True)
+class _BesidePart:
+    """Part of a tensor of `Optimizer.bucket_states`, which is elements [start, stop) of a flat tensor."""
+
+    part: TensorBox
+    state: BucketState
+    bucket: int
+    flat: int
+    start: int
+    stop: int
+
+
+def _beside(
+    states: Iterable[BucketState], specs: Sequence[BucketShardSpec], outer: Replica | None, *, saved: bool
+) -> Iterator[_BesidePart]:
+    """Yield the parts of a rank's state that it saves, or holds.
+
+    `specs`: the slices of its trained buckets. `outer`: its replica, if each has weights of its own.
+    """
+    for state, (bucket, spec) in product(states, enumerate(specs)):
+        for flat, kept in enumerate(bucket_parts(spec, state, outer)):
+            for slot, start, stop in _runs(spec, *(kept.saved if saved else kept.held)):
+                dtype = torch.promote_types(slot.parameter.dtype, torch.float32)
+                for tensor, box, position in boxes(slot.parameter, start, stop):
+                    part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
+                    first = slot.start + position - kept.held[0]
+                    yield _BesidePart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
+
+
+def _private_owner(mesh: ParallelMesh) -> int:
+    """Return the rank that saves a rank's private state: the first that differs only in its data-parallel position.
+
+    `mesh`: that of the rank's replica.
+    """
+    return min({*mesh.ranks("dp", "cp")} & {*mesh.ranks("edp")})
+
+
+def _private_part(owner: int, name: str, kind: tuple[tuple[int, ...], torch.dtype]) -> TensorBox:
+    shape, dtype = kind
+    return TensorBox(f"{RANK}{owner}/{name}", shape, dtype, Box.whole(shape))
+
+
+def _shape(values: Tensor) -> tuple[int, ...]:
+    return tuple(values.shape) or (1,)
 
 
 # ------------------------------------------------------------------------------------------------ this rank's memory
@@ -218,8 +329,9 @@ def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[st
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """Return `held_slices` and `held_states` as regions."""
-    return _regions(held_slices(module, optimizer), held_states(module, optimizer))
+    """Return `held_slices`, `held_states` and the state beside the update rule's as regions."""
+    regions = _regions(held_slices(module, optimizer), held_states(module, optimizer))
+    return _completed(regions, optimizer, saved=False) if optimizer is not None else regions
 
 
 def saved_regions(optimizer: Optimizer) -> list[Region]:
@@ -227,7 +339,22 @@ def saved_regions(optimizer: Optimizer) -> list[Region]:
     rank = optimizer.mesh.rank
     at = optimizer.mesh.coordinates_of(rank)
     states = _with_prefixes(optimizer.module_states, optimizer.own_states)
-    return _regions(optimizer.saved_slices(), [each for each in states if is_main_replica(each[1].sharding, rank, at)])
+    own = [each for each in states if is_main_replica(each[1].sharding, rank, at)]
+    return _completed(_regions(optimizer.saved_slices(), own), optimizer, saved=True)
+
+
+def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) -> list[Region]:
+    """Return the regions as those of the rank's replica, followed by its state beside the update rule's."""
+    replica, mesh = optimizer.replica, optimizer.mesh
+    found = [replace(region, part=of_replica(region.part, replica)) for region in regions]
+    specs = [bucket.shard_spec for bucket in optimizer.buckets] if optimizer.bucket_states else []
+    for each in _beside(optimizer.bucket_states, specs, replica, saved=saved):
+        flats = optimizer.bucket_states[each.state][each.bucket]
+        found.append(Region(each.part, flats[each.flat][each.start : each.stop]))
+    owner = _private_owner(mesh)
+    for name, values in optimizer.rank_states.items() if owner == mesh.rank or not saved else ():
+        found.append(Region(_private_part(owner, name, (_shape(values), values.dtype)), values.view(-1)))
+    return found
 
 
 def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) -> list[Region]:

@@ -9,9 +9,10 @@ from typing import Any
 
 from megalite.atomic_files import writing
 from megalite.checkpoint import saving
+from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import NATIVE, Format
-from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
+from megalite.checkpoint.manifest import RANK, Manifest, TrainingState, owner_name, split_name
 from megalite.checkpoint.tensors import Kind, Source, numbers_as_numbers
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
@@ -42,21 +43,25 @@ def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple
     """Divide the optimizer's state like the weights.
 
     `weights` has the boxes of weights and modules' state, per file. State that has another shape than its weight is not
-    divided: it goes into the first file that has a part of the weight. Raises CheckpointError if `weights` does not
-    match the tensors of the checkpoint.
+    divided: it goes into the first file that has a part of the weight. So do tensors with replicas. Private state of
+    ranks goes into the first file. Raises CheckpointError if `weights` does not match the tensors of the checkpoint.
     """
+    weights = [list(file) for file in weights]
+    private = [(name, kind.whole) for name, kind in tensors.items() if name.startswith(RANK)]
     alike: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     for name, kind in tensors.items():
         owner = owner_name(name)
-        (alike if kind.shape == tensors.get(owner, kind).shape else others).setdefault(owner, []).append(name)
+        same = kind.relayout is None and kind.shape == tensors.get(owner, kind).shape
+        (alike if same else others).setdefault(owner, []).append(name)
     cut: list[list[tuple[str, Box]]] = []
     for file in weights:
         placed: list[tuple[str, Box]] = []
         for owner, box in file:
             placed += [(name, box) for name in alike.get(owner, ())]
             placed += [(name, Box.whole(tensors[name].shape)) for name in others.pop(owner, ())]
-        cut.append(placed)
+        cut.append(placed + private)
+        private = []
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in (placed for file in cut for placed in file):
         boxes[name].append(box)

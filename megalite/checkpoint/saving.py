@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import manifest, shard_file
+from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.formats import NATIVE, Format
-from megalite.checkpoint.manifest import OPTIMIZER, Manifest, TrainingState, covers
+from megalite.checkpoint.manifest import Manifest, TrainingState, is_optimizer_state
 from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.shard_file import Checksums, records, write_index
 from megalite.checkpoint.tensors import ByteRange, TensorBox
@@ -179,7 +180,7 @@ class Saver:
         return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
 
     def _includes(self, part: TensorBox) -> bool:
-        return self._state or not part.name.startswith(OPTIMIZER)
+        return self._state or not is_optimizer_state(part.name)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
         """Run the work: in the background if the saver is asynchronous, otherwise now."""

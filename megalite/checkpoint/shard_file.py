@@ -70,12 +70,17 @@ def records(
         around = 0
         for part, byte_range in parts:
             sums = checksums[file, byte_range.start]
-            saved = SavedBox(part.name, part.shape, part.dtype, part.box, file, byte_range.start, sums)
+            saved = SavedBox(
+                part.name, part.shape, part.dtype, part.box, file, byte_range.start, sums, relayout=part.relayout
+            )
             boxes.setdefault(part.name, []).append(saved)
             after = byte_range.after(sums[-1])
             around = zlib.crc32(after, zlib.crc32(byte_range.before, around))
         files[file] = SavedFile(byte_range.stop + len(after), around)
-    return files, {name: SavedTensor(found[0].shape, found[0].dtype, tuple(found)) for name, found in boxes.items()}
+    return files, {
+        name: SavedTensor(found[0].shape, found[0].dtype, tuple(found), relayout=found[0].relayout)
+        for name, found in boxes.items()
+    }
 
 
 def write_index(folder: AnyPath, file_format: Format, placed: Placed) -> dict[str, SavedFile]:

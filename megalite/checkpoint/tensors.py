@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from megalite.optim.replica import Relayout
 from megalite.parallel.sharding import Box
 
 
@@ -25,6 +26,8 @@ class Kind:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    relayout: Relayout | None = field(default=None, kw_only=True)
+    """Rule for the first axis, if that enumerates replicas; None: no axis does."""
 
     @property
     def whole(self) -> Box:
@@ -52,6 +55,8 @@ class TensorBox:
     """Shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
+    relayout: Relayout | None = field(default=None, kw_only=True)
+    """Rule for the first axis, if that enumerates replicas; None: no axis does."""
 
     @property
     def size(self) -> int:

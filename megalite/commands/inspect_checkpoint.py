@@ -165,8 +165,11 @@ def tensor_lines(tensors: dict[str, Any]) -> list[str]:
     rows = []
     for name, tensor in tensors.items():
         numbers = shown_value(len(tensor["boxes"])), shown_value(tensor["bytes"])
-        rows.append([name, str(list(tensor["shape"])), tensor["dtype"], *numbers, holders(tensor["boxes"])])
-    return ["", *table(["tensor", "shape", "dtype", "boxes", "bytes", "files"], rows)]
+        kind = [str(list(tensor["shape"])), tensor["dtype"]]
+        rule = [tensor.get("relayout", "")] if any("relayout" in each for each in tensors.values()) else []
+        rows.append([name, *kind, *rule, *numbers, holders(tensor["boxes"])])
+    rule = ["replicas"] if any("relayout" in each for each in tensors.values()) else []
+    return ["", *table(["tensor", "shape", "dtype", *rule, "boxes", "bytes", "files"], rows)]
 
 
 def holders(boxes: Sequence[dict[str, Any]]) -> str:

@@ -50,7 +50,7 @@ def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, model_config
-    from megalite.checkpoint.manifest import OPTIMIZER
+    from megalite.checkpoint.manifest import is_optimizer_state
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.conversion.layout import weights_of_ranks
@@ -64,7 +64,7 @@ def main() -> None:
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
     tensors = {
-        name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not name.startswith(OPTIMIZER)
+        name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not is_optimizer_state(name)
     }
     cut = (
         cut_evenly(tensors, arguments.files or 1)

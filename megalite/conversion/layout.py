@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megalite.checkpoint import Contents, Plan
-from megalite.checkpoint.manifest import OPTIMIZER
+from megalite.checkpoint.manifest import is_optimizer_state
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.model import uneven_widths
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
@@ -39,7 +39,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
 
     plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
     for rank in range(size):
-        yield [(part.name, part.box) for part in plan.saved(rank) if not part.name.startswith(OPTIMIZER)]
+        yield [(part.name, part.box) for part in plan.saved(rank) if not is_optimizer_state(part.name)]
 
 
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -19,7 +19,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megalite.checkpoint.manifest import STATE, covers, dtype_name
+from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError

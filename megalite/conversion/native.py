@@ -48,6 +48,11 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
         names = {name: name for name in names if name not in states_of_training(model)}
         if others := [name for name in names if name not in logical_tensors(model)]:
             raise CheckpointError(f"{reader.path} has {', '.join(others[:8])}: no other format can store such state")
+    if not any(name.startswith(MODEL) for name in reader.tensors):
+        raise CheckpointError(
+            f"{reader.path} has no weights that all replicas share: resume it in a run without local updates, which "
+            "averages them, and save it there"
+        )
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.manifest import OPTIMIZER
+from megalite.checkpoint.manifest import is_optimizer_state
 from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding
@@ -112,4 +112,4 @@ def checkpoint_bytes(config: RunConfig) -> int:
     stages, mesh = make_stages(config), ParallelMesh(device=torch.device("meta"))
     plan = make_plan(config, lambda at: make_chunks(config, model, at, stages), mesh, stages)
     with_state = config.checkpoint.save_optim
-    return sum(part.size for part in plan.saved(0) if with_state or not part.name.startswith(OPTIMIZER))
+    return sum(part.size for part in plan.saved(0) if with_state or not is_optimizer_state(part.name))

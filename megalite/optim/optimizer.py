@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
@@ -31,6 +31,7 @@ from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
+from megalite.optim.replica import BucketState, Replica
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.trust_ratio import Lamb, Lars
 from megalite.optim.update_rule import UpdateRule, all_state_names
@@ -110,6 +111,13 @@ class Optimizer:
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
+        self.bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = {}
+        """State beside the update rule's: for each bucket, one flat tensor per part (see `bucket_parts`)."""
+        self.rank_states: dict[str, Tensor] = {}
+        """Private state of this rank and its data-parallel peers, which have the same. A checkpoint has that of the
+        first of them. A load that finds none of this shape and dtype keeps the values."""
+        self.replica: Replica | None = None
+        """This rank's replica, if each replica has weights and state of its own."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self.rules = make_rules(self.shards, mesh, config)
         self.exchange: Exchange | None = None

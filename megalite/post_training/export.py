@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE, dtype_name
+from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
 from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
 from megalite.config import ModelConfig
@@ -98,7 +98,7 @@ def export_tensors(optimizer: Optimizer, to: Receiver | Path | str, aliases: Map
     own = {
         region.part.name.removeprefix(MODEL): region.part.shape
         for region in saved_regions(optimizer)
-        if not region.part.name.startswith(OPTIMIZER)
+        if region.part.name.startswith((MODEL, STATE))
     }
     shapes = {name: tuple(shape) for those in all_gather_json(own, mesh) for name, shape in those.items()}
     collected = Collected(optimizer, shapes)

@@ -1,13 +1,16 @@
-"""Count sketches: tables of signed sums that add up over ranks before anything is restored (arXiv:1903.04488).
+"""Count sketches: gradients as tables of signed sums (arXiv:1903.04488).
 
-Row r of a table adds sign_r(i) * value_i to the column column_r(i). The median over rows of sign * column estimates a
-value; the others that share its columns are noise of variance |values|^2 (1 / columns - 1 / length). Only the largest
-estimates are restored, as many as a row has columns, and each is shrunk by noise^2 / estimate^2. Without that, the
-noise in the estimates of a gradient without large elements would make residuals grow from step to step.
+Each row of a table adds sign * value to one column per value. The median over rows of sign * column estimates a value;
+the others that share its columns are noise. An estimate that stands out of the noise is restored as it is. All others
+are multiplied by the share of their variance that is not noise, about the ratio. If they were restored as they are,
+even only the largest, residuals would grow from step to step; if they were left out, a gradient without large values
+would never be sent. The tables of ranks could be added first, but what is restored from a sum of tables is not the sum
+of what is restored from each, and so not the gradient less the residuals.
 
 The gradient is cut into rounds, as long as the table's rows. Each row of the table rotates each round by a random
-distance. Elements of a round never meet, those of different rounds do in one of `columns` cases, and their signs are
-independent: that of their round times that of their place in it. So one row as long as the gradient restores it exactly.
+distance. Values of a round never meet, those of different rounds do in one of `columns` cases, and their signs are
+independent: that of their round times that of their place in it. So one row as long as the gradient restores it
+exactly.
 """
 
 from __future__ import annotations
@@ -62,36 +65,26 @@ class CountSketch(Compressor):
 
     def restore(self, packed: Tensor, length: int, dtype: torch.dtype, key: int) -> Tensor:
         (table,) = self.views(packed, length)
-        return self._largest(table, length, key).to(dtype)
-
-    def sum(self, packed: Tensor, length: int, dtype: torch.dtype, key: int) -> Tensor:
-        (tables,) = self.views(packed, length)
-        total = tables[:1].clone()
-        for rank in range(1, len(tables)):
-            total += tables[rank]
-        return self._largest(total, length, key).to(dtype)[0]
-
-    def _drawn(self, rounds: Tensor, row: int, key: int) -> tuple[Tensor, Tensor]:
-        """Return by how much to rotate each of [parts, rounds, columns], [rounds, 1], and the signs [rounds, columns]."""
-        count, columns = rounds.shape[1:]
-        bits = mixed(torch.arange(count + columns, device=rounds.device), key * 8 + row)
-        signs = (1 - 2 * (bits & 1)).to(self.dtype)
-        return (bits[:count, None] >> 1) % columns, signs[:count, None] * signs[count:]
-
-    def _largest(self, table: Tensor, length: int, key: int) -> Tensor:
-        columns = self.columns(length)
+        columns, estimates = self.columns(length), []
         rounds = table[:, None, :columns].expand(-1, -(-length // columns), -1)
-        estimates = []
         for row, sums in enumerate(table.split(columns, dim=1)):
             distance, sign = self._drawn(rounds, row, key)
             place = columns - distance + torch.arange(columns, device=table.device)
             estimates.append((torch.cat((sums, sums), dim=1)[:, place] * sign).flatten(1)[:, :length])
         estimate = torch.stack(estimates).median(0).values
-        top = estimate.abs().topk(columns, dim=1, sorted=False).indices
-        found = estimate.gather(1, top)
         # Relative to the largest sum, so that no square overflows or vanishes.
-        size = table.abs().amax(1, keepdim=True).clamp(min=torch.finfo(table.dtype).tiny).double()
-        noise = (table / size).square().mean(1, keepdim=True) * (1 - columns / length)
-        kept = (1 - noise / (found / size).square().clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0.0)
-        restored = torch.zeros_like(estimate).scatter_(1, top, (found * kept).to(found.dtype))
-        return torch.where(finite(table), restored, math.nan)
+        size = table.abs().amax(1, keepdim=True)
+        relative = (table / size.clamp(min=torch.finfo(table.dtype).tiny)).double()
+        of_median = math.pi / 2 / self.rows if self.rows > 1 else 1.0  # variance of a median of normal numbers
+        noise = relative.square().mean(1, keepdim=True) * (of_median * (1 - columns / length))
+        least = (noise * (2 * math.log(length))).sqrt().to(self.dtype) * size
+        share = 1 / (1 + of_median * (length / columns - 1))
+        restored = torch.where(estimate.abs() > least, estimate, estimate * share)
+        return torch.where(finite(table), restored, math.nan).to(dtype)
+
+    def _drawn(self, rounds: Tensor, row: int, key: int) -> tuple[Tensor, Tensor]:
+        """Return distances [rounds, 1] and signs [rounds, columns] for one row of the table."""
+        count, columns = rounds.shape[1:]
+        bits = mixed(torch.arange(count + columns, device=rounds.device), key * 8 + row)
+        signs = (1 - 2 * (bits & 1)).to(self.dtype)
+        return (bits[:count, None] >> 1) % columns, signs[:count, None] * signs[count:]

@@ -30,8 +30,8 @@ class VelocityPacker(Packer):
         super()._correct(values)
         values.add_(self.state["velocity"].view(values.shape), alpha=self._momentum * self._loss_scale)
 
-    def _keep(self, corrected: Tensor, restored: Tensor) -> None:
+    def _keep(self, corrected: Tensor, left_out: Tensor) -> None:
         velocity, residual = (self.state[name].view(corrected.shape) for name in ("velocity", "residual"))
         torch.div(corrected, self._loss_scale, out=velocity)
-        velocity.sub_(residual).masked_fill_(restored != 0.0, 0.0)
-        super()._keep(corrected, restored)
+        velocity.sub_(residual).masked_fill_(corrected != left_out, 0.0)
+        super()._keep(corrected, left_out)

@@ -49,12 +49,12 @@ class Packer:
         if packing.residual_dtype is not None:
             device = layout.slots[0].parameter.device
             self.state["residual"] = torch.zeros(elements, dtype=packing.residual_dtype, device=device)
-        self._corrected = self._packed = torch.empty(0)
+        self._corrected = self._left_out = torch.empty(0)
         self._updates, self._loss_scale = 0, 1.0
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
         self._updates, self._loss_scale = updates, loss_scale
-        self._corrected = torch.empty(0)
+        self._left_out = torch.empty(0)
 
     @property
     def packs(self) -> bool:
@@ -67,8 +67,11 @@ class Packer:
         They must not change before `keep`.
         """
         self._correct(values)
-        self._corrected, self._packed = values, self._compressor.pack(values, self._key_of_step)
-        return self._packed
+        if not self.state:
+            return self._compressor.pack(values, self._key_of_step)
+        packed, self._left_out = self._compressor.pack_with_residual(values, self._key_of_step)
+        self._corrected = values
+        return packed
 
     def restore(self, packed: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         """Return what `pack` has made of [parts, length]."""
@@ -80,16 +83,16 @@ class Packer:
 
     def keep(self) -> None:
         """Keep what the message of this step, if there was one, has left out."""
-        if self.state and len(self._corrected):
-            corrected, self._corrected = self._corrected, torch.empty(0)
-            self._keep(corrected, self.restore(self._packed, corrected.shape[1], corrected.dtype))
+        if len(self._left_out):
+            self._keep(self._corrected, self._left_out)
+            self._corrected = self._left_out = torch.empty(0)
 
     def _correct(self, values: Tensor) -> None:
         if self.state:
             values.add_(self.state["residual"].view(values.shape), alpha=self._loss_scale)
 
-    def _keep(self, corrected: Tensor, restored: Tensor) -> None:
-        torch.sub(corrected, restored, out=self.state["residual"].view(corrected.shape)).div_(self._loss_scale)
+    def _keep(self, corrected: Tensor, left_out: Tensor) -> None:
+        torch.div(left_out, self._loss_scale, out=self.state["residual"].view(left_out.shape))
 
     @property
     def _compressor(self) -> Compressor:

@@ -307,7 +307,7 @@ class Trainer:
         self.task.loaded()
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
-        )
+        ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:

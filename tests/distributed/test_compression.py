@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.parallel.collectives import Pending
+from megalite.parallel.mesh import ParallelMesh
 from megalite.synchronization.methods import make_compressor
-from megalite.synchronization.packer import key_of
 from megalite.training.data import open_data
+from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.test_local_update import FLAGS, NETWORK, RATE, STEPS, Outcome, Tensors, loss_of, run
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
@@ -204,3 +208,49 @@ def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
             assert_number_close(ours, theirs, f"loss {number}", 1e-9)
         for name, (_, values) in outcome.held.items():
             assert_parameter_close(values, weights[name], RATE, name, 1e-8)
+
+
+# ------------------------------------------------------------------------------------------------ skipped steps
+
+
+def skipping(flags: str) -> tuple[list[bool], list[dict[str, Tensor]]]:
+    """Return which of three steps are skipped, and the weights and residuals after each. Rank 1 has an infinity in the
+    second one."""
+    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), **config.parallel.mesh_sizes)
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    accumulator, skipped, found = trainer.optimizer.buckets[0].accumulators[0], [], []
+    begin = accumulator.reduction.begin
+
+    def begin_with_infinity(gradients: Tensor, out: Tensor | None) -> Pending:
+        if mesh.rank == 1 and trainer.iteration == 1:
+            gradients[7] = math.inf
+        return begin(gradients, out)
+
+    accumulator.reduction.begin = begin_with_infinity  # type: ignore[method-assign]
+    with trainer.loader:
+        for _ in range(3):
+            skipped.append(trainer.step().skipped)
+            state = {f"{number}": b.parameters.clone() for number, b in enumerate(trainer.optimizer.buckets)}
+            packers = getattr(accumulator.reduction, "packers", {})
+            state |= {f"{what} {name}": kept.clone() for what, p in packers.items() for name, kept in p.state.items()}
+            found.append(state)
+    return skipped, found
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(f"--gradient-compression {method}" for method in ("int8", "fp8", "topk", "signsgd", "threshold")),
+        "--gradient-compression powersgd --compression-rank 2",
+        f"{SGD} --gradient-compression dgc",
+        "--gradient-compression int8 --sites 2",
+        "--local-update diloco --local-update-period 3",
+    ],
+)  # fmt: skip
+def test_an_infinity_anywhere_skips_the_step_everywhere_and_leaves_no_trace(flags: str, rank_pools: RankPools) -> None:
+    for skipped, found in rank_pools(2).run(skipping, flags):
+        assert skipped == [False, True, False]
+        for name, values in found[0].items():
+            assert_bits_equal(found[1][name], values, name)
+            assert torch.isfinite(found[2][name]).all()

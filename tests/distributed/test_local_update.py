@@ -156,7 +156,10 @@ def adam(weights: Tensors) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-6)
 
 
-def loss_of(weights: Tensors, samples: Any, numbers: list[int], oracle: Oracle = Oracle()) -> tuple[Tensor, float]:
+GELU = Oracle()
+
+
+def loss_of(weights: Tensors, samples: Any, numbers: list[int], oracle: Oracle = GELU) -> tuple[Tensor, float]:
     """Return the sum of the loss over samples, and the number of its tokens."""
     tokens, labels, mask = batch(samples, numbers)
     logits = oracle.logits(weights, tokens, torch.arange(LENGTH).expand_as(tokens))

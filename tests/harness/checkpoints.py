@@ -6,7 +6,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megalite.checkpoint import Manifest, TrainingState, saving, shard_file
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.tensors import ByteRange, TensorBox
 from megalite.checkpoint.transaction import FolderTransaction
+from megalite.optim.replica import Relayout
 from megalite.parallel.sharding import Box
 from megalite.storage import create
 
@@ -35,8 +36,10 @@ def write(
     training: TrainingState = STATE,
     config: dict[str, Any] | None = None,
     file_format: Format = NATIVE,
+    relayout: Mapping[str, Relayout] | None = None,
 ) -> Path:
-    """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of unsplit tensors)."""
+    """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of unsplit tensors);
+    `relayout`: the rules of tensors with replicas."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
     attempt = FolderTransaction(folder, training.iteration)
     attempt.begin()
@@ -45,7 +48,10 @@ def write(
     for number, placed in enumerate(files):
         if not placed:
             continue
-        parts = [TensorBox(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
+        parts = [
+            TensorBox(name, tuple(tensors[name].shape), tensors[name].dtype, box, relayout=(relayout or {}).get(name))
+            for name, box in placed
+        ]
         places = file_format.byte_ranges(parts)
         path = attempt.file(file_format.file.format(writer=number))
         with create(path) as stream:

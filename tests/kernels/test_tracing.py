@@ -8,7 +8,14 @@ import sys
 
 from megalite_kernels.cases import cases
 
-OUTSIDE = ("optimizer", "quantization", "dropout", "routing", "permutation")  # what no network runs, or has traced
+OUTSIDE = (
+    "optimizer",
+    "quantization",
+    "dropout",
+    "routing",
+    "permutation",
+    "compression",
+)  # what no network runs, or has traced
 
 
 def test_no_operation_breaks_a_graph() -> None:
