@@ -97,7 +97,7 @@ def test_messages_add_up_in_the_documented_order(kind: str, size: int, rank_pool
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("kind", "sent"), [("ring", [64] * 5), ("tree", [80, 120, 40, 40, 40])])
 def test_ranks_without_processes_count_their_messages(kind: str, sent: list[int], device: str) -> None:
-    """Of a bucket of 40 bytes on 5 ranks. The root of the tree has two children, and rank 1 a parent too."""
+    """Bytes of a bucket of 40 on 5 ranks. The root of the tree has two children, and rank 1 a parent too."""
     for rank, expected in enumerate(sent):
         mesh = UnconnectedMesh(rank=rank, world_size=5, device=torch.device(device))
         each, values = reduction(kind, 5, mesh), torch.ones(5, dtype=torch.float64, device=device)

@@ -30,7 +30,9 @@ ONE_SUM = (
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 4 --moe-layer-freq 1"
 ONE = {
     # compression
-    f"{COMPRESSION} int8 fp8 fp16": f"{COMPRESSION}: give one value, or two: within sites or replicas, and between them",
+    f"{COMPRESSION} int8 fp8 fp16": (
+        f"{COMPRESSION}: give one value, or two: within sites or replicas, and between them"
+    ),
     f"{COMPRESSION} int8 fp8": f"{COMPRESSION}: two values need --sites or --local-update",
     f"{COMPRESSION} int8 --compression-ratio 0.1": f"--compression-ratio needs {SPARSE}",
     f"{COMPRESSION} int8 --compression-rank 2": f"--compression-rank needs {COMPRESSION} powersgd",
@@ -78,8 +80,8 @@ ONE = {
         "--local-update local-sgd needs whole master weights: drop --store-param-remainders"
     ),
     f"{LOCAL} --local-update-period 3 --save d --no-save-optim --save-interval 4": (
-        "--no-save-optim with --local-update-period 3 would lose the replicas' own weights: --save-interval 4 must be a "
-        "multiple of the period"
+        "--no-save-optim with --local-update-period 3 would lose the replicas' own weights: --save-interval 4 must be "
+        "a multiple of the period"
     ),
     f"{LOCAL} --moe-record-routing d --num-experts 4 --sequence-parallel": (
         "--moe-record-routing needs replicas with the same weights: drop --local-update"
@@ -157,8 +159,8 @@ def test_uneven_nodes_are_refused(flags: str, world_size: int, node_ranks: int) 
     with pytest.raises(ConfigurationError) as raised:
         with_sites(config_of(f"--all-reduce-algorithm hierarchical {flags}"), world_size, node_ranks)
     assert str(raised.value) == (
-        f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal numbers of "
-        "data-parallel ranks: give --sites"
+        f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal numbers "
+        "of data-parallel ranks: give --sites"
     )
 
 
