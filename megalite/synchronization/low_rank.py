@@ -91,9 +91,7 @@ class LowRankReduction(Reduction):
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
         """Start to gather the sum; or take what this rank has restored of it, if it has not changed since."""
-        record = self.spec.layout.slots[0].parameter.sharding
-        one_use = len({use.chunk for use in record.uses}) == 1
-        if len(self._total) and one_use and self.groups.instances.size == self.groups.replicas.size == 1:
+        if len(self._total) and self.shards_have_all:
             return completed(gradients.copy_(self._total))
         return super().begin_gather(shard, gradients)
 

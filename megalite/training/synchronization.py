@@ -37,6 +37,10 @@ def reduction_of(config: TaskConfig, mesh: ParallelMesh, dtype: torch.dtype) -> 
         dtype: the dtype of the sums.
     """
     chosen = config.synchronization
+    if chosen.all_reduce_algorithm in ("ring", "tree"):
+        from megalite.synchronization.all_reduce import RingReduction, TreeReduction
+
+        return RingReduction if chosen.all_reduce_algorithm == "ring" else TreeReduction
     warms_up = chosen.has_replicas and chosen.local_update_warmup_iters > 0
     if not (warms_up or chosen.compression_within != "none" or (chosen.compresses and not chosen.has_replicas)):
         return Reduction
