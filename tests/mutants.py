@@ -65,6 +65,7 @@ _LIBRARY = "tests/end_to_end/test_library.py::test_"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
+_ALGORITHMS = "tests/distributed/test_all_reduce_algorithms.py::test_"
 _OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _ACTIVATION = "tests/kernels/test_activation.py::test_"
 _ROUTING = "tests/kernels/test_routing.py::test_"
@@ -2705,6 +2706,34 @@ MUTANTS = (
         "collectives.all_reduce_in_rank_order_, self",
         "collectives.all_reduce_, self",
         "tests/distributed/test_chunks.py::test_stages_and_overlap_change_no_bit[4-1-1-in turn]",
+    ),
+    Mutant(
+        "a rank of a ring passes on a sum without its own part",
+        "megalite/synchronization/all_reduce.py",
+        "summed.add_(received)",
+        "summed.copy_(received)",
+        f"{_ALGORITHMS}messages_add_up_in_the_documented_order[ring-3]",
+    ),
+    Mutant(
+        "what replicas have added to the slices of a tree's sum reaches no other rank",
+        "megalite/synchronization/all_reduce.py",
+        "completed(gradients) if self.shards_have_all else super().begin_gather(shard, gradients)",
+        "completed(gradients)",
+        f"{_ALGORITHMS}a_run_trains_as_with_the_backend[tree-tensor]",
+    ),
+    Mutant(
+        "a message between two ranks of a group is counted as a part of the group's",
+        "megalite/parallel/mesh.py",
+        "ranks = self.ranks if peer is None else (self.ranks[self.rank], self.ranks[peer])",
+        "ranks = self.ranks",
+        f"{_ALGORITHMS}ranks_without_processes_count_their_messages[tree-sent1-cpu]",
+    ),
+    Mutant(
+        "a node that cuts through the tensor-parallel ranks of a data-parallel rank is a site",
+        "megalite/config/synchronization.py",
+        "elif of_stage % node_ranks == 0 and all(",
+        "elif of_stage % node_ranks == 0 or all(",
+        "tests/unit/test_config_synchronization.py::test_uneven_nodes_are_refused[--tp 3-24-4]",
     ),
     Mutant(
         "the gradient norm is that of the scaled loss",

@@ -24,8 +24,8 @@ from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
 from megalite.optim.layout import BucketLayout, Slot, unique_parameters
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.packed import View
-from megalite.optim.replica import BucketState, Replica, bucket_parts
+from megalite.optim.packed import Rounded, View
+from megalite.optim.replica import ANCHOR, BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
@@ -276,6 +276,9 @@ def _beside(
                     part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
                     first = slot.start + position - kept.held[0]
                     yield _BesidePart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
+                    if saved and state.name == ANCHOR:
+                        part = TensorBox(MODEL + tensor.name, tensor.shape, slot.parameter.dtype, box)
+                        yield _BesidePart(part, state, bucket, flat, first, first + box.numel)
 
 
 def _private_owner(mesh: ParallelMesh) -> int:
@@ -349,8 +352,11 @@ def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) 
     found = [replace(region, part=of_replica(region.part, replica)) for region in regions]
     specs = [bucket.shard_spec for bucket in optimizer.buckets] if optimizer.bucket_states else []
     for each in _beside(optimizer.bucket_states, specs, replica, saved=saved):
-        flats = optimizer.bucket_states[each.state][each.bucket]
-        found.append(Region(each.part, flats[each.flat][each.start : each.stop]))
+        flat = optimizer.bucket_states[each.state][each.bucket][each.flat]
+        kept: Tensor | View = flat[each.start : each.stop]
+        if flat.dtype != each.part.dtype:
+            kept = View(Rounded(flat, each.part.dtype), each.start, each.stop)
+        found.append(Region(each.part, kept))
     owner = _private_owner(mesh)
     for name, values in optimizer.rank_states.items() if owner == mesh.rank or not saved else ():
         found.append(Region(_private_part(owner, name, (_shape(values), values.dtype)), values.view(-1)))

@@ -63,7 +63,7 @@ def main() -> int:
     if alone is not None:
         return run_alone(alone, arguments.config)
     startup = Startup(place)
-    config = resolve(arguments.config, place.world_size)
+    config = resolve(arguments.config, place.world_size, place.local_world_size)
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()

@@ -105,4 +105,4 @@ def given(section: Any, names: str) -> list[str]:
 def needs(section: Any, names: str, needed: str) -> Iterator[str]:
     """Yield an error line for each of the named fields that is `changed`."""
     for name in changed(section, names):
-        yield f"{flag_of(name)} needs {needed}"
+        yield f"{flag_of(f'no_{name}' if getattr(section, name) is False else name)} needs {needed}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from megalite.config.fields import (
     NonNegativeInt,
@@ -16,9 +16,12 @@ from megalite.config.fields import (
     ShareBelowOne,
     needs,
 )
+from megalite.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megalite.config.run import TaskConfig
+
+AnyConfig = TypeVar("AnyConfig", bound="TaskConfig")
 
 Compression = Literal[
     "none",
@@ -35,6 +38,7 @@ Compression = Literal[
     "dgc",
     "count-sketch",
 ]
+Algorithm = Literal["backend", "ring", "tree", "hierarchical"]
 LocalUpdate = Literal["none", "local-sgd", "post-local-sgd", "easgd", "fedavg", "diloco"]
 _SPARSE = ("topk", "randomk", "threshold", "dgc", "count-sketch")
 _AVERAGES = ("local-sgd", "post-local-sgd", "fedavg", "diloco")
@@ -55,11 +59,12 @@ class SynchronizationConfig:
     """Steps before gradients are compressed; dgc raises its sparsity during them."""
     error_feedback: bool = True
     """Add what a compression has left out to the next gradient."""
-    all_reduce_algorithm: Literal["backend", "ring", "tree", "hierarchical"] = "backend"
-    """Algorithm of the sum of gradients: the backend's own, or by messages between ranks; hierarchical sums within
-    sites (unset: within nodes), then between them."""
+    all_reduce_algorithm: Algorithm = "backend"
+    """Algorithm of the sum of gradients: the backend's own, or by messages around a ring or a binary tree of ranks;
+    hierarchical sums within sites, then between them."""
     sites: PositiveInt = 1
-    """Groups of data-parallel ranks with a slow network between them."""
+    """Groups of data-parallel ranks with a slow network between them. Without local-update they imply
+    all-reduce-algorithm hierarchical; with hierarchical and no sites, each node is one."""
     local_update: LocalUpdate = "none"
     """Method by which replicas update their own weights, and exchange them less often than each step."""
     local_update_period: PositiveInt = 1
@@ -101,6 +106,11 @@ class SynchronizationConfig:
         return self.local_update != "none"
 
     @property
+    def is_hierarchical(self) -> bool:
+        """True if each step sums gradients within sites, then between them: what sites mean without local updates."""
+        return self.sites > 1 and not self.has_replicas
+
+    @property
     def compression_within(self) -> Compression:
         """Compression of what data-parallel ranks exchange: within a site or a replica, if there are any."""
         levels = self.sites > 1 or self.has_replicas
@@ -111,15 +121,53 @@ class SynchronizationConfig:
         """Compression of what sites or replicas exchange."""
         return self.gradient_compression[-1] if self.sites > 1 or self.has_replicas else "none"
 
+    @property
+    def outer_is_nesterov(self) -> bool:
+        """True if the outer optimizer has Nesterov's momentum."""
+        return (self.outer_optimizer or ("nesterov" if self.local_update == "diloco" else "sgd")) == "nesterov"
+
     def instances(self, of_optimizer: int) -> int:
         """Return the number of instances of hybrid sharding: the sites, if these have the same weights."""
-        return self.sites if self.sites > 1 and not self.has_replicas else of_optimizer
+        return self.sites if self.is_hierarchical else of_optimizer
 
     def replicas(self, data_parallel_size: int) -> int:
         """Return the number of replicas with weights of their own."""
         if not self.has_replicas:
             return 1
         return self.sites if self.sites > 1 else data_parallel_size
+
+
+def with_sites(config: AnyConfig, world_size: int, node_ranks: int | None) -> AnyConfig:
+    """Return the configuration with a site per node, if it asks for sums within nodes, then between them.
+
+    If all data-parallel ranks are on one node, there is nothing between nodes, and the backend sums.
+
+    Args:
+        config: the configuration.
+        world_size: the number of ranks.
+        node_ranks: the number of ranks on this rank's node; None: it is not known.
+
+    Raises:
+        ConfigurationError: the nodes do not have equal numbers of data-parallel ranks.
+    """
+    chosen, parallel = config.synchronization, config.parallel
+    by_node = chosen.all_reduce_algorithm == "hierarchical" and chosen.sites == 1 and not chosen.has_replicas
+    of_stage, uneven = divmod(world_size, parallel.pipeline_model_parallel_size)
+    node_ranks = 1 if world_size == 1 else node_ranks
+    if not by_node or uneven or node_ranks is None:  # the validation tells why not
+        return config
+    widths = (parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
+    if node_ranks % of_stage == 0:
+        sites = 1
+    elif of_stage % node_ranks == 0 and all(world_size // width % (of_stage // node_ranks) == 0 for width in widths):
+        sites = of_stage // node_ranks
+    else:
+        raise ConfigurationError(
+            f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal "
+            "numbers of data-parallel ranks: give --sites"
+        )
+    algorithm: Algorithm = "hierarchical" if sites > 1 else "backend"
+    return replace(config, synchronization=replace(chosen, sites=sites, all_reduce_algorithm=algorithm))
 
 
 def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
@@ -130,6 +178,7 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
     yield from _compression_problems(config)
     yield from _local_update_problems(config)
     yield from _site_problems(config, world_size)
+    yield from _algorithm_problems(config)
 
 
 def _compression_problems(config: TaskConfig) -> Iterator[str]:
@@ -162,7 +211,7 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
         yield f"{given_names}: between sites or replicas, give another compression than {chosen.compression_between}"
     if chosen.has_replicas and chosen.local_update_warmup_iters and chosen.compression_within != "none":
         yield f"{given_names} within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
-    if chosen.sites > 1 and not chosen.has_replicas and chosen.compression_within == "powersgd":
+    if chosen.is_hierarchical and chosen.compression_within == "powersgd":
         yield f"{given_names}: powersgd sums over all ranks at once; within --sites, give another compression"
     if "dgc" in names:
         if optimizer.optimizer != "sgd":
@@ -179,14 +228,13 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
                 "--gradient-compression onebit-adam needs --compression-warmup-iters, at whose end Adam's second "
                 "moment is frozen, and error feedback"
             )
-    if chosen.all_reduce_algorithm in ("ring", "tree"):
-        yield f"--all-reduce-algorithm {chosen.all_reduce_algorithm} sums gradients as they are: drop {given_names}"
 
 
 def _local_update_problems(config: TaskConfig) -> Iterator[str]:
     chosen, parallel, method = config.synchronization, config.parallel, config.synchronization.local_update
     if not chosen.has_replicas:
-        yield from needs(chosen, "local_update_* outer_*", "--local-update")
+        yield from needs(chosen, "local_update_* outer_* elastic_rate", "--local-update")
+        return
     if method not in _AVERAGES:
         yield from needs(chosen, "outer_*", f"--local-update {', '.join(_AVERAGES[:-1])} or {_AVERAGES[-1]}")
     if method != "easgd":
@@ -197,8 +245,6 @@ def _local_update_problems(config: TaskConfig) -> Iterator[str]:
         )
     if chosen.outer_optimizer == "sgd" or (chosen.outer_optimizer is None and method != "diloco"):
         yield from needs(chosen, "outer_momentum", "--outer-optimizer nesterov")
-    if not chosen.has_replicas:
-        return
     period = chosen.local_update_period
     if method == "post-local-sgd" and not chosen.local_update_warmup_iters:
         yield "--local-update post-local-sgd needs --local-update-warmup-iters, its steps of plain data parallelism"
@@ -237,8 +283,27 @@ def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
         if count > 1 and size % count:
             yield f"{what} does not divide {size} {kind}"
             return
-    if chosen.sites > 1 and not chosen.has_replicas:
+    if chosen.is_hierarchical:
         if parallel.num_distributed_optimizer_instances > 1:
             yield "--sites are instances of hybrid sharding: drop --num-distributed-optimizer-instances"
-        if chosen.all_reduce_algorithm in ("ring", "tree"):
-            yield f"--sites {chosen.sites} needs --all-reduce-algorithm hierarchical, not {chosen.all_reduce_algorithm}"
+        if parallel.zero_stage and count == copies * parallel.context_parallel_size:
+            yield f"--sites {count}: with one rank in each nothing is sharded"
+
+
+def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, strategy = config.synchronization, config.parallel.data_parallel_sharding_strategy
+    what = f"--all-reduce-algorithm {chosen.all_reduce_algorithm}"
+    if chosen.all_reduce_algorithm == "hierarchical":
+        if chosen.has_replicas:
+            yield f"{what} sums over sites in each step, --local-update {chosen.local_update} does not: drop one"
+        elif chosen.sites == 1:
+            yield f"{what} needs --sites: the launcher does not tell the nodes"
+    elif chosen.all_reduce_algorithm != "backend":
+        if chosen.compression_within != "none":
+            yield f"{what} sums gradients as they are: drop --gradient-compression {chosen.compression_within}"
+        if chosen.is_hierarchical:
+            yield f"{what}: --sites {chosen.sites} needs hierarchical"
+        if chosen.local_update_warmup_iters:
+            yield f"{what} sums within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
+        if chosen.all_reduce_algorithm == "tree" and config.parallel.zero_stage >= 2:
+            yield f"{what} gives all ranks the whole sum: not under --data-parallel-sharding-strategy {strategy}"

@@ -25,7 +25,7 @@ from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
-from megalite.config.synchronization import synchronization_problems
+from megalite.config.synchronization import synchronization_problems, with_sites
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
@@ -38,17 +38,18 @@ _IDLE_WITH_ONE_RANK = {
 }
 
 
-def resolve(config: RunConfig, world_size: int) -> RunConfig:
+def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -> RunConfig:
     """Return the configuration of a run on `world_size` ranks, checked, with its dependent values filled in.
 
     Flags without an effect are turned off. The default global batch size is one micro-batch per data-parallel rank.
+    `node_ranks`: the number of ranks on this rank's node; None: it is not known.
 
     Raises:
         ConfigurationError: see `validate`.
     """
     check_numbers(config)
     config, _ = without_idle_flags(config)
-    config = replace(config, model=with_weights_of_sinkhorn(config.model))
+    config = with_sites(replace(config, model=with_weights_of_sinkhorn(config.model)), world_size, node_ranks)
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)

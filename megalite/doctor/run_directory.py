@@ -16,6 +16,7 @@ import torch
 from megalite.checkpoint.manifest import is_optimizer_state
 from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
+from megalite.config.synchronization import SynchronizationConfig
 from megalite.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
@@ -107,7 +108,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
     Raises DataError or ConfigurationError, as the run would, if its tokenizer cannot be opened.
     """
-    config = replace(config, parallel=ParallelConfig())
+    config = replace(config, parallel=ParallelConfig(), synchronization=SynchronizationConfig())
     model = replace(config.model, vocab_size=vocab_size(open_tokenizer(config), config.model))
     stages, mesh = make_stages(config), ParallelMesh(device=torch.device("meta"))
     plan = make_plan(config, lambda at: make_chunks(config, model, at, stages), mesh, stages)

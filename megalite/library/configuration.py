@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
+from megalite.config.synchronization import with_sites
 from megalite.config.validate import validate, validate_task
 from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
@@ -36,9 +37,16 @@ _REFUSED = {
 
 
 def configured(
-    sections: Mapping[str, Any], settings: Mapping[str, Any], valid: SampleSource | None, world_size: int
+    sections: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    valid: SampleSource | None,
+    world_size: int,
+    node_ranks: int | None = None,
 ) -> TaskConfig:
-    """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError."""
+    """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError.
+
+    `node_ranks`: the number of ranks on this rank's node; None: it is not known.
+    """
     of_gpt = "model" in sections
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     taken = _taken(of_gpt=of_gpt)
@@ -60,7 +68,7 @@ def configured(
     )
     if valid is not None and not training.eval_iters:
         training = replace(training, eval_iters=evaluation_batches(valid, evaluation))
-    config = replace(config, training=training)
+    config = with_sites(replace(config, training=training), world_size, node_ranks)
     if isinstance(config, RunConfig):
         validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
     else:

@@ -199,7 +199,7 @@ class Trainer(TokenMethods):
             }
         elif seq_length is not None:
             raise ConfigurationError(f"seq_length={seq_length} is for a GPTConfig, not for modules")
-        self.config = config = configured(sections, settings, valid, place.world_size)
+        self.config = config = configured(sections, settings, valid, place.world_size, place.local_world_size)
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
             startup.open_store()

@@ -50,6 +50,23 @@ class Remainders:
 
 
 @dataclass(frozen=True)
+class Rounded:
+    """Values in another precision than that in which they are kept."""
+
+    kept: Tensor
+    dtype: torch.dtype
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.kept,)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.kept[start:stop].to(self.dtype)
+
+    def write(self, values: Tensor) -> None:
+        self.kept.copy_(values)
+
+
+@dataclass(frozen=True)
 class View:
     """View of elements [start, stop) of packed values. A slice of a view is a view."""
 

@@ -42,6 +42,13 @@ class Reduction:
         """Describe the sum. `spec`: the bucket's layout and this rank's slices of it."""
         self.spec, self.groups = spec, groups
 
+    @property
+    def shards_have_all(self) -> bool:
+        """True if the sum over the shard group is the whole sum, without instances, replicas or other uses."""
+        record = self.spec.layout.slots[0].parameter.sharding
+        one_use = len({use.chunk for use in record.uses}) == 1
+        return one_use and self.groups.instances.size == self.groups.replicas.size == 1
+
     def begin_step(self, updates: int, loss_scale: float) -> None:
         """Tell the number of updates before this step, and the factor that the gradients have."""
 

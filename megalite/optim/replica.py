@@ -21,7 +21,12 @@ Relayout = Literal["sum", "average", "drop", "refuse"]
 - refuse: the load fails.
 """
 RELAYOUTS: tuple[Relayout, ...] = get_args(Relayout)
-BESIDE = ("residual", "residual_of_sum", "velocity", "outer_momentum")
+ANCHOR = "anchor"
+"""Name of the weights after the last exchange between replicas. A checkpoint has them as weights, too."""
+BESIDE = (
+    *("residual", "velocity", "residual_of_sum", "residual_of_sites", "residual_of_replicas"),
+    *(ANCHOR, "outer_momentum", "exchanged"),
+)
 """Names that a `BucketState` may have. A checkpoint may lack such state, or have it for a run that does not use it."""
 
 
@@ -46,8 +51,11 @@ class BucketState:
     relayout: Relayout | None
     """Rule for values that differ between replicas. None: all have the same, which are saved once."""
     whole: bool
-    """True if a rank has values for the whole bucket, in one tensor per accumulator if they differ between replicas.
-    Otherwise it has them for the slice that it owns, in one tensor."""
+    """True if a rank has values for the whole bucket. Otherwise it has them for the slice that it owns."""
+    per_use: bool = False
+    """True if a rank has a tensor per accumulator of the bucket. Otherwise it has one."""
+    among: Literal["shards", "instances"] | None = None
+    """A rank has it only if there are several of them."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if no checkpoint may lack a state of this name."""
@@ -79,6 +87,9 @@ def bucket_parts(spec: BucketShardSpec, state: BucketState, outer: Replica | Non
         outer: the rank's replica, if the whole optimizer is one of several.
     """
     record = spec.layout.slots[0].parameter.sharding
+    instances = spec.replicas // len(record.replica_ranks)
+    if {"shards": spec.shards, "instances": instances}.get(state.among or "", 2) == 1:
+        return
     held = (0, spec.layout.length) if state.whole else spec.owned
     site, sites = (outer.index, outer.count) if outer is not None else (0, 1)
     index, count = site * spec.replicas + spec.replica, sites * spec.replicas
@@ -88,12 +99,11 @@ def bucket_parts(spec: BucketShardSpec, state: BucketState, outer: Replica | Non
     same, copy = 1, 0
     if not record.replica_group:
         same = len(record.replica_ranks)
-        instances = spec.replicas // same
         copy, instance = divmod(spec.replica, instances)
         index, count = site * instances + instance, sites * instances
     if state.whole:
         index, count = index * spec.shards + spec.shard, count * spec.shards
-    uses = len({use.chunk for use in record.uses}) if state.whole else 1
+    uses = len({use.chunk for use in record.uses}) if state.per_use else 1
     for use in range(uses):
         replica = Replica(use * count + index, uses * count, state.relayout)
         yield BucketPart(replica, held, _divided(held, same, copy))

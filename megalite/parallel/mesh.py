@@ -19,7 +19,7 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 Kind = Literal["group", "link"]
 _RING = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1, "send": 2, "receive": 0}
-"""Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A link has 2 ranks, and sends all of it."""
+"""Times that each of n ranks of a ring sends n - 1 of n parts of a tensor. A message has 2 ranks: all of it is sent."""
 
 
 @dataclass
@@ -63,11 +63,15 @@ class Group:
         """False for ranks without processes (`UnconnectedMesh`), which get and send nothing."""
         return self.process_group is not None
 
-    def record(self, kind: str, size: int) -> None:
-        """Count a collective or a message of `size` bytes, which has started, and tell the listener of it."""
-        self.traffic.bytes_sent += size * _RING[kind] * (self.size - 1) // self.size
+    def record(self, kind: str, size: int, peer: int | None = None) -> None:
+        """Count a collective or a message of `size` bytes, which has started, and tell the listener of it.
+
+        `peer`: the index in `ranks` of the one with which a message is exchanged; None: all of them take part.
+        """
+        ranks = self.ranks if peer is None else (self.ranks[self.rank], self.ranks[peer])
+        self.traffic.bytes_sent += size * _RING[kind] * (len(ranks) - 1) // len(ranks)
         if self.traffic.listener is not None:
-            self.traffic.listener(kind, self.ranks, size)
+            self.traffic.listener(kind, ranks, size)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Group:
         """Return the group itself: a copy of a module communicates as the module does."""

@@ -49,7 +49,7 @@ class DataParallel:
         self._dense = range(0, of_stage, tensor)
         self._expert = range(0, of_stage, of_experts)
         self._first_to_last = (0, world_size - of_stage)
-        self._instances = parallel.num_distributed_optimizer_instances
+        self._instances = config.synchronization.instances(parallel.num_distributed_optimizer_instances)
         self._half = config.training.dtype in ("bfloat16", "float16")
         self._gradient_bytes = 2 if parallel.grad_reduce_in_bf16 else 8 if config.training.fp64 else 4
         self._weight_bytes = 2 if self._half else self._gradient_bytes

@@ -42,7 +42,8 @@ def report(found: DryRun) -> Iterator[str]:
     )
     yield ""
     total = found.total
-    yield f"sends          {in_words(sum(each.bytes * count for each, count in total.messages.items()))} in messages"
+    sent = sum(each.bytes * count for each, count in total.messages.items() if each.kind != "receive")
+    yield f"sends          {in_words(sent)} in messages"
     yield from _table(("message", "times", "bytes each", "ranks"), _messages(total))
     yield ""
     yield f"computes       {total.flops / 1e12:,.2f} TFLOP in products and attention, {total.launches:,} launches"

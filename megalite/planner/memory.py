@@ -191,9 +191,10 @@ class _State:
         sizes, ranks = parallel.mesh_sizes, world_size // parallel.pipeline_model_parallel_size
         of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
         kinds = (part.parameters, parallel.tensor_model_parallel_size), (part.expert_parameters, of_experts)
+        instances = config.synchronization.instances(parallel.num_distributed_optimizer_instances)
         total = _State()
         for elements, split in kinds:
-            shards = max(ranks // split // parallel.num_distributed_optimizer_instances, 1)
+            shards = max(ranks // split // instances, 1)
             of_stage = [shards if parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
             total += _State(
                 elements * element.parameter / of_stage[0],

@@ -19,8 +19,8 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import Group
 from megalite.synchronization.packer import Packer, zero_padding
 
-PackerOf = Callable[[BucketLayout, int], Packer]
-"""Function that makes the packer of a bucket's messages with this number of elements."""
+PackerOf = Callable[[BucketLayout, int, int], Packer]
+"""Function that makes the packer of messages of a bucket's elements from the one number to the other."""
 
 
 class CompressedReduction(Reduction):
@@ -46,11 +46,11 @@ class CompressedReduction(Reduction):
             groups: the ranks.
         """
         super().__init__(spec, groups)
-        length, own, several = spec.layout.length, spec.layout.length // spec.shards, groups.shards.size > 1
+        layout, own, several = spec.layout, spec.owned, groups.shards.size > 1
         packers = {
-            "gradients": within(spec.layout, length) if within and several else None,
-            "sum": again(spec.layout, own) if again and several and spec.zero_stage == 0 else None,
-            "sites": between(spec.layout, own) if between and groups.instances.size > 1 else None,
+            "gradients": within(layout, 0, layout.length) if within and several else None,
+            "sum": again(layout, *own) if again and several and spec.zero_stage == 0 else None,
+            "sites": between(layout, *own) if between and groups.instances.size > 1 else None,
         }
         self.packers = {name: packer for name, packer in packers.items() if packer is not None}
         """Packers by what they pack: the gradients, their sum, or the sums between sites."""

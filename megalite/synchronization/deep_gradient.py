@@ -20,9 +20,9 @@ class VelocityPacker(Packer):
     What is sent is forgotten, of the sum and of the velocity. So the optimizer that gets the sums has no momentum.
     """
 
-    def __init__(self, momentum: float, packing: Packing, layout: BucketLayout, elements: int) -> None:
+    def __init__(self, momentum: float, packing: Packing, layout: BucketLayout, begin: int, end: int) -> None:
         """Allocate the velocity. `momentum`: its factor. The other arguments are those of `Packer`."""
-        super().__init__(packing, layout, elements)
+        super().__init__(packing, layout, begin, end)
         self._momentum = momentum
         self.state["velocity"] = torch.zeros_like(self.state["residual"])
 

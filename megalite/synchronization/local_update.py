@@ -16,17 +16,27 @@ import torch
 from torch import Tensor
 
 from megalite.config.synchronization import SynchronizationConfig
+from megalite.optim.replica import ANCHOR
 from megalite.optim.shard import Shard
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import Group
 from megalite.synchronization.warmup import WarmupReduction
 
-ANCHOR, MOMENTUM, EXCHANGED = "anchor", "outer_momentum", "exchanged"
-"""State of a slice, in fp32 or wider and the same on all replicas: the weights after the last exchange, the momentum of
-the outer optimizer, and the mean change of an exchange that is under way."""
+MOMENTUM, EXCHANGED = "outer_momentum", "exchanged"
+"""State of a slice that is the same on all replicas: the momentum of the outer optimizer, and the sum of the changes in
+an exchange that is under way."""
 Sum = Callable[[Tensor, int], Pending]
 """Function that starts to sum a tensor in place over the replicas. It is given the number of steps, too."""
+
+
+def kept_names(config: SynchronizationConfig) -> tuple[str, ...]:
+    """Return the names of the state of an exchange."""
+    return (
+        ANCHOR,
+        *((MOMENTUM,) if config.outer_is_nesterov else ()),
+        *((EXCHANGED,) if config.local_update_delay else ()),
+    )
 
 
 class LocalUpdate:
@@ -54,26 +64,20 @@ class LocalUpdate:
             sums: sums the changes of each shard over the replicas.
         """
         self.config, self.shards, self.replicas, self._device = config, shards, replicas, device
-        self._sums = sums
-        names = [ANCHOR]
-        diloco = config.local_update == "diloco"
-        self.nesterov = (config.outer_optimizer or ("nesterov" if diloco else "sgd")) == "nesterov"
-        if self.nesterov:
-            names.append(MOMENTUM)
-        if config.local_update_delay:
-            names.append(EXCHANGED)
+        self.sums = sums
+        self.nesterov = config.outer_is_nesterov
         self.state: Mapping[str, list[Tensor]] = {
-            name: [torch.zeros_like(_owned(shard)) for shard in shards] for name in names
+            name: [torch.zeros_like(_owned(shard)) for shard in shards] for name in kept_names(config)
         }
         """Flat state by name, one tensor per shard."""
-        self.outer_lr = config.outer_lr or (0.7 if diloco else 1.0)
+        self.outer_lr = config.outer_lr or (0.7 if config.local_update == "diloco" else 1.0)
         self._elastic_rate = config.elastic_rate or 0.9 / replicas.size
         self._pending: dict[int, Pending] = {}  # by the number of the shard
         of_shards = [each.reduction for shard in shards for each in shard.bucket.accumulators]
         self._reductions = [each for each in of_shards if isinstance(each, WarmupReduction)]
         self._changes: dict[int, Tensor] = {}
         self._iteration = 0
-        self.tokens = 0.0
+        self.tokens = torch.zeros(1, dtype=torch.float64, device=device)
         """Number of this replica's tokens since the last exchange."""
         self.begin()
 
@@ -90,7 +94,7 @@ class LocalUpdate:
     def begin_step(self, iteration: int, tokens: float) -> None:
         """Tell the number of steps before this one, and the count of this replica's tokens in it."""
         self._iteration = iteration
-        self.tokens = self.tokens + tokens if self.is_local else 0.0
+        self.tokens.add_(tokens if self.is_local else 0.0)
         for reduction in self._reductions:
             reduction.is_local = self.is_local
 
@@ -109,7 +113,7 @@ class LocalUpdate:
             self._finish_exchange(number)
             changed = True
         if changed:
-            self.tokens = 0.0
+            self.tokens.zero_()
         return changed
 
     def _due(self, step: int) -> Iterator[int]:
@@ -136,14 +140,13 @@ class LocalUpdate:
         elif self.config.local_update == "fedavg":
             change.mul_(self._share_of_tokens())
         self._changes[number] = change
-        self._pending[number] = self._sums[number](change, self._iteration)
+        self._pending[number] = self.sums[number](change, self._iteration)
 
     def _share_of_tokens(self) -> float:
         """Return this replica's share of the tokens since the last exchange. Replicas without tokens have none of it;
         if all are, they have equal shares."""
-        tokens = torch.tensor([self.tokens], dtype=torch.float64, device=self._device)
-        total = float(collectives.all_reduce_(tokens.clone(), self.replicas))
-        return self.tokens / total if total else 1.0 / self.replicas.size
+        total = float(collectives.all_reduce_(self.tokens.clone(), self.replicas))
+        return float(self.tokens) / total if total else 1.0 / self.replicas.size
 
     @torch.no_grad()
     def _finish_exchange(self, number: int) -> None:

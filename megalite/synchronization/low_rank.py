@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -48,16 +46,8 @@ class LowRankReduction(Reduction):
         self._warmup, self._updates, self._loss_scale = warmup, 0, 1.0
         self._total = torch.empty(0)
         device = spec.layout.slots[0].parameter.device
-        self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """Ranges of the matrices of each shape [rows, columns] in the bucket."""
-        compressed = set()
-        for slot in spec.layout.slots if groups.shards.size > 1 else ():
-            shape = slot.parameter.shape[-2:]
-            if power.matrix_shape(shape, rank) is not None:
-                size = math.prod(shape)
-                ranges = [(start, start + size) for start in range(slot.start, slot.stop, size)]
-                self._shapes.setdefault((shape[0], shape[1]), []).extend(ranges)
-                compressed.add(slot.start)
+        self._shapes = power.matrices_of(spec.layout, rank)
+        compressed = {start for ranges in self._shapes.values() for start, _ in ranges}
         self._others = [(slot.start, slot.stop) for slot in spec.layout.slots if slot.start not in compressed]
         sizes = [len(ranges) * columns * rank for (_, columns), ranges in self._shapes.items()]
         self.factor = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -70,7 +60,7 @@ class LowRankReduction(Reduction):
             count, columns, _ = factor.shape
             factor.copy_(power.first_factor(count, columns, rank, key_of(spec.layout) + number, dtype, device))
         self.state: dict[str, Tensor] = {}
-        if error_feedback and self._shapes:
+        if error_feedback and groups.shards.size > 1:
             self.state["residual"] = torch.zeros(spec.layout.length, dtype=dtype, device=device)
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
@@ -78,7 +68,7 @@ class LowRankReduction(Reduction):
         self._total = torch.empty(0)
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
-        if self._updates < self._warmup or not self._shapes:
+        if self._updates < self._warmup or not self._shapes or self.groups.shards.size == 1:
             return super().begin(gradients, out)
         if "residual" in self.state:
             gradients.add_(self.state["residual"], alpha=self._loss_scale)
@@ -101,9 +91,7 @@ class LowRankReduction(Reduction):
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
         """Start to gather the sum; or take what this rank has restored of it, if it has not changed since."""
-        record = self.spec.layout.slots[0].parameter.sharding
-        one_use = len({use.chunk for use in record.uses}) == 1
-        if len(self._total) and one_use and self.groups.instances.size == self.groups.replicas.size == 1:
+        if len(self._total) and self.shards_have_all:
             return completed(gradients.copy_(self._total))
         return super().begin_gather(shard, gradients)
 

@@ -25,8 +25,8 @@ class MomentumPacker(Packer):
     gradient.
     """
 
-    def __init__(self, beta1: float, packing: Packing, layout: BucketLayout, elements: int) -> None:
-        super().__init__(packing, layout, elements)
+    def __init__(self, beta1: float, packing: Packing, layout: BucketLayout, begin: int, end: int) -> None:
+        super().__init__(packing, layout, begin, end)
         self._beta1 = beta1
         self.segments: Sequence[Segment] = ()
         """Segments of the whole bucket, with the momentum. Of a bucket's accumulators only the first has them."""
@@ -42,7 +42,10 @@ class MomentumPacker(Packer):
 
 
 class OneBitAdam(UpdateRule):
-    """Adam, and after the warm-up steps along its momentum, divided by the frozen second moment."""
+    """Adam, and after the warm-up steps along its momentum, divided by the frozen second moment.
+
+    Where that is zero, as no gradient has been seen in the warm-up, weights stay as they are.
+    """
 
     def __init__(self, adam: UpdateRule, shards: Iterable[Shard], config: OptimizerConfig, warmup: int) -> None:
         """Show the momentum to the reductions.
@@ -73,6 +76,7 @@ class OneBitAdam(UpdateRule):
             for part in segment.parts(PART):
                 average = part.tensors["exp_avg"]
                 average.copy_(part.gradients).mul_(factor)
+                average.masked_fill_(part.tensors["exp_avg_sq"] == 0.0, 0.0)
                 root = (part.tensors["exp_avg_sq"] / bias_of_squares).sqrt_().add_(config.adam_eps)
                 part.master.mul_(1.0 - rate * decay).addcdiv_(average, root, value=-rate / bias)
             segment.round_parameters()

@@ -41,14 +41,14 @@ class Packer:
     The residual is replaced by `keep`, when it is known that the step is applied.
     """
 
-    def __init__(self, packing: Packing, layout: BucketLayout, elements: int) -> None:
-        """Allocate the residual of messages of this number of elements."""
-        self.packing, self._key = packing, key_of(layout)
+    def __init__(self, packing: Packing, layout: BucketLayout, begin: int, end: int) -> None:
+        """Allocate the residual of messages of the elements [begin, end) of a bucket."""
+        self.packing, self._key, self._layout, self._begin = packing, key_of(layout), layout, begin
         self.state: dict[str, Tensor] = {}
         """State of this rank, by name: `residual`, without the loss scale."""
         if packing.residual_dtype is not None:
             device = layout.slots[0].parameter.device
-            self.state["residual"] = torch.zeros(elements, dtype=packing.residual_dtype, device=device)
+            self.state["residual"] = torch.zeros(end - begin, dtype=packing.residual_dtype, device=device)
         self._corrected = self._left_out = torch.empty(0)
         self._updates, self._loss_scale = 0, 1.0
 
@@ -84,6 +84,7 @@ class Packer:
     def keep(self) -> None:
         """Keep what the message of this step, if there was one, has left out."""
         if len(self._left_out):
+            zero_padding(self._layout, self._left_out.view(-1), self._begin)
             self._keep(self._corrected, self._left_out)
             self._corrected = self._left_out = torch.empty(0)
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megalite.optim.layout import BucketLayout
 from megalite.synchronization.hashing import mixed
 
 
@@ -30,6 +31,21 @@ def matrix_shape(shape: Sequence[int], rank: int) -> tuple[int, int] | None:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
     return (rows, columns) if rank * (rows + columns) < rows * columns else None
+
+
+def matrices_of(layout: BucketLayout, rank: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return the ranges of a bucket's matrices that are compressed, by their rows and columns.
+
+    The last two dimensions of a parameter are a matrix, all others count matrices (experts).
+    """
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for slot in layout.slots:
+        shape = matrix_shape(slot.parameter.shape[-2:], rank)
+        if shape is not None:
+            size = math.prod(shape)
+            ranges = [(start, start + size) for start in range(slot.start, slot.stop, size)]
+            found.setdefault(shape, []).extend(ranges)
+    return found
 
 
 def first_factor(matrices: int, columns: int, rank: int, key: int, dtype: torch.dtype, device: torch.device) -> Tensor:

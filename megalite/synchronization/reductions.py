@@ -46,7 +46,7 @@ def reduction_of(
     warmup = 0 if within == "dgc" else config.compression_warmup_iters
 
     def packer(
-        name: Compression, peers: int = 1, kind: Callable[[Packing, BucketLayout, int], Packer] = Packer
+        name: Compression, peers: int = 1, kind: Callable[[Packing, BucketLayout, int, int], Packer] = Packer
     ) -> PackerOf | None:
         if name == "none":
             return None
@@ -57,7 +57,7 @@ def reduction_of(
             return WarmupReduction(replicas, spec, groups)
         if within == "powersgd":
             return LowRankReduction(config.compression_rank, warmup, dtype, config.error_feedback, spec, groups)
-        kinds: dict[str, Callable[[Packing, BucketLayout, int], Packer]] = {
+        kinds: dict[str, Callable[[Packing, BucketLayout, int, int], Packer]] = {
             "dgc": partial(VelocityPacker, momentum),
             "onebit-adam": partial(MomentumPacker, beta1),
         }
@@ -77,7 +77,7 @@ def sums_over_replicas(config: SynchronizationConfig, shards: Sequence[Shard], r
         dtype = shard.owned_masters.dtype
         compressors = compressor_at(config, dtype, config.compression_between)
         packing = Packing(compressors, config.compression_warmup_iters, dtype if config.error_feedback else None)
-        sums.append(PackedSum(Packer(packing, layout, end - begin), layout, begin, replicas))
+        sums.append(PackedSum(Packer(packing, layout, begin, end), layout, begin, replicas))
     return sums
 
 

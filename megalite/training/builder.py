@@ -40,7 +40,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
-from megalite.training.synchronization import make_rules_of, optimizer_config, reduction_of
+from megalite.training.synchronization import make_rules_of, optimizer_config, planned_states, reduction_of
 
 
 def make_loader(
@@ -209,7 +209,17 @@ def make_plan(
         return Contents.of(chunks, mesh, data_parallel(config, mesh, stages), blocks=blocks)
 
     options = data_parallel(config, mesh, stages)
-    return Plan(mesh, contents_at, optimizer_config(config), zero_stage=options.zero_stage, instances=options.instances)
+    beside = planned_states(config, mesh)
+    return Plan(
+        mesh,
+        contents_at,
+        optimizer_config(config),
+        zero_stage=options.zero_stage,
+        instances=options.instances,
+        bucket_states=beside.bucket_states,
+        rank_states=beside.rank_states,
+        replicas=beside.replicas,
+    )
 
 
 def make_optimizer(

@@ -40,8 +40,8 @@ def layout_line(trainer: Trainer) -> str:
         (bucket.zero_stage for bucket in trainer.optimizer.buckets), default=0
     )  # a pipeline stage may have no parameters
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
-    if parallel.num_distributed_optimizer_instances > 1:
-        zero += f" in {parallel.num_distributed_optimizer_instances} instances"
+    if (instances := trainer.optimizer.options.instances) > 1:
+        zero += f" in {instances} instances"
     count = trainer.num_micro_batches(trainer.batch_size.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from megalite.checkpoint.plan import RankStates
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
+from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.reduction import Reduction, ReductionOf
+from megalite.optim.replica import BucketState, Replica
 from megalite.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -32,6 +37,10 @@ def reduction_of(config: TaskConfig, mesh: ParallelMesh, dtype: torch.dtype) -> 
         dtype: the dtype of the sums.
     """
     chosen = config.synchronization
+    if chosen.all_reduce_algorithm in ("ring", "tree"):
+        from megalite.synchronization.all_reduce import RingReduction, TreeReduction
+
+        return RingReduction if chosen.all_reduce_algorithm == "ring" else TreeReduction
     warms_up = chosen.has_replicas and chosen.local_update_warmup_iters > 0
     if not (warms_up or chosen.compression_within != "none" or (chosen.compresses and not chosen.has_replicas)):
         return Reduction
@@ -69,3 +78,38 @@ def make_local_update(config: TaskConfig, optimizer: Optimizer) -> LocalUpdate |
     mesh, shards = optimizer.mesh, optimizer.shards
     sums = sums_over_replicas(config.synchronization, shards, mesh.counterparts)
     return LocalUpdate(config.synchronization, shards, mesh.counterparts, mesh.device, sums)
+
+
+def show_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate | None) -> None:
+    """Show the optimizer the state beside its own, so that checkpoints have it."""
+    chosen, mesh = config.synchronization, optimizer.mesh
+    if not (chosen.compresses or chosen.has_replicas):
+        return
+    from megalite.synchronization import states
+
+    kinds = states.bucket_states(chosen, config.parallel.zero_stage)
+    optimizer.bucket_states.update(states.find_bucket_states(kinds, optimizer.buckets, exchange))
+    optimizer.rank_states.update(states.find_rank_states(optimizer.buckets, exchange))
+    if chosen.has_replicas:
+        others = mesh.counterparts
+        optimizer.replica = Replica(others.rank, others.size, "average")
+
+
+@dataclass(frozen=True)
+class PlannedStates:
+    """State beside the optimizer's own, as a checkpoint's plan gets it."""
+
+    bucket_states: Sequence[BucketState] = ()
+    rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {}
+    replicas: int = 1
+
+
+def planned_states(config: TaskConfig, mesh: ParallelMesh) -> PlannedStates:
+    """Return what `show_states` shows, of any rank. `mesh`: that of all ranks."""
+    chosen = config.synchronization
+    if not (chosen.compresses or chosen.has_replicas):
+        return PlannedStates()
+    from megalite.synchronization import states
+
+    kinds = tuple(states.bucket_states(chosen, config.parallel.zero_stage))
+    return PlannedStates(kinds, partial(states.rank_states, chosen), chosen.replicas(mesh.size("dp")))

@@ -20,6 +20,7 @@ from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
+from megalite.optim.replica import ANCHOR
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
@@ -39,7 +40,7 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.synchronization import make_local_update, replica_mesh
+from megalite.training.synchronization import make_local_update, replica_mesh, show_states
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -95,6 +96,7 @@ class Trainer:
             config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
         )
         self.local_update = self.optimizer.exchange = make_local_update(config, self.optimizer)
+        show_states(config, self.optimizer, self.local_update)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
@@ -268,6 +270,8 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
+        if self.local_update is not None:
+            self.local_update.wait()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(
@@ -305,6 +309,9 @@ class Trainer:
             optional=self.task.optional_tensors(path, described),
         )
         self.task.loaded()
+        anchored = any(name.startswith(f"optimizer/{ANCHOR}/") for name in described.tensors)
+        if self.local_update is not None and not (anchored and resume_point.optimizer):
+            self.local_update.begin()
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)

@@ -34,9 +34,9 @@ from tests.harness.rank_pool import RankPools
 
 ADAM = OptimizerConfig(lr=0.1)
 STATES = (
-    BucketState("residual", "sum", whole=True),
+    BucketState("residual", "sum", whole=True, per_use=True),
     BucketState("velocity", "average", whole=False),
-    BucketState("outer_momentum", "drop", whole=True),
+    BucketState("outer_momentum", "drop", whole=True, per_use=True),
     BucketState("residual_of_sum", None, whole=False),
 )
 SHAPES = {"0.weight": (12, 5), "1.weight": (12, 5), "0.part": (7,), "1.part": (7,), "0.norm": (3,), "1.norm": (3,)} | {

@@ -150,14 +150,14 @@ class Loop:
                     flat = velocity.clone()
                 flat += kept.get((number, rank), zero)
                 sent = self.compressor.restore(self.compressor.pack(flat.view(2, -1), key), half, torch.float64, key)
-                kept[number, rank] = flat - sent.view(-1)
+                kept[number, rank] = self._without_padding(flat - sent.view(-1), slots, 0)
                 kept[number, rank, "velocity"] = velocity.masked_fill(sent.view(-1) != 0, 0)
                 sums += sent
             for part in range(2):
                 sums[part] = self._without_padding(sums[part], slots, part * half)
                 value = sums[part] + kept.get((number, "sum", part), torch.zeros(half, dtype=torch.float64))
                 again = self.again.restore(self.again.pack(value[None], key), half, torch.float64, key)[0]
-                kept[number, "sum", part] = value - again
+                kept[number, "sum", part] = self._without_padding(value - again, slots, part * half)
                 sums[part] = self._without_padding(again.clone(), slots, part * half)
             for name, start, stop, _ in slots:
                 summed[name] = sums.view(-1)[start:stop].view(ranks[0][name].shape)

@@ -110,7 +110,7 @@ def of_replicas(saved: dict[str, Tensor], kind: str, count: int) -> dict[str, Te
     }
 
 
-RESIDUAL = BucketState("residual", "sum", whole=True)
+RESIDUAL = BucketState("residual", "sum", whole=True, per_use=True)
 PLAIN = BucketState("residual", None, whole=True)
 
 

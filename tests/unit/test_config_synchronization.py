@@ -1,0 +1,207 @@
+"""Options of data parallelism that communicates less: each relation that does not hold has its line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config import RunConfig, resolve
+from megalite.config.synchronization import SynchronizationConfig, with_sites
+from megalite.errors import ConfigurationError
+from tests.unit.test_config_validate import config_of, problems
+
+COMPRESSION = "--gradient-compression"
+DGC, ONEBIT = f"{COMPRESSION} dgc", f"{COMPRESSION} onebit-adam"
+LOCAL, DILOCO = "--local-update local-sgd", "--local-update diloco"
+ONEBIT_NEEDS = (
+    f"{ONEBIT} needs --compression-warmup-iters, at whose end Adam's second moment is frozen, and error feedback"
+)
+SPARSE = f"{COMPRESSION} topk, randomk, threshold, dgc or count-sketch"
+AVERAGES = "--local-update local-sgd, post-local-sgd, fedavg or diloco"
+FP32 = "what it leaves out is kept in fp32; drop --grad-reduce-in-bf16 and --main-grads-dtype"
+ZERO2 = "--data-parallel-sharding-strategy optim_grads"
+ONE_SUM = (
+    f"{COMPRESSION} int8 under {ZERO2}: gradients are reduced after every micro-batch there; optim, or no_shard, "
+    "reduces those of a step at once"
+)
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 4 --moe-layer-freq 1"
+ONE = {
+    # compression
+    f"{COMPRESSION} int8 fp8 fp16": (
+        f"{COMPRESSION}: give one value, or two: within sites or replicas, and between them"
+    ),
+    f"{COMPRESSION} int8 fp8": f"{COMPRESSION}: two values need --sites or --local-update",
+    f"{COMPRESSION} int8 --compression-ratio 0.1": f"--compression-ratio needs {SPARSE}",
+    f"{COMPRESSION} int8 --compression-rank 2": f"--compression-rank needs {COMPRESSION} powersgd",
+    "--compression-warmup-iters 2": f"--compression-warmup-iters needs {COMPRESSION}",
+    "--no-error-feedback": f"--no-error-feedback needs {COMPRESSION}",
+    f"{COMPRESSION} int8 --bf16 --grad-reduce-in-bf16": f"{COMPRESSION} int8: {FP32}",
+    f"{COMPRESSION} int8 --use-distributed-optimizer --num-distributed-optimizer-instances 2": (
+        f"{COMPRESSION} int8: give --sites instead of --num-distributed-optimizer-instances"
+    ),
+    f"{COMPRESSION} int8 {ZERO2}": ONE_SUM,
+    f"{COMPRESSION} powersgd --sites 2": (
+        f"{COMPRESSION} powersgd: between sites or replicas, give another compression than powersgd"
+    ),
+    f"{COMPRESSION} int8 none {LOCAL} --local-update-warmup-iters 2": (
+        f"{COMPRESSION} int8 none within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
+    ),
+    f"{COMPRESSION} powersgd int8 --sites 2": (
+        f"{COMPRESSION} powersgd int8: powersgd sums over all ranks at once; within --sites, give another compression"
+    ),
+    DGC: f"{DGC} corrects the momentum of --optimizer sgd, not of adam",
+    f"{DGC} --optimizer sgd --no-error-feedback": f"{DGC}: drop --no-error-feedback, without which it is topk",
+    f"{ONEBIT} --compression-warmup-iters 2 --clip-grad 0 --use-distributed-optimizer": (
+        f"{ONEBIT} compresses the momentum of --optimizer adam that is not sharded"
+    ),
+    f"{ONEBIT} --compression-warmup-iters 2": f"{ONEBIT} needs --clip-grad 0: it has no gradient to clip",
+    f"{ONEBIT} --clip-grad 0": ONEBIT_NEEDS,
+    # local updates
+    "--local-update-period 2": "--local-update-period needs --local-update",
+    "--outer-lr 0.5": "--outer-lr needs --local-update",
+    "--elastic-rate 0.5": "--elastic-rate needs --local-update",
+    "--local-update easgd --outer-lr 0.5": f"--outer-lr needs {AVERAGES}",
+    f"{LOCAL} --elastic-rate 0.5": "--elastic-rate needs --local-update easgd",
+    f"{LOCAL} --local-update-period 2 --local-update-delay 1": "--local-update-delay needs --local-update diloco",
+    f"{LOCAL} --outer-momentum 0.5": "--outer-momentum needs --outer-optimizer nesterov",
+    f"{DILOCO} --outer-optimizer sgd --outer-momentum 0.5": "--outer-momentum needs --outer-optimizer nesterov",
+    "--local-update post-local-sgd": (
+        "--local-update post-local-sgd needs --local-update-warmup-iters, its steps of plain data parallelism"
+    ),
+    f"{DILOCO} --local-update-fragments 2": "--local-update-fragments 2 is more than --local-update-period 1",
+    f"{DILOCO} --local-update-delay 1": "--local-update-delay 1 must be less than --local-update-period 1",
+    f"{LOCAL} --use-distributed-optimizer --num-distributed-optimizer-instances 2": (
+        "--local-update: give the number of replicas by --sites, not --num-distributed-optimizer-instances"
+    ),
+    f"{LOCAL} --bf16 --store-param-remainders --use-precision-aware-optimizer --use-distributed-optimizer": (
+        "--local-update local-sgd needs whole master weights: drop --store-param-remainders"
+    ),
+    f"{LOCAL} --local-update-period 3 --save d --no-save-optim --save-interval 4": (
+        "--no-save-optim with --local-update-period 3 would lose the replicas' own weights: --save-interval 4 must be "
+        "a multiple of the period"
+    ),
+    f"{LOCAL} --moe-record-routing d --num-experts 4 --sequence-parallel": (
+        "--moe-record-routing needs replicas with the same weights: drop --local-update"
+    ),
+    # sites
+    f"{LOCAL} --tp 4": "--local-update local-sgd needs two data-parallel ranks: 4 ranks have one",
+    "--sites 3": "--sites 3 does not divide 4 data-parallel ranks",
+    f"--sites 4 {EXPERTS}": "--sites 4 does not divide 1 data-parallel ranks of experts",
+    f"{LOCAL} {EXPERTS}": "--local-update with 4 replicas does not divide 1 data-parallel ranks of experts",
+    "--sites 2 --use-distributed-optimizer --num-distributed-optimizer-instances 2": (
+        "--sites are instances of hybrid sharding: drop --num-distributed-optimizer-instances"
+    ),
+    "--sites 4 --use-distributed-optimizer": "--sites 4: with one rank in each nothing is sharded",
+    # algorithms
+    f"--all-reduce-algorithm hierarchical --sites 2 {LOCAL}": (
+        "--all-reduce-algorithm hierarchical sums over sites in each step, --local-update local-sgd does not: drop one"
+    ),
+    "--all-reduce-algorithm hierarchical": (
+        "--all-reduce-algorithm hierarchical needs --sites: the launcher does not tell the nodes"
+    ),
+    f"--all-reduce-algorithm ring {COMPRESSION} int8": (
+        f"--all-reduce-algorithm ring sums gradients as they are: drop {COMPRESSION} int8"
+    ),
+    "--all-reduce-algorithm tree --sites 2": "--all-reduce-algorithm tree: --sites 2 needs hierarchical",
+    f"--all-reduce-algorithm ring --sites 2 {LOCAL} --local-update-warmup-iters 2": (
+        "--all-reduce-algorithm ring sums within replicas: drop --local-update-warmup-iters, whose steps sum over all "
+        "replicas"
+    ),
+    f"--all-reduce-algorithm tree {ZERO2}": (
+        f"--all-reduce-algorithm tree gives all ranks the whole sum: not under {ZERO2}"
+    ),
+}
+"""Lines on 4 ranks by the flags that are the only fault."""
+
+
+@pytest.mark.parametrize("flags", ONE)
+def test_a_relation_that_does_not_hold_has_one_line(flags: str) -> None:
+    assert problems(flags, 4) == [ONE[flags]]
+
+
+def test_sites_imply_the_hierarchical_algorithm() -> None:
+    for flags in ("--sites 2", "--sites 2 --all-reduce-algorithm hierarchical"):
+        chosen = resolve(config_of(flags), 4).synchronization
+        assert chosen.is_hierarchical
+        assert chosen.instances(of_optimizer=1) == 2
+    chosen = resolve(config_of(f"--sites 2 {LOCAL}"), 4).synchronization
+    assert not chosen.is_hierarchical
+    assert chosen.instances(of_optimizer=1) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "node_ranks", "sites"),
+    [
+        ("", 16, 8, 2),
+        ("", 8, 8, 1),
+        ("", 1, None, 1),
+        ("--tp 4", 16, 4, 4),
+        ("--pp 2", 16, 4, 2),  # a stage has two nodes
+        ("--pp 2", 16, 8, 1),  # and here one
+        ("--pp 4", 16, 8, 1),  # or half of one
+        ("--sites 4", 16, 8, 4),
+    ],
+)
+def test_a_node_is_a_site(flags: str, world_size: int, node_ranks: int | None, sites: int) -> None:
+    config = config_of(f"--all-reduce-algorithm hierarchical {flags}")
+    chosen = resolve(config, world_size, node_ranks).synchronization
+    assert chosen.sites == sites
+    assert chosen.all_reduce_algorithm == ("hierarchical" if sites > 1 else "backend")
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "node_ranks"), [("", 6, 4), ("--tp 4", 16, 2), ("--tp 3", 24, 4), ("--pp 2", 12, 4)]
+)
+def test_uneven_nodes_are_refused(flags: str, world_size: int, node_ranks: int) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        with_sites(config_of(f"--all-reduce-algorithm hierarchical {flags}"), world_size, node_ranks)
+    assert str(raised.value) == (
+        f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal numbers "
+        "of data-parallel ranks: give --sites"
+    )
+
+
+def test_others_have_no_sites_of_their_nodes() -> None:
+    for flags in ("", "--all-reduce-algorithm ring", LOCAL):
+        assert resolve(config_of(flags), 4, 2).synchronization.sites == 1
+
+
+@st.composite
+def valid_flags(draw: st.DrawFn) -> str:
+    """Draw a combination that the documentation allows."""
+    compression = draw(st.sampled_from(["none", "fp16", "int8", "topk", "randomk", "signsgd", "count-sketch"]))
+    ratio = " --compression-ratio 0.5" if compression in ("topk", "randomk", "count-sketch") else ""
+    compressed = f"{COMPRESSION} {{}}{compression}{ratio}"
+    way = draw(st.sampled_from(["plain", "messages", "sites", "local"]))
+    sharded = draw(st.sampled_from(["", "--use-distributed-optimizer"]))
+    overlap = draw(st.sampled_from(["", "--overlap-grad-reduce"]))
+    if way == "messages":
+        return f"--all-reduce-algorithm {draw(st.sampled_from(['ring', 'tree']))} {sharded} {overlap}"
+    flags = compressed.format("")
+    if way != "plain":
+        within = draw(st.sampled_from(["", "none ", "bf16 "]))
+        flags = f"{compressed.format(within)} --sites 2"
+    if way == "local":
+        method = draw(st.sampled_from(["local-sgd", "fedavg", "diloco", "easgd"]))
+        algorithm = draw(st.sampled_from(["backend", "ring", "tree"]))
+        period = draw(st.integers(2, 9))
+        flags += f" --local-update {method} --local-update-period {period}"
+        flags += f" --all-reduce-algorithm {algorithm}" if "bf16" not in flags else ""
+        flags += " --local-update-delay 1 --local-update-fragments 2" if method == "diloco" else ""
+    return f"{flags} {sharded} {overlap}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(flags=valid_flags())
+def test_valid_combinations_resolve(flags: str) -> None:
+    config = resolve(config_of(flags), 4)
+    assert isinstance(config, RunConfig)
+    assert dataclasses.replace(config.synchronization) == config.synchronization
+    assert resolve(config, 4) == config
+
+
+def test_without_its_flags_nothing_is_checked() -> None:
+    assert resolve(config_of(""), 3).synchronization == SynchronizationConfig()
