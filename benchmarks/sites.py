@@ -2,9 +2,9 @@
 
     python -m benchmarks.sites [--rate 50mbit] [--latency 0.01] [--ranks 2] [--steps 120] [--loss 6.2]
 
-Each site is a network namespace with ranks in it. A pair of veth devices joins them, and `tc tbf` limits what each sends.
-Latency comes from netem if the kernel has it, else from a relay in a third namespace. Bytes are those that the kernel
-counts on the devices. Needs Linux, root (or CAP_NET_ADMIN and CAP_SYS_ADMIN), and `ip`, `tc` and `nsenter` (iproute2,
+Each site is a network namespace with ranks in it. A pair of veth devices joins them, and `tc tbf` limits what each
+sends. Latency comes from netem if the kernel has it, else from a relay in a third namespace. Bytes are those that the
+kernel counts on the devices. Needs Linux, root (or CAP_NET_ADMIN and CAP_SYS_ADMIN), and `ip`, `tc` and `nsenter` (iproute2,
 util-linux). The data are those of `make train` if they are in run/, else mock data.
 """
 

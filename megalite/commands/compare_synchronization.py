@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,7 +35,7 @@ from megalite.lifecycle.failure import run_tool
 from megalite.planner.synchronization_methods import METHODS, PLAIN, Method
 
 if TYPE_CHECKING:
-    from megalite.planner.synchronization_comparison import Curve
+    from megalite.planner.synchronization_comparison import Curve, Outcome
 
 OWN_PROGRAM = [sys.executable, "-c", "from megalite.commands.pretrain import command; command()"]
 SMALL_MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
@@ -97,13 +98,22 @@ def main() -> None:
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
     output = {"arguments": asdict(arguments), "command": program, "cores": len(os.sched_getaffinity(0))}
-    output |= {"methods": [asdict(each) for each in outcomes], "failed": failed}
+    output |= {"methods": [figures(each) for each in outcomes], "failed": failed}
     lines = io.StringIO()
     csv.writer(lines).writerows([("method", "step", "loss", "bytes", "seconds"), *rows(curves, link)])
     write_atomically(folder / "comparison.json", (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(folder / "comparison.csv", lines.getvalue().encode())
     write_atomically(folder / "comparison.svg", chart(curves, link).encode())
     print(f"written to {folder}/comparison.json, .csv and .svg")
+
+
+def figures(outcome: Outcome) -> dict[str, object]:
+    """Return the figures as JSON has them, which has no infinity."""
+    own = asdict(outcome)
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in own.items()
+    }
 
 
 def default_data() -> list[str]:
