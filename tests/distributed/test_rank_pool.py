@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.fork_server import RankFailure, RankTimeout, running
-from tests.harness.rank_pool import RankPool, RankPools
+from tests.harness.fork_server import RankFailure, RankTimeout, running, state
+from tests.harness.rank_pool import SUSPENDS, RankPool, RankPools
 
 WORLD_SIZE = 4
 
@@ -98,6 +98,17 @@ def test_processes_are_kept_between_calls(pool: RankPool) -> None:
     assert pool.run(process_id) == first
 
 
+@pytest.mark.skipif(not SUSPENDS, reason="Linux alone")
+def test_ranks_are_suspended_between_calls(pool: RankPool) -> None:
+    """Threads of gloo would wake up all the time: with all pools of a test run, a fifth of two cores."""
+    ranks = pool.run(process_id)
+    deadline = time.monotonic() + 30
+    while {state(rank) for rank in ranks} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert pool.run(process_id) == ranks
+
+
 def test_fork_server_has_one_thread(pool: RankPool) -> None:
     assert pool.run(server_threads) == [1] * WORLD_SIZE
 
@@ -157,7 +168,7 @@ def test_timeout_names_the_silent_ranks_and_where_they_stand(pool: RankPool) -> 
 
 @pytest.mark.wide
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path: Path) -> None:
-    """Otherwise ranks stuck in a call or in a job would run for ever."""
+    """Otherwise ranks stuck in a call or in a job, or suspended between calls, would be there for ever."""
     script = tmp_path / "hold.py"
     script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(1000)")
     program = f"""
@@ -167,8 +178,8 @@ from tests.harness.job import Job
 from tests.harness.rank_pool import RankPool
 job = Job([{str(script)!r}], 1, Path({str(tmp_path)!r}))
 job.wait_for_output(0, "\\n")
-pool = RankPool(2)
-print(*pool.run(process_id), job.stdout(0).strip(), flush=True)
+pool, resting = RankPool(2), RankPool(1)
+print(*resting.run(process_id), *pool.run(process_id), job.stdout(0).strip(), flush=True)
 pool.run(sleep_on, 0)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -177,7 +188,7 @@ pool.run(sleep_on, 0)
     ) as parent:
         assert parent.stdout is not None
         process_ids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(process_ids) == 3
+        assert len(process_ids) == 4
         assert all(running(number) for number in process_ids)
         parent.kill()
     deadline = time.monotonic() + 30
