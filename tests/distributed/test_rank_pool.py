@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -61,6 +62,11 @@ def group_count() -> int:
     if dist.get_rank() < 2:
         dist.all_reduce(torch.ones(1), group=group)
     return before
+
+
+def register_for_the_end() -> int:
+    atexit.register(group_count)
+    return atexit._ncallbacks()
 
 
 def draw_and_disturb() -> tuple[torch.Tensor, torch.dtype, int]:
@@ -123,6 +129,12 @@ def test_backward_runs_here_and_in_ranks(pool: RankPool) -> None:
 
 def test_groups_of_a_call_are_destroyed(pool: RankPool) -> None:
     assert [pool.run(group_count) for _ in range(3)] == [[1] * WORLD_SIZE] * 3
+
+
+def test_what_a_call_registers_for_the_end_of_its_process_is_dropped(pool: RankPool) -> None:
+    """A library's run saves at the end: its groups, and their threads, would stay until then."""
+    pool.run(process_id)
+    assert [pool.run(register_for_the_end) for _ in range(2)] == [[1] * WORLD_SIZE] * 2
 
 
 def test_every_call_starts_from_the_same_state(pool: RankPool) -> None:

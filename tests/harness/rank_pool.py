@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,13 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.harness.fork_server import (
-    Rank,
-    RankFailure,
-    RankTimeout,
-    fork_context,
-    loopback_interface,
-)
+from megalite.process import signals
+from tests.harness.fork_server import Rank, RankFailure, RankTimeout, fork_context, loopback_interface
 
 GRACE_SECONDS = 1.0  # after a failure, for the ranks that fail for the same reason
 SUSPENDS = sys.platform == "linux"  # a rank's state is read in /proc
@@ -253,6 +249,7 @@ def _serve(place: _Place) -> None:
         if request:
             place.connection.send_bytes(_answer(request))
         else:
+            _forget_the_end_of_the_process()
             if _destroy_groups():
                 witness = _collect_garbage(witness)
             if SUSPENDS:
@@ -267,6 +264,16 @@ def _answer(request: bytes) -> bytes:
         return _encode(_Answer(result=function(*args, **kwargs)))
     except BaseException:
         return _encode(_Answer(error=traceback.format_exc()))
+
+
+def _forget_the_end_of_the_process() -> None:
+    """Drop what the call has registered for the end of the process: its models and groups would live until then.
+
+    A rank is killed, and so calls nothing at its end.
+    """
+    atexit._clear()
+    threading._threading_atexits.clear()  # type: ignore[attr-defined]
+    signals._last_words.clear()
 
 
 def _destroy_groups() -> bool:
