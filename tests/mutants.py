@@ -1605,9 +1605,9 @@ MUTANTS = (
     Mutant(
         "what a skipped step has counted is taken",
         "megalite/optim/optimizer.py",
-        "        if result.skipped:\n            return result\n",
-        "        if result.skipped:\n            for part in self._counting():\n                part.run()\n"
-        "            return result\n",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        for part in () if changed else self._counting():\n"
+        "            part.run()\n",
         "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[stages]",
     ),
     Mutant(
@@ -2048,9 +2048,9 @@ MUTANTS = (
     Mutant(
         "a skipped step moves the biases of experts",
         "megalite/optim/optimizer.py",
-        "            return result\n        for pending in",
-        "            end_step(list(chain.from_iterable(self._tallies.values())))\n            return result\n"
-        "        for pending in",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        if not changed:\n"
+        "            end_step(list(chain.from_iterable(self._tallies.values())))\n",
         "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[experts]",
     ),
     Mutant(
@@ -2289,7 +2289,7 @@ MUTANTS = (
     Mutant(
         "replicas with several uses of a weight sum its gradient for each",
         "megalite/optim/buckets.py",
-        "        yield self.accumulators[0].sum_over_replicas()\n",
+        "        yield first.sum_over_replicas()\n",
         "        for accumulator in self.accumulators:\n            yield accumulator.sum_over_replicas()\n",
         "tests/distributed/test_modules.py::test_modules_train_as_a_plain_loop[tied in V]",
     ),
@@ -2345,7 +2345,7 @@ MUTANTS = (
     Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/accumulator.py",
-        '        yield self._sum_over("instances", self._groups.instances)\n',
+        '        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
         "",
         _one_step("tp1-dp4"),
     ),
@@ -2359,15 +2359,15 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm))",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
         "ZeRO 1 does not gather what the others have updated",
         "megalite/optim/optimizer.py",
-        "        self.begin_parameter_gather()\n        if not",
-        "        if not",
+        "            self.begin_parameter_gather()\n            if not",
+        "            if not",
         _one_step("tp1-dp2"),
     ),
     Mutant(
@@ -2380,8 +2380,8 @@ MUTANTS = (
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
-        "rule.update(rates, self.steps, 1.0 / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, 1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(
@@ -5369,8 +5369,8 @@ MUTANTS = (
     Mutant(
         "gradients are added up in the model's precision",
         "megalite/training/builder.py",
-        "torch.promote_types(dtype, torch.float32),",
-        "dtype,",
+        "else torch.promote_types(dtype, torch.float32)\n",
+        "else dtype\n",
         f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
     ),
     Mutant(
@@ -5584,13 +5584,8 @@ MUTANTS = (
     Mutant(
         "a skipped step counts as an update",
         "megalite/optim/optimizer.py",
-        """        if result.skipped:
-            return result
-""",
-        """        if result.skipped:
-            self.steps += 1
-            return result
-""",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        self.steps += not changed\n",
         "tests/unit/test_optimizer_backends.py::test_gradients_are_clipped_by_their_norm_and_only_down[0.0-torch]",
     ),
     Mutant(
