@@ -35,6 +35,9 @@ KIND ?=
 SEED ?=
 REPORT ?=
 
+# Workers, ranks and programs are many processes: without bytecode in files, each of them compiles the same sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels fuzz flakes kills lint docs
 

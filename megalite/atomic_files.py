@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megalite.errors import CheckpointError, FileError
+from megalite.errors import CheckpointError, ConfigurationError, FileError
 
 TEMPORARY = ".megalite.tmp"
 DAY = 24 * 3600.0
@@ -27,12 +27,13 @@ class TemporaryFile:
         size: number of bytes of an existing `temporary` to keep. Later bytes are cut off, and writes append.
 
     Raises:
-        FileError: the folder cannot be written to.
+        FileError: the folder cannot be written to, or what has this name is no regular file.
     """
 
     def __init__(self, path: Path, temporary: Path | None = None, size: int = 0) -> None:
         self.path = path
         self.temporary = temporary or temporary_path(path)
+        require_regular(path)
         try:
             self.temporary.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.temporary.open("r+b" if size else "wb")
@@ -74,6 +75,26 @@ class TemporaryFile:
     def __exit__(self, *_: object) -> None:
         self.close()
         self.temporary.unlink(missing_ok=True)  # it is there only if it was not renamed
+
+
+def require_regular(path: Path) -> None:
+    """Raise FileError for a folder, a device or a pipe: a rename would put a file in its place."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FileError(f"{path} is no regular file: choose another output path")
+
+
+def require_output(flag: str, path: str | Path) -> None:
+    """Raise ConfigurationError if a file cannot be written there. Called before the work whose results go into it."""
+    folder = next(parent for parent in Path(path).absolute().parents if os.path.exists(parent))
+    if os.path.exists(path) and not os.path.isfile(path):
+        problem = "is no regular file"
+    elif not folder.is_dir():
+        problem = f"{folder} is no folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        problem = f"{folder} cannot be written to"
+    else:
+        return
+    raise ConfigurationError(f"{flag} {path}: {problem}: choose another path")
 
 
 def temporary_path(path: Path) -> Path:

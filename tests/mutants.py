@@ -1605,9 +1605,9 @@ MUTANTS = (
     Mutant(
         "what a skipped step has counted is taken",
         "megalite/optim/optimizer.py",
-        "        if result.skipped:\n            return result\n",
-        "        if result.skipped:\n            for part in self._counting():\n                part.run()\n"
-        "            return result\n",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        for part in () if changed else self._counting():\n"
+        "            part.run()\n",
         "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[stages]",
     ),
     Mutant(
@@ -2048,9 +2048,9 @@ MUTANTS = (
     Mutant(
         "a skipped step moves the biases of experts",
         "megalite/optim/optimizer.py",
-        "            return result\n        for pending in",
-        "            end_step(list(chain.from_iterable(self._tallies.values())))\n            return result\n"
-        "        for pending in",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        if not changed:\n"
+        "            end_step(list(chain.from_iterable(self._tallies.values())))\n",
         "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[experts]",
     ),
     Mutant(
@@ -2201,6 +2201,62 @@ MUTANTS = (
         "tests/unit/test_planner_memory.py::test_memory_is_that_of_a_dry_run[layout2]",
     ),
     Mutant(
+        "a plan is started with more ranks than it has",
+        "megalite/planner/cluster.py",
+        "if gpus % count == 0)",
+        "if count)",
+        "tests/unit/test_planner_cluster.py::test_hosts_have_equal_numbers_of_ranks[12-6]",
+    ),
+    Mutant(
+        "a rack is started as one host",
+        "megalite/planner/cluster.py",
+        "min(self.node_ranks // self.hosts, gpus)",
+        "min(self.node_ranks, gpus)",
+        "tests/unit/test_planner_command.py::test_a_rack_is_many_hosts",
+    ),
+    Mutant(
+        "the time of torch's attention is taken for that of the fastest kernel",
+        "megalite/planner/calibration.py",
+        'gpu.attention["flash-2"]',
+        "max(gpu.attention.values())",
+        "tests/unit/test_planner_calibration.py::test_the_kernel_of_attention_that_is_timed_is_torchs",
+    ),
+    Mutant(
+        "failures that are rare leave no goodput",
+        "megalite/planner/goodput.py",
+        "if self.save < _SHORT * mean:",
+        "if self.save < 0:",
+        "tests/unit/test_planner_goodput.py::test_rare_failures_take_next_to_nothing",
+    ),
+    Mutant(
+        "a link that doctor could not fit has no cost per byte",
+        "megalite/planner/cluster.py",
+        """ and figure["line"]["beta"] != 0""",
+        "",
+        "tests/unit/test_planner_cluster.py::test_times_that_do_not_grow_with_the_bytes_say_nothing_of_a_link",
+    ),
+    Mutant(
+        "flags that every layout refuses are searched",
+        "megalite/planner/search.py",
+        "        self._require_a_valid_one()\n",
+        "",
+        "tests/unit/test_planner_search.py::test_flags_that_no_layout_mends_are_refused_with_their_reason",
+    ),
+    Mutant(
+        "the first of several numbers of ranks is taken for one without communication",
+        "megalite/planner/scaling.py",
+        " if first.ranks == 1 else None",
+        "",
+        "tests/unit/test_scaling.py::test_speed_up_is_of_samples_per_second",
+    ),
+    Mutant(
+        "a script's plan keeps all axes, whatever --keep says",
+        "megalite/commands/plan.py",
+        'names = options.keep if options.keep is not None else ("layout",)',
+        'names = options.keep if options.translate is None else ("layout",)',
+        "tests/unit/test_planner_command.py::test_wrong_flags_are_refused_in_a_line",
+    ),
+    Mutant(
         "the planner shards the gradients under ZeRO 1",
         "megalite/planner/memory.py",
         "for first in (3, 2, 1)]",
@@ -2233,7 +2289,7 @@ MUTANTS = (
     Mutant(
         "replicas with several uses of a weight sum its gradient for each",
         "megalite/optim/buckets.py",
-        "        yield self.accumulators[0].sum_over_replicas()\n",
+        "        yield first.sum_over_replicas()\n",
         "        for accumulator in self.accumulators:\n            yield accumulator.sum_over_replicas()\n",
         "tests/distributed/test_modules.py::test_modules_train_as_a_plain_loop[tied in V]",
     ),
@@ -2289,7 +2345,7 @@ MUTANTS = (
     Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/accumulator.py",
-        '        yield self._sum_over("instances", self._groups.instances)\n',
+        '        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
         "",
         _one_step("tp1-dp4"),
     ),
@@ -2303,15 +2359,15 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm))",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
         "ZeRO 1 does not gather what the others have updated",
         "megalite/optim/optimizer.py",
-        "        self.begin_parameter_gather()\n        if not",
-        "        if not",
+        "            self.begin_parameter_gather()\n            if not",
+        "            if not",
         _one_step("tp1-dp2"),
     ),
     Mutant(
@@ -2324,8 +2380,8 @@ MUTANTS = (
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)",
-        "rule.update(rates, self.steps, 1.0 / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, 1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(
@@ -5313,8 +5369,8 @@ MUTANTS = (
     Mutant(
         "gradients are added up in the model's precision",
         "megalite/training/builder.py",
-        "torch.promote_types(dtype, torch.float32),",
-        "dtype,",
+        "else torch.promote_types(dtype, torch.float32)\n",
+        "else dtype\n",
         f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
     ),
     Mutant(
@@ -5528,13 +5584,8 @@ MUTANTS = (
     Mutant(
         "a skipped step counts as an update",
         "megalite/optim/optimizer.py",
-        """        if result.skipped:
-            return result
-""",
-        """        if result.skipped:
-            self.steps += 1
-            return result
-""",
+        "        changed = not result.skipped\n",
+        "        changed = not result.skipped\n        self.steps += not changed\n",
         "tests/unit/test_optimizer_backends.py::test_gradients_are_clipped_by_their_norm_and_only_down[0.0-torch]",
     ),
     Mutant(
@@ -5944,6 +5995,13 @@ MUTANTS = (
         "if folder else left.unlink()",
         "if folder else None",
         "tests/unit/test_atomic_files.py::test_what_a_killed_process_left_goes_with_the_next_write",
+    ),
+    Mutant(
+        "a pipe or a device is replaced by a file",
+        "megalite/atomic_files.py",
+        "        require_regular(path)\n",
+        "",
+        "tests/unit/test_atomic_files.py::test_a_pipe_is_not_replaced_by_a_file",
     ),
     Mutant(
         "a start has no more room for files than its process began with",

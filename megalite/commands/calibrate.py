@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import require_output, write_atomically
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
@@ -37,6 +37,7 @@ class Arguments:
 def main() -> None:
     """Parse the flags, measure, and write the file."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    require_output("--output", arguments.output)
     from megalite.planner.calibration import as_toml, calibrate
     from megalite.planner.cluster import find_cluster, with_doctor
 

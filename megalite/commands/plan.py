@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from megalite.atomic_files import require_output, write_atomically
 from megalite.config import RunConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.data import DataConfig
-from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt, at_most
+from megalite.config.fields import NonNegativeFloat, PositiveInt, Range, at_most
 from megalite.config.parse import parse_arguments
 from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.config.yaml_file import read_file, read_sections
@@ -29,10 +30,15 @@ from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
+    from megalite.planner.cluster import Cluster
     from megalite.planner.plan import Plan, Planner
     from megalite.planner.search import Found
 
+FAILURES = Range("0, or from 1e-12 to 1000", lambda value: value == 0 or 1e-12 <= value <= 1000)
+HOURS = Range("from 0.001 to 1e12", lambda value: 0.001 <= value <= 1e12)
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+NO_PROGRESS = 0.0005
+"""Goodput that counts as none."""
 _SUFFIXES = (".json", ".csv", ".html")
 _ASSUMED = {"micro_batch_size": "1", "lr": "1e-4"}
 """Values of required flags that a plan can do without."""
@@ -48,20 +54,20 @@ class Options:
     """GPUs of the run; unset: those that the script of --translate starts."""
     stack: str | None = None
     """Program that trains, of those in clusters.toml; unset: megalite."""
-    top: Annotated[PositiveInt, at_most(1000)] = 5
-    """Layouts to find."""
-    keep: tuple[str, ...] = ()
+    top: Annotated[PositiveInt, at_most(1000)] | None = None
+    """Layouts to find; unset: 5."""
+    keep: tuple[str, ...] | None = None
     """Axes that stay as the flags have them: tensor sequence pipeline chunks schedule context expert expert_tensor zero
-    recompute micro_batch; or all of them, as "layout"."""
+    recompute micro_batch; or all of them, as "layout". Unset: none, or all of them with --translate."""
     explain: bool = False
     """Show where the time goes, what each change of the layout would buy, and the memory of each stage."""
     scaling: str | None = None
     """A..B: show the steps of the best layout on A, 2 A, ... B GPUs."""
     tokens: str | None = None
     """Tokens of the training, such as 15T: show how many days it takes."""
-    failures_per_gpu_hour: NonNegativeFloat | None = None
+    failures_per_gpu_hour: Annotated[float, FAILURES] | None = None
     """Failures that end the run, per hour of a GPU: show the best interval between checkpoints and the goodput."""
-    node_mtbf_hours: PositiveFloat | None = None
+    node_mtbf_hours: Annotated[float, HOURS] | None = None
     """Hours between two failures of a node, in place of the rate per GPU."""
     save_seconds: NonNegativeFloat = 10.0
     """Seconds for which a checkpoint stops the training."""
@@ -80,6 +86,7 @@ def main() -> None:
     own, argv = split_flags(Options, sys.argv[1:])
     options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
     check(options)
+    keep = kept(options)
     gpus = options.gpus
     if options.translate is not None:
         argv, gpus = translated(options, argv)
@@ -87,12 +94,8 @@ def main() -> None:
         raise ConfigurationError("--gpus is missing: give the number of GPUs")
     config = completed(argv)
     from megalite.planner.cluster import find_cluster, find_stack
-    from megalite.planner.layouts import AXES
     from megalite.planner.plan import Planner
 
-    keep = tuple(AXES) if options.keep == ("layout",) or options.translate is not None else options.keep
-    if unknown := [name for name in keep if name not in AXES]:
-        raise ConfigurationError(f"--keep {unknown[0]}: give layout, or some of {', '.join(AXES)}")
     cluster, stack = find_cluster(options.cluster), find_stack(options.stack) if options.stack else None
     if cluster.nodes is not None and gpus > cluster.nodes * cluster.node_ranks:
         raise ConfigurationError(
@@ -108,6 +111,7 @@ def check(options: Options) -> None:
     for path in options.output:
         if Path(path).suffix not in _SUFFIXES:
             raise ConfigurationError(f"--output {path}: the name must end in {', '.join(_SUFFIXES)}")
+        require_output("--output", path)
     if options.scaling is not None:
         two_numbers(options.scaling)
     if options.tokens is not None:
@@ -116,6 +120,22 @@ def check(options: Options) -> None:
         raise ConfigurationError("--failures-per-gpu-hour and --node-mtbf-hours both give the failures: drop one")
     if options.set and options.translate is None:
         raise ConfigurationError("--set is for --translate, which is not given")
+
+
+def kept(options: Options) -> tuple[str, ...]:
+    """Return the axes that stay as they are. Raises ConfigurationError for names of none, and if all do with --top."""
+    from megalite.planner.layouts import AXES
+
+    names = options.keep if options.keep is not None else ("layout",) if options.translate is not None else ()
+    keep = AXES if names == ("layout",) else names
+    if unknown := [name for name in keep if name not in AXES]:
+        raise ConfigurationError(f"--keep {unknown[0]}: give layout, or some of {', '.join(AXES)}")
+    if options.top is not None and set(keep) == set(AXES):
+        raise ConfigurationError(
+            f"--top {options.top}: nothing is searched if the layout stays: give --keep with the axes that stay, "
+            f"such as --keep {AXES[0]}, or drop --top"
+        )
+    return keep
 
 
 def translated(options: Options, argv: Sequence[str]) -> tuple[list[str], int | None]:
@@ -162,7 +182,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     from megalite.planner.search import Found, search
 
     as_given = set(keep) == set(AXES)
-    found = Found([planner.plan(planner.config)]) if as_given else search(planner, options.top, keep)
+    found = Found([planner.plan(planner.config)]) if as_given else search(planner, options.top or 5, keep)
     if not found.plans:
         yield from misfits(found)
         raise ConfigurationError(missing(planner, found))
@@ -177,7 +197,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     rank, peak = planner.confirm(best)
     words = f"of stage {best.fullest}, " if best.layout.pipeline > 1 else ""
     yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB"
-    notes = list(lengths(best, options, planner.cluster.node_ranks))
+    notes = list(lengths(best, options, planner.cluster))
     yield from notes
     if options.explain:
         yield from explained(planner, best)
@@ -211,14 +231,14 @@ def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
 
     rest = without_layout(argv)
     own = [word for flag in layout_flags(plan.config, completed(rest)) for word in flag]
-    return list(commands([*rest, *own], planner.gpus, planner.cluster.node_ranks))
+    per_host = planner.cluster.per_host(planner.gpus)
+    return list(commands([*rest, *own], planner.gpus // per_host, per_host))
 
 
 def write_files(
     options: Options, planner: Planner, plans: Sequence[Plan], starts: Sequence[str], notes: Sequence[str]
 ) -> None:
     """Write the files of --output."""
-    from megalite.atomic_files import write_atomically
     from megalite.planner.html import page
     from megalite.planner.report import as_csv, as_json
 
@@ -233,7 +253,7 @@ def write_files(
         write_atomically(path, text.encode())
 
 
-def lengths(plan: Plan, options: Options, node_ranks: int) -> Iterator[str]:
+def lengths(plan: Plan, options: Options, cluster: Cluster) -> Iterator[str]:
     """Yield the days of the training, and what failures take of them."""
     from megalite.planner.goodput import Failures, days
 
@@ -244,9 +264,12 @@ def lengths(plan: Plan, options: Options, node_ranks: int) -> Iterator[str]:
     by_gpu, by_node = options.failures_per_gpu_hour, options.node_mtbf_hours
     if by_gpu is None and by_node is None:
         return
-    nodes = -(-plan.gpus // node_ranks)
-    rate = by_gpu * plan.gpus if by_gpu is not None else nodes / (by_node or 1.0)
+    hosts = plan.gpus // cluster.per_host(plan.gpus)
+    rate = by_gpu * plan.gpus if by_gpu is not None else hosts / (by_node or 1.0)
     failures = Failures(rate / 3600, options.save_seconds, options.restart_seconds)
+    if failures.best < NO_PROGRESS:
+        yield f"a failure every {3600 / rate:,.1f} seconds: the run makes no progress"
+        return
     if rate == 0 or options.save_seconds == 0:
         yield f"goodput {failures.best:.1%}"
         return

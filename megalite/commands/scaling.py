@@ -22,7 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import require_output, write_atomically
 from megalite.config.fields import NonNegativeInt, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
@@ -60,6 +60,8 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=argv[:at])
     program = argv[at + 1 :]
     batch = check(arguments, program)
+    for suffix in ("json", "svg"):
+        require_output("--output", f"{arguments.output}.{suffix}")
     from megalite.planner.scaling import Run, compare, table
     from megalite.planner.scaling_chart import chart
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, get_type_hints
 
-from megalite.config.command_line import flag_groups
+from megalite.atomic_files import require_output
+from megalite.config.command_line import flag_groups, refuse_blank
+from megalite.config.fields import NonNegativeInt, PositiveInt, flag_of, range_problems
+from megalite.config.parse import field_value
 from megalite.errors import ConfigurationError
 
-HELP = (
-    "--dry-run builds one rank (--rank, by default 0) of --world-size ranks without a device, runs a step in which "
-    "nothing is computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it. "
-    "--as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there."
-)
-_NUMBERS = ("world-size", "rank", "as-rank", "of")
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags, which --help describes (parse.py)."""
+
+    dry_run: bool = False
+    dry_run_json: str | None = None
+    world_size: PositiveInt | None = None
+    rank: NonNegativeInt | None = None
+    as_rank: NonNegativeInt | None = None
+    of: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -35,39 +44,34 @@ def take_alone(argv: Sequence[str], world_size: int) -> tuple[Alone | None, list
 
     Raises ConfigurationError for values that do not fit.
     """
-    found: dict[str, str | None] = {}
+    kinds, given = get_type_hints(Flags), dict[str, Any]()
     rest: list[str] = []
     for flag, values in flag_groups(argv):
-        if flag not in ("dry-run", "dry-run-json", *_NUMBERS):
+        name = flag.replace("-", "_")
+        if name in kinds:
+            refuse_blank(flag, values)
+            given[name] = field_value(flag, kinds[name], values)
+        else:
             rest += [*([f"--{flag}"] if flag else []), *values]
-            continue
-        if len(values) != (flag != "dry-run"):
-            raise ConfigurationError(f"--{flag}: give it {'no value' if flag == 'dry-run' else 'one value'}")
-        found[flag] = values[0] if values else None
-    numbers = {flag: _number(flag, found[flag]) for flag in _NUMBERS if flag in found}
-    if "as-rank" in found or "of" in found:
-        if set(found) != {"as-rank", "of"}:
+    flags = Flags(**given)
+    if problems := list(range_problems(flags)):
+        raise ConfigurationError("\n".join(problems))
+    if flags.as_rank is not None or flags.of is not None:
+        if flags.as_rank is None or flags.of is None or flags != Flags(as_rank=flags.as_rank, of=flags.of):
             raise ConfigurationError("--as-rank R and --of N belong together, without --dry-run and its flags")
-        return _alone(numbers["as-rank"], numbers["of"], "--as-rank", "--of", computes=True), rest
-    if "dry-run" in found:
-        ranks = numbers.get("world-size", world_size)
-        alone = _alone(numbers.get("rank", 0), ranks, "--rank", "--world-size", json=found.get("dry-run-json"))
-        return alone, rest
-    if found:
-        raise ConfigurationError(f"--{next(iter(found))} is for --dry-run, which is not given")
-    return None, rest
+        _require_rank("--as-rank", flags.as_rank, "--of", flags.of)
+        return Alone(flags.as_rank, flags.of, computes=True), rest
+    if not given:
+        return None, rest
+    if not flags.dry_run:
+        raise ConfigurationError(f"{flag_of(next(iter(given)))} is for --dry-run, which is not given")
+    rank, ranks = flags.rank or 0, flags.world_size or world_size
+    _require_rank("--rank", rank, "--world-size", ranks)
+    if flags.dry_run_json is not None:
+        require_output("--dry-run-json", flags.dry_run_json)
+    return Alone(rank, ranks, computes=False, json=flags.dry_run_json), rest
 
 
-def _alone(
-    rank: int, world_size: int, of_rank: str, of_size: str, *, computes: bool = False, json: str | None = None
-) -> Alone:
-    if world_size < 1 or not 0 <= rank < world_size:
+def _require_rank(of_rank: str, rank: int, of_size: str, world_size: int) -> None:
+    if rank >= world_size:
         raise ConfigurationError(f"{of_rank} {rank}: with {of_size} {world_size}, ranks are 0 to {world_size - 1}")
-    return Alone(rank, world_size, computes, json)
-
-
-def _number(flag: str, text: str | None) -> int:
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ConfigurationError(f"--{flag} {text}: give a whole number") from None

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
-from megalite.config import alone, foreign_flags, megatron_flags
+from megalite.config import foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
@@ -24,7 +24,10 @@ from megalite.small_files import shown
 _DESCRIPTION = (
     "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change "
     "nothing, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
-    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp. " + alone.HELP
+    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp. "
+    "--dry-run builds one rank (--rank, by default 0) of --world-size ranks without a device, runs a step in which "
+    "nothing is computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it. "
+    "--as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there."
 )
 
 
@@ -163,7 +166,7 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
         return {}, None
     name, places = flag.replace("-", "_"), fields_by_name()
     if name in places:
-        return {name: _field_value(flag, places[name].kind, values)}, None
+        return {name: field_value(flag, places[name].kind, values)}, None
     positive = name.removeprefix("no_")
     if positive in places and places[positive].kind is bool:
         _refuse_values(flag, values)
@@ -178,8 +181,8 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
     return {}, note
 
 
-def _field_value(flag: str, kind: Any, values: list[str]) -> Any:
-    """Convert the values of a flag to the type of its field."""
+def field_value(flag: str, kind: Any, values: list[str]) -> Any:
+    """Convert the values of a flag to the type of its field. Raises ConfigurationError if they cannot be."""
     if kind is bool:
         _refuse_values(flag, values)
         return True

@@ -231,22 +231,15 @@ class Optimizer:
         result = self.complete(loss_scale)
         if self.exchange is not None and not self.exchange.agreed(not result.skipped):
             result = StepResult(dict.fromkeys(result.gradient_norms, math.nan))
-        if not result.skipped:
-            for bucket in self.buckets:
-                bucket.apply()
-            for pending in [gather.run() for gather in self._gradient_gathers()]:
-                pending.wait()
-            self.steps += 1
-            for rule in self.rules:
-                rule.update(rates, self.steps, self._clipping(result.gradient_norm) / loss_scale)
-        exchanged = self.exchange is not None and self.exchange.advance()
-        if exchanged or not result.skipped:
+        changed = not result.skipped
+        if changed:
+            self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
+        if self.exchange is not None:
+            changed = self.exchange.advance() or changed
+        if changed:
             self.begin_parameter_gather()
             if not self.options.overlap_gather:
                 self.finish_parameter_gather()
-        if not result.skipped:
-            for part in self._counting():
-                part.run()
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -257,7 +250,7 @@ class Optimizer:
         """
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self.rules for part in rule.collectives()]
-        later = [*self._parameter_gathers(), *self._counting()]
+        later = [*self._counting(), *self._parameter_gathers()]
         every = [*((part.name, part.ranks) for part in own), *rules, *((part.name, part.ranks) for part in later)]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
@@ -280,6 +273,17 @@ class Optimizer:
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
+
+    def _update(self, rates: Rates, factor: float) -> None:
+        for bucket in self.buckets:
+            bucket.apply()
+        for pending in [gather.run() for gather in self._gradient_gathers()]:
+            pending.wait()
+        self.steps += 1
+        for rule in self.rules:
+            rule.update(rates, self.steps, factor)
+        for part in self._counting():
+            part.run()
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from their updated slices, under ZeRO 1 and 2."""

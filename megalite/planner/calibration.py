@@ -56,7 +56,7 @@ def calibrate(cluster: Cluster) -> Cluster:
     gpu = replace(cluster.gpu, **_products(cluster.gpu, device, dtype))  # type: ignore[arg-type]
     kernel, share = _elementwise(gpu, device)
     gpu = replace(gpu, kernel=kernel, share=share)
-    ratio = _attention(gpu, device, dtype) / max(gpu.attention.values())
+    ratio = _attention(gpu, device, dtype) / gpu.attention["flash-2"]
     gpu = replace(gpu, attention={name: min(value * ratio, 1.0) for name, value in gpu.attention.items()})
     if device.type == "cpu":
         gpu = _by_steps(replace(cluster, gpu=gpu))
@@ -74,7 +74,7 @@ def as_toml(cluster: Cluster, comment: str) -> str:
     links = {"node": cluster.node, "network": cluster.network}
     lines = [f"# {comment}", *([f"nodes = {cluster.nodes}"] if cluster.nodes is not None else [])]
     for name, link in links.items():
-        ranks = f"ranks = {cluster.node_ranks}, " if name == "node" else ""
+        ranks = f"ranks = {cluster.node_ranks}, hosts = {cluster.hosts}, " if name == "node" else ""
         multicast = ", multicast = true" if link.multicast else ""
         lines.append(f"{name} = {{ {ranks}alpha = {link.alpha:.6g}, beta = {link.beta:.6g}{multicast} }}")
     lines += ["", "[gpu]", f'name = "{gpu.name}"']
@@ -133,7 +133,7 @@ def _elementwise(gpu: Gpu, device: torch.device) -> tuple[float, float]:
 
 
 def _attention(gpu: Gpu, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the share of the peak that attention reaches, forward and backward, in long sequences."""
+    """Return the share of the peak that torch's attention reaches, forward and backward, in long sequences."""
     length = 4096 if device.type == "cuda" else 512
     query, key, value = (
         torch.randn(1, 8, length, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3)

@@ -86,6 +86,7 @@ class Cluster:
         node_ranks: ranks of a node.
         node, network: links within a node and between nodes.
         nodes: number of nodes; None: as many as are asked for.
+        hosts: machines of a node: more than one where NVLink connects a rack.
     """
 
     name: str
@@ -94,6 +95,12 @@ class Cluster:
     node: Link
     network: Link
     nodes: int | None = None
+    hosts: int = 1
+
+    def per_host(self, gpus: int) -> int:
+        """Return the ranks that a run has on each of its hosts: as many as divide its GPUs evenly."""
+        most = min(self.node_ranks // self.hosts, gpus)
+        return next(count for count in range(most, 0, -1) if gpus % count == 0)
 
 
 _NUMBERS = tuple(each.name for each in fields(Gpu) if each.type == "float")
@@ -165,11 +172,14 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
         links[link] = own
         if not isinstance(own, Mapping):
             raise ConfigurationError(f"{where}: {link} is missing: give alpha and beta of this link")
-        _only(own, ("alpha", "beta", "multicast", *(["ranks"] if link == "node" else [])), f"{where}: {link}")
-    nodes = int(_number(table, "nodes", where)) if "nodes" in table else None
-    ranks = int(_number(links["node"], "ranks", f"{where}: node"))
+        _only(own, ("alpha", "beta", "multicast", *(["ranks", "hosts"] if link == "node" else [])), f"{where}: {link}")
+    nodes = _whole(table, "nodes", where) if "nodes" in table else None
+    ranks = _whole(links["node"], "ranks", f"{where}: node")
+    hosts = _whole(links["node"], "hosts", f"{where}: node") if "hosts" in links["node"] else 1
+    if ranks % hosts:
+        raise ConfigurationError(f"{where}: node.hosts is {hosts}: give a divisor of node.ranks, {ranks}")
     node, network = (_link(links[each], f"{where}: {each}") for each in ("node", "network"))
-    return Cluster(name, gpu, ranks, node, network, nodes)
+    return Cluster(name, gpu, ranks, node, network, nodes, hosts)
 
 
 def _link(table: Mapping[str, Any], where: str) -> Link:
@@ -192,6 +202,13 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float:
     return float(value)
 
 
+def _whole(table: Mapping[str, Any], key: str, where: str) -> int:
+    number = _number(table, key, where)
+    if number % 1:
+        raise ConfigurationError(f"{where}.{key} is {shown(table[key])}: give a whole number, 1 or more")
+    return int(number)
+
+
 def _only(table: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
     unknown = [key for key in table if key not in keys]
     if unknown:
@@ -205,36 +222,43 @@ def with_doctor(cluster: Cluster, found: Mapping[str, Any]) -> Cluster:
     """Return a cluster whose links are those that `megalite doctor --json` measured.
 
     A link's beta is that of collectives if any was measured, otherwise that of messages between two ranks; its alpha is
-    that of messages between two ranks, or that of a collective by its steps.
+    that of messages between two ranks, or that of a collective by its steps. Lines whose seconds do not grow with the
+    bytes say nothing. The nodes are doctor's, which are machines.
 
     Raises:
         ConfigurationError: it is not what doctor writes.
     """
-    lines: dict[bool, dict[str, tuple[int, float, float]]] = {True: {}, False: {}}
+    lines: dict[bool, dict[str, tuple[int, Link]]] = {True: {}, False: {}}
     try:
         for figure in found["timings"]:
-            if (line := figure["line"]) is not None:
-                measured = figure["ranks"], float(line["alpha"]), float(line["beta"])
-                lines[figure["scope"] == _WITHIN][figure["operation"]] = measured
-        node_ranks = max((len(node["ranks"]) for node in found["nodes"].values()), default=cluster.node_ranks)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+            name = figure["operation"]
+            if figure["line"] is not None and figure["line"]["beta"] != 0 and name in (*_FACTORS, _POINT_TO_POINT):
+                where = f"{name} {figure['scope']}"
+                ranks = _whole(figure, "ranks", where)
+                if ranks < 2:
+                    raise ConfigurationError(f"{where}.ranks is {ranks}: a message has two ranks or more")
+                lines[figure["scope"] == _WITHIN][name] = ranks, _link(figure["line"], where)
+        node_ranks = [len(node["ranks"]) for node in found["nodes"].values()]
+    except (ConfigurationError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"not a file of doctor --json: {reason(error)}") from None
     node = _measured(cluster.node, lines[True])
     network = _measured(cluster.network, lines[False])
-    return replace(cluster, node_ranks=node_ranks, node=node, network=network)
+    if max(node_ranks, default=0):
+        cluster = replace(cluster, node_ranks=max(node_ranks), hosts=1)
+    return replace(cluster, node=node, network=network)
 
 
-def _measured(link: Link, lines: Mapping[str, tuple[int, float, float]]) -> Link:
+def _measured(link: Link, lines: Mapping[str, tuple[int, Link]]) -> Link:
     alphas, betas = [], []
     for name, factor in _FACTORS.items():
         if name in lines:
-            ranks, alpha, beta = lines[name]
-            alphas.append(alpha / (factor * (ranks - 1)))
-            betas.append(beta / (factor * (ranks - 1) / ranks))
+            ranks, line = lines[name]
+            alphas.append(line.alpha / (factor * (ranks - 1)))
+            betas.append(line.beta / (factor * (ranks - 1) / ranks))
     if _POINT_TO_POINT in lines:
-        _, alpha, beta = lines[_POINT_TO_POINT]
-        alphas = [alpha]
-        betas = betas or [beta]
+        _, line = lines[_POINT_TO_POINT]
+        alphas = [line.alpha]
+        betas = betas or [line.beta]
     if not betas:
         return link
     return Link(sum(alphas) / len(alphas), sum(betas) / len(betas), multicast=False)

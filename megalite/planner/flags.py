@@ -54,10 +54,8 @@ def layout_flags(config: RunConfig, base: RunConfig) -> Iterator[list[str]]:
                 yield [flag_of(name), *(map(str, value) if isinstance(value, tuple) else [str(value)])]
 
 
-def commands(argv: Sequence[str], gpus: int, node_ranks: int) -> Iterator[str]:
+def commands(argv: Sequence[str], nodes: int, per_node: int) -> Iterator[str]:
     """Yield the command that starts a run, by torchrun and by SLURM."""
-    per_node = min(gpus, node_ranks)
-    nodes = -(-gpus // per_node)
     flags = " \\\n    ".join(shlex.join([f"--{flag}", *values]) for flag, values in flag_groups(argv))
     place = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT"
     run = f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py"

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 DAY = 86400.0
 _STEPS = 60
+_SHORT = 1e-10
+"""Share of the time between failures below which a save is so short that Young's interval has five right digits."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Failures:
         if self.rate == 0:
             return math.inf
         mean = 1 / self.rate
+        if self.save < _SHORT * mean:
+            return math.sqrt(2 * self.save * mean)
         return mean * (1 + _lambert(-math.exp(-self.save / mean - 1)))
 
     @property

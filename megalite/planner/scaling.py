@@ -36,9 +36,9 @@ class Point:
     """Samples per second, as a multiple of the first run's."""
     efficiency: float
     """Speed-up per rank."""
-    communication: float
-    """Time beyond that of the same samples per rank without other ranks, as a share of that time: communication, and
-    what ranks on one machine take from each other."""
+    communication: float | None
+    """Time beyond that of the same samples per rank on one rank alone, as a multiple of that time: communication, and
+    what ranks on one machine take from each other. None if the first run was on several ranks, which communicate."""
     predicted: float | None
     """Seconds that the planner expects."""
 
@@ -49,7 +49,7 @@ def compare(runs: Sequence[Run], predicted: Sequence[float | None]) -> list[Poin
     for run, expected in zip(runs, predicted, strict=True):
         speed_up = (run.batch / run.seconds) / (first.batch / first.seconds)
         efficiency = speed_up * first.ranks / run.ranks
-        beyond = max(1.0 / efficiency - 1.0, 0.0)
+        beyond = max(1.0 / efficiency - 1.0, 0.0) if first.ranks == 1 else None
         points.append(Point(run.ranks, run.batch, run.seconds, speed_up, efficiency, beyond, expected))
     return points
 
@@ -59,9 +59,10 @@ def table(points: Sequence[Point]) -> Iterator[str]:
     yield "ranks  batch       step  speed-up  efficiency  comm./comp.    planner"
     for each in points:
         expected = "-" if each.predicted is None else f"{each.predicted:.4f} s"
+        communication = "-" if each.communication is None else f"{each.communication:.2f}"
         yield (
             f"{each.ranks:5} {each.batch:6} {each.seconds:8.4f} s {each.speed_up:9.2f} {each.efficiency:11.0%} "
-            f"{each.communication:12.2f} {expected:>10}"
+            f"{communication:>12} {expected:>10}"
         )
 
 

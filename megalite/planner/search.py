@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megalite.config import RunConfig
 from megalite.config.parallel import STRATEGIES
+from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.planner.cost import Prices
 from megalite.planner.layouts import Layout, layouts, require_batch
@@ -22,7 +23,7 @@ from megalite.planner.least import Least, Passes
 from megalite.planner.memory import RankMemory
 from megalite.planner.parts import Parts
 from megalite.planner.plan import GIB, Plan, Planner, misfit
-from megalite.planner.stage_layout import seconds_of
+from megalite.planner.stage_layout import PartCosts, balanced, seconds_of
 from megalite.planner.step import Step
 
 STATE = "weights, gradients and optimizer state alone"
@@ -87,6 +88,7 @@ class _Search:
     def run(self) -> Found:
         """Look at the layout with the smallest bound until enough of them have been simulated."""
         self._fill()
+        self._require_a_valid_one()
         while self._queue and len(self.found.plans) < self.top:
             entry = heapq.heappop(self._queue)
             if entry.plan is not None:
@@ -95,6 +97,8 @@ class _Search:
                 self._simulate(entry)
             else:
                 self._open(entry)
+        if not self.found.plans and not self.found.misfits:
+            raise ConfigurationError(_why_none(self.planner))
         return self.found
 
     def _fill(self) -> None:
@@ -113,6 +117,22 @@ class _Search:
         if not counts["possible"]:
             raise ConfigurationError(_why_none(planner))
         heapq.heapify(self._queue)
+
+    def _require_a_valid_one(self) -> None:
+        """Raise ConfigurationError, with the reason of the first one, if `resolve` refuses all layouts in the queue."""
+        config = self.planner.config
+        refusal: ConfigurationError | None = None
+        for entry in sorted(self._queue):
+            layout = replace(entry.layout, zero=entry.stages[0])
+            layers, count = config.model.num_layers, layout.pipeline * layout.chunks
+            stages = balanced(PartCosts(0.0, (1.0,) * layers, 0.0), count) if layers % count else None
+            try:
+                resolve(layout.on(config, stages), self.planner.gpus)
+                return
+            except ConfigurationError as error:
+                refusal = refusal or error
+        if refusal is not None:
+            raise refusal
 
     def _refuse(self, kind: str, layout: Layout, size: float, stage: int | None = None) -> None:
         """Count a layout that does not fit. `stage`: the fullest one; None if only a bound of the memory is known."""
@@ -144,7 +164,7 @@ class _Search:
         step = self.planner.step(config)
         if step is None:
             return
-        if self.planner.changes_nothing(layout):
+        if "recompute" not in self.keep and self.planner.changes_nothing(layout):
             self._idle.add((layout.recompute, layout.context > 1))
             return
         self.found.counts["recorded"] += 1
@@ -206,7 +226,7 @@ def search(planner: Planner, top: int = 10, keep: Collection[str] = ()) -> Found
         keep: axes (fields of `Layout`) that stay as the flags have them.
 
     Raises:
-        ConfigurationError: no layout can split this run.
+        ConfigurationError: no layout can split this run, or all are refused.
     """
     require_batch(planner.config)
     return _Search(planner, top, keep).run()

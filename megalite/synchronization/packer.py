@@ -18,7 +18,7 @@ CompressorAt = Callable[[int], Compressor]
 
 @dataclass(frozen=True)
 class Packing:
-    """How messages of one kind are packed.
+    """Options of messages of one kind.
 
     Attributes:
         compressor_at: the compressor of each step.

@@ -34,16 +34,26 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
         ranks: number of data-parallel ranks for the batch of a configuration that does not say it.
 
     Raises:
-        ConfigurationError: the file cannot be read, or is none of those that can be translated.
+        ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
+            the variables.
     """
-    if name.upper() in fsdp.STRATEGIES:
+    if name.upper() in fsdp.STRATEGIES and not variables:
         report = Report()
         fsdp.add_strategy(name, report)
         return report
     try:
-        return _translate(_text(name), Path(name).suffix, variables, ranks)
+        text = _text(name)
+        if unknown := [each for each in variables if not _mentions(text, each)]:
+            raise ConfigurationError(f"--set {unknown[0]}={variables[unknown[0]]}: there is no such variable in it")
+        return _translate(text, Path(name).suffix, variables, ranks)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name}: {error}") from error
+
+
+def _mentions(text: str, variable: str) -> bool:
+    """Tell whether a text may use a variable, or any argument if it is a number."""
+    uses = r"\$\{?[\d@*#]" if variable.isdecimal() else "HOME|~" if variable == "HOME" else rf"\b{variable}\b"
+    return bool(re.search(uses, text))
 
 
 def _text(name: str) -> str:

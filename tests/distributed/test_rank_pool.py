@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -13,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.fork_server import RankFailure, RankTimeout, running
-from tests.harness.rank_pool import RankPool, RankPools
+from tests.harness.fork_server import RankFailure, RankTimeout, running, state
+from tests.harness.rank_pool import SUSPENDS, RankPool, RankPools
 
 WORLD_SIZE = 4
 
@@ -63,6 +64,11 @@ def group_count() -> int:
     return before
 
 
+def register_for_the_end() -> int:
+    atexit.register(group_count)
+    return atexit._ncallbacks()
+
+
 def draw_and_disturb() -> tuple[torch.Tensor, torch.dtype, int]:
     drawn = torch.rand(3), torch.get_default_dtype(), torch.get_num_threads()
     torch.manual_seed(os.getpid())
@@ -98,6 +104,17 @@ def test_processes_are_kept_between_calls(pool: RankPool) -> None:
     assert pool.run(process_id) == first
 
 
+@pytest.mark.skipif(not SUSPENDS, reason="Linux alone")
+def test_ranks_are_suspended_between_calls(pool: RankPool) -> None:
+    """Threads of gloo would wake up all the time: with all pools of a test run, a fifth of two cores."""
+    ranks = pool.run(process_id)
+    deadline = time.monotonic() + 30
+    while {state(rank) for rank in ranks} != {"T"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert pool.run(process_id) == ranks
+
+
 def test_fork_server_has_one_thread(pool: RankPool) -> None:
     assert pool.run(server_threads) == [1] * WORLD_SIZE
 
@@ -112,6 +129,12 @@ def test_backward_runs_here_and_in_ranks(pool: RankPool) -> None:
 
 def test_groups_of_a_call_are_destroyed(pool: RankPool) -> None:
     assert [pool.run(group_count) for _ in range(3)] == [[1] * WORLD_SIZE] * 3
+
+
+def test_what_a_call_registers_for_the_end_of_its_process_is_dropped(pool: RankPool) -> None:
+    """A library's run saves at the end: its groups, and their threads, would stay until then."""
+    pool.run(process_id)
+    assert [pool.run(register_for_the_end) for _ in range(2)] == [[1] * WORLD_SIZE] * 2
 
 
 def test_every_call_starts_from_the_same_state(pool: RankPool) -> None:
@@ -157,7 +180,7 @@ def test_timeout_names_the_silent_ranks_and_where_they_stand(pool: RankPool) -> 
 
 @pytest.mark.wide
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path: Path) -> None:
-    """Otherwise ranks stuck in a call or in a job would run for ever."""
+    """Otherwise ranks stuck in a call or in a job, or suspended between calls, would be there for ever."""
     script = tmp_path / "hold.py"
     script.write_text("import os, time\nprint(os.getpid())\ntime.sleep(1000)")
     program = f"""
@@ -167,8 +190,8 @@ from tests.harness.job import Job
 from tests.harness.rank_pool import RankPool
 job = Job([{str(script)!r}], 1, Path({str(tmp_path)!r}))
 job.wait_for_output(0, "\\n")
-pool = RankPool(2)
-print(*pool.run(process_id), job.stdout(0).strip(), flush=True)
+pool, resting = RankPool(2), RankPool(1)
+print(*resting.run(process_id), *pool.run(process_id), job.stdout(0).strip(), flush=True)
 pool.run(sleep_on, 0)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -177,7 +200,7 @@ pool.run(sleep_on, 0)
     ) as parent:
         assert parent.stdout is not None
         process_ids = [int(word) for word in parent.stdout.readline().split()]
-        assert len(process_ids) == 3
+        assert len(process_ids) == 4
         assert all(running(number) for number in process_ids)
         parent.kill()
     deadline = time.monotonic() + 30

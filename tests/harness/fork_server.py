@@ -79,6 +79,12 @@ class Rank:
         assert code is not None
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    @property
+    def state(self) -> str:
+        """Return the letter of the process's state, as `state` does."""
+        assert self.process.pid is not None
+        return state(self.process.pid)
+
     def send_signal(self, number: int) -> None:
         """Send a signal to the process; nothing happens if it has ended."""
         if self.process.pid is not None and self.exit_code is None:
@@ -118,11 +124,16 @@ def wait_for_exit(ranks: list[Rank], seconds: float) -> list[Rank]:
 
 def running(process_id: int) -> bool:
     """Tell whether a process, not necessarily a child, is running (a zombie is not)."""
+    return state(process_id) not in ("", "Z")
+
+
+def state(process_id: int) -> str:
+    """Return the letter that Linux has for the state of a process, "T" for one that is suspended; "" without one."""
     try:
         status = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
+        return ""
+    return status.rpartition(")")[2].split()[0]
 
 
 def loopback_interface() -> str | None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megalite.process import signals
 from tests.harness.fork_server import Rank, RankFailure, RankTimeout, fork_context, loopback_interface
 
 GRACE_SECONDS = 1.0  # after a failure, for the ranks that fail for the same reason
+SUSPENDS = sys.platform == "linux"  # a rank's state is read in /proc
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # the pool's own timeout is shorter, and shows the stacks
 
 
@@ -34,6 +42,9 @@ class RankPool:
     The processes start at the first call. Each call begins with torch's generator at seed 0 and the default dtype
     float32. The process groups that it creates are destroyed after it. Other state of the process (modules, environment
     variables) is kept. After a failure the processes are killed, and the next call starts new ones.
+
+    Between calls the processes are suspended: a thread of gloo wakes up a hundred times a second for each group, and
+    all pools of a test run together would keep a fifth of two cores busy.
     """
 
     def __init__(self, world_size: int, timeout: float = 240.0) -> None:
@@ -42,6 +53,9 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_")
         self._ranks: list[Rank] = []
         self._connections: list[Connection] = []
+        self._guard: BaseProcess | None = None
+        atexit.register(self.close)  # multiprocessing would wait for ranks that are suspended
+        self._rest = False  # the ranks are suspended, or are about to suspend themselves
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; return the results in rank order.
@@ -61,10 +75,12 @@ class RankPool:
         if not self._ranks:
             self._start()
         try:
+            self._wake(seconds)
             self._send(request)
             results = self._collect(seconds)
             # After all have answered: a group that one rank closes may still be in use on another.
             self._send(b"")
+            self._rest = SUSPENDS
         except BaseException:
             self.close()
             raise
@@ -76,7 +92,25 @@ class RankPool:
             end.close()
         for rank in self._ranks:
             rank.kill()
-        self._ranks, self._connections = [], []
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.join()
+        self._guard = None
+        self._ranks, self._connections, self._rest = [], [], False
+
+    def _wake(self, seconds: float) -> None:
+        """Let the ranks go on, each as soon as it has cleaned up; `_collect` reports those that have died."""
+        if not self._rest:
+            return
+        deadline = time.monotonic() + seconds
+        for rank in self._ranks:
+            while rank.state not in ("T", "Z", ""):
+                if time.monotonic() > deadline:
+                    stacks = {rank.number: rank.stacks()}
+                    raise RankTimeout(self._timeout_message(seconds, stacks), stacks)
+                time.sleep(0.0005)
+            rank.send_signal(signal.SIGCONT)
+        self._rest = False
 
     def _start(self) -> None:
         context = fork_context()
@@ -90,6 +124,10 @@ class RankPool:
                 self._ranks.append(Rank(number, stacks, _serve, (place,), daemon=True))
                 self._connections.append(ours)
                 theirs.close()
+        if SUSPENDS:
+            process_ids = [rank.process.pid for rank in self._ranks]
+            self._guard = context.Process(target=_kill_after_parent, args=(process_ids,), daemon=True)
+            self._guard.start()
 
     def _send(self, message: bytes) -> None:
         for end in self._connections:
@@ -176,6 +214,16 @@ class _Answer:
     error: str | None = None  # the traceback
 
 
+def _kill_after_parent(process_ids: list[int]) -> None:
+    """Wait for the end of the test process, then kill the ranks: suspended ones do not notice it themselves."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    for process_id in process_ids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
+
+
 def _serve(place: _Place) -> None:
     """Join the group, then answer calls until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test process handles Ctrl-C
@@ -200,8 +248,12 @@ def _serve(place: _Place) -> None:
             return
         if request:
             place.connection.send_bytes(_answer(request))
-        elif _destroy_groups():
-            witness = _collect_garbage(witness)
+        else:
+            _forget_the_end_of_the_process()
+            if _destroy_groups():
+                witness = _collect_garbage(witness)
+            if SUSPENDS:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _answer(request: bytes) -> bytes:
@@ -212,6 +264,16 @@ def _answer(request: bytes) -> bytes:
         return _encode(_Answer(result=function(*args, **kwargs)))
     except BaseException:
         return _encode(_Answer(error=traceback.format_exc()))
+
+
+def _forget_the_end_of_the_process() -> None:
+    """Drop what the call has registered for the end of the process: its models and groups would live until then.
+
+    A rank is killed, and so calls nothing at its end.
+    """
+    atexit._clear()
+    threading._threading_atexits.clear()  # type: ignore[attr-defined]
+    signals._last_words.clear()
 
 
 def _destroy_groups() -> bool:

@@ -35,13 +35,17 @@ def test_flags_of_one_rank_are_taken_from_those_of_the_run(flags: str, alone: Al
     ("flags", "words"),
     [
         ("--world-size 8", "--world-size is for --dry-run, which is not given"),
-        ("--dry-run 3", "--dry-run: give it no value"),
-        ("--dry-run --rank", "--rank: give it one value"),
+        ("--dry-run 3", "--dry-run takes no value, got '3'"),
+        ("--dry-run --rank", "--rank needs one value, got none"),
         ("--dry-run --rank 8 --world-size 8", "--rank 8: with --world-size 8, ranks are 0 to 7"),
-        ("--dry-run --world-size many", "--world-size many: give a whole number"),
+        ("--dry-run --world-size many", "--world-size 'many': expected a whole number"),
         ("--as-rank 3", "--as-rank R and --of N belong together"),
         ("--as-rank 3 --of 8 --dry-run", "--as-rank R and --of N belong together"),
-        ("--as-rank -1 --of 8", "--as-rank -1: with --of 8, ranks are 0 to 7"),
+        ("--as-rank 8 --of 8", "--as-rank 8: with --of 8, ranks are 0 to 7"),
+        ("--as-rank -1 --of 8", "--as-rank -1: must be at least 0"),
+        ("--dry-run --world-size 0", "--world-size 0: must be at least 1"),
+        ("--dry-run --dry-run-json", "--dry-run-json needs one value, got none"),
+        (f"--dry-run --dry-run-json {__file__}/all.json", "test_alone.py is no folder: choose another path"),
     ],
 )
 def test_wrong_flags_are_named(flags: str, words: str) -> None:
@@ -59,7 +63,9 @@ def test_a_dry_run_prints_and_writes_what_a_rank_does(
     assert pretrain.main() == 0
     shown = capsys.readouterr().out
     assert "rank 5 of 8 (pp 1, dp 0, cp 0, tp 1): TP 2 x PP 2 x DP 2" in shown
+    assert "s in the optimizer, before it " in shown
     found = json.loads(path.read_text())
+    assert 0 < found["optimizer_seconds"] < found["seconds"]
     assert {each["name"] for each in found["held"]} >= {"layers.1.attention.query"}
     sent = found["work"]["send B"]["messages"]
     assert [(each["kind"], each["ranks"], each["bytes"], each["times"]) for each in sent] == [

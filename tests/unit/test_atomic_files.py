@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megalite.atomic_files import DAY, TEMPORARY, write_atomically
+import pytest
+
+from megalite.atomic_files import DAY, TEMPORARY, require_output, write_atomically
+from megalite.errors import ConfigurationError, FileError
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
@@ -27,3 +30,24 @@ def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> 
         "config.yaml",
         *(f"config.yaml.{name}{TEMPORARY}" for name in kept),
     }
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FileError, match="no regular file"):
+        write_atomically(pipe, b"text")
+    with pytest.raises(ConfigurationError, match=f"^--output {pipe}: is no regular file"):
+        require_output("--output", pipe)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_places_of_output_are_known_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("new", "file", "new/folders/new"):
+        require_output("--output", tmp_path / path)
+    for path, problem in {"file/new": "file is no folder", "file/a/b": "file is no folder", "": "no regular"}.items():
+        with pytest.raises(ConfigurationError, match=problem):
+            require_output("--output", tmp_path / path)
+    assert not (tmp_path / "new").exists()

@@ -22,17 +22,29 @@ def test_least_squares_leave_out_what_would_be_negative() -> None:
 
 
 def test_a_cluster_is_written_as_it_is_read(tmp_path: Path) -> None:
-    for name in ("cpu", "H100-SXM", "selene"):
+    for name in ("cpu", "H100-SXM", "selene", "GB200"):
         cluster = find_cluster(name)
         path = tmp_path / f"{name}.toml"
         path.write_text(as_toml(cluster, "a test"))
         found = find_cluster(str(path))
         assert found.gpu.peak == pytest.approx(cluster.gpu.peak)
-        assert (found.node_ranks, found.nodes) == (cluster.node_ranks, cluster.nodes)
+        assert (found.node_ranks, found.nodes, found.hosts) == (cluster.node_ranks, cluster.nodes, cluster.hosts)
         for field in ("node", "network"):
             assert vars(getattr(found, field)) == pytest.approx(vars(getattr(cluster, field)))
         for field in ("memory", "reserved", "bandwidth", "efficiency", "half", "share", "kernel", "launch"):
             assert getattr(found.gpu, field) == pytest.approx(getattr(cluster.gpu, field))
+
+
+def test_the_kernel_of_attention_that_is_timed_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are as much faster or slower than it as they are known to be."""
+    monkeypatch.setattr(calibration, "_products", lambda *_: {})
+    monkeypatch.setattr(calibration, "_elementwise", lambda *_: (1e-6, 0.8))
+    monkeypatch.setattr(calibration, "_attention", lambda *_: 0.25)
+    monkeypatch.setattr(calibration, "_by_steps", lambda cluster: cluster.gpu)
+    known = find_cluster("H100-SXM")
+    found, before = calibrate(known).gpu.attention, known.gpu.attention
+    assert found["flash-2"] == pytest.approx(0.25)
+    assert found["cudnn"] / found["flash-2"] == pytest.approx(before["cudnn"] / before["flash-2"])
 
 
 @pytest.mark.costly

@@ -63,6 +63,11 @@ def test_rack_is_one_domain() -> None:
     assert find_cluster("GB200").node_ranks == 72
 
 
+@pytest.mark.parametrize(("gpus", "per_host"), [(4, 4), (8, 8), (12, 6), (16, 8), (13, 1)])
+def test_hosts_have_equal_numbers_of_ranks(gpus: int, per_host: int) -> None:
+    assert find_cluster("H100-SXM").per_host(gpus) == per_host
+
+
 def test_file_of_a_user(tmp_path: Path) -> None:
     cluster = find_cluster(written(tmp_path, FILE))
     assert cluster.gpu.name == "mine"
@@ -92,6 +97,9 @@ def test_file_may_name_a_gpu(tmp_path: Path) -> None:
         ("half = 100\n", "half = nan\n", ["gpu.half", "nan"]),
         ("float32 = 2e13, ", "", ["gpu.peak", "float32"]),
         ("[node]", "[node", ["TOML"]),
+        ("ranks = 8", "ranks = 0.5", ["node.ranks", "0.5", "whole number"]),
+        ("nodes = 4", "nodes = 1.5", ["nodes", "1.5", "whole number"]),
+        ("ranks = 8", "ranks = 8\nhosts = 3", ["node.hosts", "3", "divisor of node.ranks, 8"]),
     ],
 )
 def test_mistakes_of_a_file_are_one_line(tmp_path: Path, before: str, after: str, words: list[str]) -> None:
@@ -138,6 +146,29 @@ def test_doctor_gives_links() -> None:
 def test_doctor_without_timings_changes_nothing() -> None:
     cluster = find_cluster("A100-SXM-80GB")
     assert with_doctor(cluster, {"nodes": {}, "timings": []}) == cluster
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": 1}, "all-reduce within a node.ranks is 1: "),
+        ({"ranks": "8"}, "all-reduce within a node.ranks is '8': "),
+        ({"line": {"alpha": -1e-6, "beta": 1e-12}}, "all-reduce within a node.alpha is -1e-06: "),
+        ({"line": {"alpha": 1e-6, "beta": -1e-12}}, "all-reduce within a node.beta is -1e-12: "),
+        ({"line": [1e-6]}, "not a file of doctor"),
+    ],
+)
+def test_doctors_figures_must_be_possible(changes: dict[str, Any], words: str) -> None:
+    found = {"nodes": {}, "timings": [figure("within a node", "all-reduce", 4, 1e-6, 1e-12) | changes]}
+    with pytest.raises(ConfigurationError) as raised:
+        with_doctor(find_cluster("A100-SXM-80GB"), found)
+    assert words in str(raised.value)
+
+
+def test_times_that_do_not_grow_with_the_bytes_say_nothing_of_a_link() -> None:
+    cluster = find_cluster("A100-SXM-80GB")
+    found = {"nodes": {}, "timings": [figure("across nodes", "all-reduce", 4, 1e-6, 0.0)]}
+    assert with_doctor(cluster, found) == cluster
 
 
 def test_file_of_another_kind_is_refused() -> None:

@@ -28,6 +28,13 @@ RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 -
         ("--gpus 4 --scaling 8-16", "^--scaling 8-16: give two numbers of GPUs"),
         ("--gpus 4 --scaling 16..8", "^--scaling 16..8: give two numbers of GPUs"),
         ("--gpus 4 --tokens many", "^--tokens many: give a number, as in 300B or 15T$"),
+        ("--gpus 4 --keep layout --top 3", "^--top 3: nothing is searched"),
+        ("--translate train.sh --top 3", "^--top 3: nothing is searched"),
+        ("--translate train.sh --keep speed", "^--keep speed: give layout, or some of tensor, "),
+        ("--translate train.sh --set NOPE=3", "^train.sh: --set NOPE=3: there is no such variable in it$"),
+        ("--gpus 4 --output small.toml/plan.json", "small.toml is no folder: choose another path$"),
+        ("--gpus 4 --failures-per-gpu-hour 1e308", "hour 1e[+]308: must be 0, or from 1e-12 to 1000$"),
+        ("--gpus 4 --node-mtbf-hours 1e-300", "^--node-mtbf-hours 1e-300: must be from 0.001 to 1e12$"),
         ("--gpus 4 --failures-per-gpu-hour 1 --node-mtbf-hours 1", "both give the failures: drop one$"),
         ("--gpus 4 --no-such-flag", "^unknown flag --no-such-flag"),
         ("--gpus 4 --cluster small.toml", "^small.toml: network.beta is missing"),
@@ -40,12 +47,34 @@ def test_wrong_flags_are_refused_in_a_line(
     flags: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "small.toml").write_text('gpu = "H100-SXM"\nnetwork = { alpha = 1e-6 }\n')
+    (tmp_path / "train.sh").write_text("torchrun --nproc-per-node 4 pretrain_gpt.py --micro-batch-size 1\n")
     (tmp_path / "one_node.toml").write_text('gpu = "H100-SXM"\nnodes = 1\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan.py", *RUN, *flags.split()])
     with pytest.raises(ConfigurationError, match=message) as raised:
         plan.main()
     assert "\n" not in str(raised.value)
+
+
+def shown(flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command prints for the layout of the flags."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", *RUN, "--keep", "layout", *flags.split()])
+    plan.main()
+    return capsys.readouterr().out
+
+
+def test_a_rack_is_many_hosts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown("--gpus 8 --cluster GB200 --node-mtbf-hours 1000", monkeypatch, capsys)
+    assert "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT --nproc-per-node 4 " in text
+    assert "sbatch --nodes=2 --gpus-per-node=4 " in text
+    assert "a failure every 500.0 hours: " in text
+
+
+def test_with_too_many_failures_there_is_no_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = shown("--gpus 8 --failures-per-gpu-hour 1000 --tokens 1T", monkeypatch, capsys)
+    assert "a failure every 0.5 seconds: the run makes no progress" in text
 
 
 def test_its_flags_are_not_those_of_a_run() -> None:

@@ -56,6 +56,13 @@ def test_young_and_daly_are_near_when_saves_are_short() -> None:
     assert interval == pytest.approx(math.sqrt(2 * save * mean) - save, rel=1e-3)
 
 
+@pytest.mark.parametrize("mean", [1e12, 1e16, 1e30])
+def test_rare_failures_take_next_to_nothing(mean: float) -> None:
+    failures = Failures(1 / mean, 10.0, restart=100.0)
+    assert failures.interval == pytest.approx(math.sqrt(20 * mean), rel=1e-4)
+    assert failures.best == pytest.approx(1.0, abs=1e-5)
+
+
 def test_without_failures_or_saves_nothing_is_lost() -> None:
     assert Failures(0.0, 30.0, 300.0).best == 1.0
     assert Failures(0.0, 30.0, 300.0).interval == math.inf

@@ -117,6 +117,21 @@ def test_runs_that_no_layout_splits_are_refused_in_one_line() -> None:
         search(Planner(config, CLUSTER, 4))
 
 
+def test_flags_that_no_layout_mends_are_refused_with_their_reason() -> None:
+    config = run_config()
+    both = replace(config, optimizer=replace(config.optimizer, lr_warmup_iters=1, lr_warmup_fraction=0.1))
+    with pytest.raises(ConfigurationError, match="give the warm-up as "):
+        search(Planner(both, CLUSTER, 2))
+
+
+def test_recomputation_that_changes_nothing_may_be_kept() -> None:
+    config = run_config(experts=2)
+    training = replace(config.training, recompute_granularity="selective", recompute_modules=("moe_act",))
+    keep = ("recompute", "tensor", "pipeline", "context", "micro_batch", "schedule")
+    (found,) = search(Planner(replace(config, training=training), CLUSTER, 2), 1, keep).plans
+    assert found.layout.recompute == "selective"
+
+
 def test_what_is_missing_and_what_would_save_it() -> None:
     planner = Planner(run_config(), small(CLUSTER, 8e8), 2)
     found = search(planner)

@@ -26,7 +26,7 @@ def test_speed_up_is_of_samples_per_second() -> None:
     assert [point.efficiency for point in strong] == [1.0, 0.8, 1.0]
     assert [point.communication for point in strong] == [0.0, 0.25, 0.0]
     first, second = compare(WEAK, [None, None])
-    assert (first.speed_up, second.speed_up, second.efficiency, second.communication) == (1.0, 1.6, 0.8, 0.25)
+    assert (first.speed_up, second.speed_up, second.efficiency, second.communication) == (1.0, 1.6, 0.8, None)
 
 
 def test_the_table_has_a_line_for_each_run() -> None:
@@ -34,6 +34,9 @@ def test_the_table_has_a_line_for_each_run() -> None:
     assert all(len(line) == len(header) for line in lines)
     assert lines[1].split() == ["2", "8", "0.6250", "s", "1.60", "80%", "0.25", "0.5000", "s"]
     assert lines[2].split()[-1] == "-"
+    *_, weak = table(compare(WEAK, [None, None]))  # whose first run has communication
+    assert weak.split()[-3:] == ["80%", "-", "-"]
+    assert len(weak) == len(header)
 
 
 def test_the_picture_has_a_dot_for_each_run_and_dashes_for_the_planner() -> None:
