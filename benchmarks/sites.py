@@ -4,8 +4,8 @@
 
 Each site is a network namespace with ranks in it. A pair of veth devices joins them, and `tc tbf` limits what each
 sends. Latency comes from netem if the kernel has it, else from a relay in a third namespace. Bytes are those that the
-kernel counts on the devices. Needs Linux, root (or CAP_NET_ADMIN and CAP_SYS_ADMIN), and `ip`, `tc` and `nsenter` (iproute2,
-util-linux). The data are those of `make train` if they are in run/, else mock data.
+kernel counts on the devices. Needs Linux, root (or CAP_NET_ADMIN and CAP_SYS_ADMIN), and `ip`, `tc` and `nsenter`
+(iproute2, util-linux). The data are those of `make train` if they are in run/, else mock data.
 """
 
 from __future__ import annotations
