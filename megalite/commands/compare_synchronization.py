@@ -180,10 +180,11 @@ def read_curve(metrics: Path, delay: int) -> Curve:
         raise MegaliteError(f"the program wrote no metrics that can be read to --metrics-path: {error!r}") from None
     if not steps:
         raise MegaliteError("the run had no step")
-    # The slowest rank's own work where it is recorded; the time between ranks of one machine says nothing of a link.
+    # The slowest rank's own work where it is recorded, as means over parts of the run: the time between ranks of one
+    # machine says nothing of a link. The least of them, since what else the machine does only adds to it.
     work = [each[name] for each in steps if (name := "iteration_time_s/slowest_rank_work") in each]
     times = [each["iteration_time_s"] for each in steps]
-    return Curve(losses, sent, statistics.median(work or times[SKIPPED_STEPS:] or times), delay)
+    return Curve(losses, sent, min(work) if work else statistics.median(times[SKIPPED_STEPS:] or times), delay)
 
 
 command = partial(run_tool, main)
