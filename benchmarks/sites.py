@@ -48,6 +48,7 @@ COUNTED = {
 }
 """Methods whose bytes are compared, with one rank per site: each of its messages crosses the link."""
 PROGRAMS = "ip", "tc", "nsenter"
+MAKE_SPACE = "ip", "netns", "add"
 
 
 def run(*command: str) -> str:
@@ -73,12 +74,12 @@ class Network:
 
     def _make(self, rate: str, latency: float) -> None:
         for space in self.spaces:
-            run("ip", "netns", "add", space)
+            run(*MAKE_SPACE, space)
             run("ip", "-n", space, "link", "set", "lo", "up")
         relayed = latency > 0 and not self._has_netem()
         pair = ["site0", "netns", self.spaces[0], "type", "veth", "peer", "name", "site1", "netns", self.spaces[1]]
         if relayed:
-            run("ip", "netns", "add", self._between)
+            run(*MAKE_SPACE, self._between)
             for site, space in enumerate(self.spaces):
                 ends = [f"site{site}", "netns", space, "type", "veth", "peer", "name", f"relay{site}"]
                 run("ip", "link", "add", *ends, "netns", self._between)
