@@ -23,6 +23,7 @@ from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
+from megalite.training.synchronization import synchronization_line
 from megalite.training.trainer import ENDLESS, Trainer
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
@@ -77,6 +78,7 @@ def summary(trainer: Trainer, task: GPTTask) -> dict[str, object]:
         f"{model.hidden_size}{_experts(model)}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": layout_line(trainer),
+        **_synchronization(trainer),
         **_context(task),
         **_pipeline(trainer, task),
         **_optimizer(trainer),
@@ -88,6 +90,11 @@ def summary(trainer: Trainer, task: GPTTask) -> dict[str, object]:
         **{f"  {kind}": line for kind, line in kinds.items()},
         **common_lines(trainer),
     }
+
+
+def _synchronization(trainer: Trainer) -> dict[str, object]:
+    line = synchronization_line(trainer.config, trainer.optimizer)
+    return {} if line is None else {"exchange": line}
 
 
 def _context(task: GPTTask) -> dict[str, object]:

@@ -17,6 +17,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.reduction import Reduction, ReductionOf
 from megalite.optim.replica import BucketState, Replica
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.memory import in_words
 
 if TYPE_CHECKING:
     from megalite.synchronization.local_update import LocalUpdate
@@ -113,3 +114,21 @@ def planned_states(config: TaskConfig, mesh: ParallelMesh) -> PlannedStates:
 
     kinds = tuple(states.bucket_states(chosen, config.parallel.zero_stage))
     return PlannedStates(kinds, partial(states.rank_states, chosen), chosen.replicas(mesh.size("dp")))
+
+
+def synchronization_line(config: TaskConfig, optimizer: Optimizer) -> str | None:
+    """Return in words how data-parallel ranks communicate less, and what a rank keeps for it; None if they do not."""
+    chosen = config.synchronization
+    within, between = chosen.compression_within, chosen.compression_between
+    replicas = optimizer.mesh.counterparts.size
+    parts = [
+        f"gradients in {within}" if within != "none" else "",
+        f"{replicas} replicas, {chosen.local_update} every {chosen.local_update_period} steps" if replicas > 1 else "",
+        f"{chosen.sites} sites" if chosen.sites > 1 else "",
+        f"{between} between them" if between != "none" else "",
+    ]
+    if not any(parts):
+        return None
+    flats = [flat for buckets in optimizer.bucket_states.values() for bucket in buckets for flat in bucket]
+    kept = sum(values.nbytes for values in (*flats, *optimizer.rank_states.values()))
+    return ", ".join(filter(None, parts)) + (f"; {in_words(kept)} of state a rank" if kept else "")
