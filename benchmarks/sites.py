@@ -39,8 +39,12 @@ METHODS = {
     PLAIN: "",
     "hierarchical": "--sites 2",
     "hierarchical, int8 between": "--sites 2 --gradient-compression none int8",
-    "diloco": "--sites 2 --local-update diloco --local-update-period 10",
+    "diloco, period 10": "--sites 2 --local-update diloco --local-update-period 10",
+    "diloco, period 50": "--sites 2 --local-update diloco --local-update-period 50",
 }
+LONGER = {"diloco, period 10": 4, "diloco, period 50": 4}
+"""Times that a method gets the steps of the others: it takes more of them, which send less."""
+LEAVES = METHODS["diloco, period 10"].split()
 COUNTED = {
     PLAIN: "",
     "int8": "--gradient-compression int8",
@@ -184,8 +188,12 @@ class Training:
 
     def message(self, rank: int) -> list[str]:
         """Return the errors that a rank has printed."""
-        lines = (self.folder / f"rank_{rank}.log").read_text(errors="replace").splitlines()
+        lines = self.lines(rank)
         return [line for line in lines if line.startswith("error:")] or lines[-5:]
+
+    def lines(self, rank: int) -> list[str]:
+        """Return what a rank has printed."""
+        return (self.folder / f"rank_{rank}.log").read_text(errors="replace").splitlines()
 
     def fail(self) -> None:
         """End the benchmark with what rank 0 says."""
@@ -235,10 +243,8 @@ def time_to(loss: float, records: Sequence[dict[str, Any]], sent: Sequence[int])
 def leaving(network: Network, ranks: int, words: Sequence[str]) -> dict[str, Any]:
     """Let a site leave and come back: kill its ranks, resume without it, and then with it.
 
-    Alone, the site has one replica: it goes on from the mean of both.
+    Alone, the other site is one replica, which needs no local updates: it goes on from the mean of both.
     """
-    diloco = METHODS["diloco"].split()
-    alone = diloco[2:] if ranks > 1 else []
     found: dict[str, Any] = {}
     with TemporaryDirectory(prefix="megalite-sites-") as folder:
         saved = ["--save", f"{folder}/run", "--save-interval", "10", "--resume", "auto"]
@@ -248,7 +254,7 @@ def leaving(network: Network, ranks: int, words: Sequence[str]) -> dict[str, Any
             own.mkdir()
             return Training(network, sites, ranks, [*words, *saved, *method, "--train-iters", str(steps)], own)
 
-        both = train("both", range(SITES), 60, diloco)
+        both = train("both", range(SITES), 60, LEAVES)
         both.wait_for_step(25)
         both.kill(1)
         killed = time.perf_counter()
@@ -257,13 +263,14 @@ def leaving(network: Network, ranks: int, words: Sequence[str]) -> dict[str, Any
         found["exit codes of the other site"] = codes[:ranks]
         found["its message"] = both.message(0)
         found["last step"] = both.records()[-1]["iteration"]
-        for name, sites, method in (("one site", [0], alone), ("both again", range(SITES), diloco)):
-            first = found["last step"] // 10 * 10 if name == "one site" else 40
-            records = train(name, sites, first + 20 if name == "one site" else 60, method).finish()
+        for name, sites, steps, method in (("one site", [0], 40, []), ("both again", range(SITES), 60, LEAVES)):
+            training = train(name, sites, steps, method)
+            records = training.finish()
             found[name] = {
                 "flags": " ".join(method),
                 "steps": [records[0]["iteration"], records[-1]["iteration"]],
                 "first and last loss": [records[0]["lm_loss"], records[-1]["lm_loss"]],
+                "notes": [line for line in training.lines(0) if "replica" in line],
             }
     return found
 
@@ -303,7 +310,8 @@ def main() -> None:
         results["latency"] = f"{arguments.latency} s each way, by {network.latency}"
         figures: dict[str, Figures] = {}
         for name, flags in METHODS.items():
-            course = [*words, *flags.split(), "--train-iters", str(arguments.steps)]
+            steps = arguments.steps * LONGER.get(name, 1)
+            course = [*words, *flags.split(), "--train-iters", str(steps)]
             figures[name] = time_to(arguments.loss, *measured(network, arguments.ranks, course))
             results[f"to a loss of {arguments.loss}"] = {key: vars(each) for key, each in figures.items()}
             print(name, figures[name], flush=True)
