@@ -39,6 +39,7 @@ class MicroBatchLoader:
         micro_batch_size: samples in a micro-batch.
         data_parallel_rank: this rank's position among the ranks that share a step's samples.
         data_parallel_size: the number of those ranks.
+        replicas: number of equal blocks of those ranks, each of which has consecutive samples of a step.
         vocab_size: tokens must be below it; data without a record of its tokenizer may have larger ones.
         num_workers: threads that read the next step's micro-batches during this step; 0: read when requested.
         verification: check of the data files; if it finds damage, the run ends at the next step. None: no check.
@@ -51,6 +52,7 @@ class MicroBatchLoader:
     data_parallel_rank: int
     data_parallel_size: int
     vocab_size: int
+    replicas: int = 1
     num_workers: int = 0
     verification: Verification | None = None
     routing: RoutingRecords | None = None
@@ -77,8 +79,10 @@ class MicroBatchLoader:
         return [ready[samples].result() for samples in wanted]
 
     def _samples(self, consumed_samples: int, num_micro_batches: int) -> list[range]:
-        place = (self.micro_batch_size, self.data_parallel_rank, self.data_parallel_size)
-        return [micro_batch_samples(consumed_samples, m, *place) for m in range(num_micro_batches)]
+        size = self.data_parallel_size // self.replicas
+        replica, rank = divmod(self.data_parallel_rank, size)
+        first = consumed_samples + replica * num_micro_batches * self.micro_batch_size * size
+        return [micro_batch_samples(first, m, self.micro_batch_size, rank, size) for m in range(num_micro_batches)]
 
     def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
         if self._executor is None:

@@ -56,6 +56,7 @@ def make_loader(
         data_parallel_rank=mesh.coordinate("dp"),
         data_parallel_size=mesh.size("dp"),
         vocab_size=data.tokenizer.vocab_size,
+        replicas=config.synchronization.replicas(mesh.size("dp")),
         num_workers=config.data.num_workers,
         verification=data.verification,
         routing=routing,

@@ -29,6 +29,7 @@ EXACT = {
     "randomk": "randomk --compression-ratio 1",
     "powersgd": "powersgd --compression-rank 16",
 }
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss"
 LAYOUTS = {
     "dp 2": (2, ""),
     "dp 3": (3, "--global-batch-size 6"),
@@ -36,6 +37,7 @@ LAYOUTS = {
     "tp 2": (4, "--tp 2 --sequence-parallel"),
     "pp 2": (4, "--pp 2 --overlap-grad-reduce"),
     "cp 2": (4, "--cp 2 --hidden-dropout 0"),
+    "experts": (4, f"{EXPERTS} --ep 2"),
     "zb-v": (4, "--pp 2 --pipeline-schedule zb-v --num-layers 4"),
 }
 LOSSY = ["fp16", "bf16", "int8", "fp8", "topk", "randomk", "threshold", "signsgd", "count-sketch", "powersgd"]

@@ -78,7 +78,6 @@ class Method:
     delay: int = 0
     mixing: float = 0.0
     fragments: list[set[str]] | None = None  # names of the tensors in each
-    copies: int = 1  # data-parallel ranks of a replica
     batch: int = BATCH
 
     def train(self) -> tuple[list[float], list[Tensors]]:
@@ -94,9 +93,9 @@ class Method:
             local = number + 1 - self.warmup
             totals = []
             for replica, weights in enumerate(replicas):
-                ranks = self.replicas * self.copies
-                samples = range(number * self.batch, (number + 1) * self.batch)
-                numbers = [n for n in samples if n % ranks // self.copies == replica]
+                size = self.batch // self.replicas
+                begin = number * self.batch + replica * size
+                numbers = [*range(begin, begin + size)]
                 totals.append(loss_of(weights, data, numbers))
                 tokens[replica] += totals[-1][1]
             losses.append(sum(total.item() for total, _ in totals) / sum(count for _, count in totals))
@@ -193,17 +192,17 @@ CASES = {
         Method(2, 3, 0, 0.7, 0.9),
     ),
     "stages": ("--local-update diloco --local-update-period 3 --pp 2", 4, Method(2, 3, 0, 0.7, 0.9)),
-    "sites": ("--local-update local-sgd --local-update-period 4 --sites 2", 4, Method(2, 4, copies=2)),
+    "sites": ("--local-update local-sgd --local-update-period 4 --sites 2", 4, Method(2, 4)),
     "sharded sites": (
         "--local-update diloco --local-update-period 3 --sites 2 --data-parallel-sharding-strategy optim_grads_params",
         4,
-        Method(2, 3, 0, 0.7, 0.9, copies=2),
+        Method(2, 3, 0, 0.7, 0.9),
     ),
     "sharded optimizer": (
         "--local-update diloco --local-update-period 3 --sites 2 --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather",
         4,
-        Method(2, 3, 0, 0.7, 0.9, copies=2),
+        Method(2, 3, 0, 0.7, 0.9),
     ),
 }
 
@@ -232,3 +231,15 @@ def test_one_step_of_sgd_a_period_is_plain_data_parallelism(flags: str, rank_poo
             assert_number_close(loss, of_plain, "loss")
         for name, (_, values) in ours.held.items():
             assert_parameter_close(values, theirs.held[name][1], 0.5, name)
+
+
+def test_replicas_of_experts_train_alike_on_every_layout(rank_pools: RankPools) -> None:
+    flags = (
+        "--local-update diloco --local-update-period 3 --sites 2 --num-experts 4 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+    )
+    plain = rank_pools(4).run(run, flags)
+    for layout in ("--ep 2", "--ep 2 --use-distributed-optimizer", "--tp 2 --sequence-parallel --etp 1 --ep 2"):
+        for ours, theirs in zip(rank_pools(4).run(run, f"{flags} {layout}"), plain, strict=True):
+            for loss, other in zip(ours.losses, theirs.losses, strict=True):
+                assert_number_close(loss, other, layout, 1e-9)
