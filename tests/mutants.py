@@ -57,6 +57,7 @@ _AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm
 _COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_SERVERS = "tests/distributed/test_parameter_server.py::test_"
 _RULES = "tests/distributed/test_layouts_rules.py::test_"
 _PARALLEL_LAYERS = "tests/distributed/test_parallel_layers.py::test_parallel_layers_train_as_plain_torch["
 _POST_TRAINING = "tests/distributed/test_post_training.py::test_"
@@ -1110,9 +1111,30 @@ MUTANTS = (
     Mutant(
         "sizes that no machine holds are tried",
         "megalite/config/validate.py",
-        "    _raise(_sizes(config, world_size))",
+        "    _raise(_sizes(config, workers))",
         "",
         "tests/unit/test_config_validate.py::test_what_no_machine_holds_is_refused_by_arithmetic",
+    ),
+    Mutant(
+        "a worker gets weights that are staler than the bound",
+        "megalite/synchronization/parameter_server_order.py",
+        "message.step - (0 if meets else self.max_staleness)",
+        "message.step - (0 if meets else self.max_staleness + 1)",
+        f"{_SERVERS}staleness_has_its_bound_and_updates_are_those_of_a_replay[1]",
+    ),
+    Mutant(
+        "a step waits for its backup workers",
+        "megalite/synchronization/parameter_server_order.py",
+        "len(waiting) >= self.workers - self.backup_workers",
+        "len(waiting) >= self.workers",
+        f"{_SERVERS}backup_workers_are_not_waited_for",
+    ),
+    Mutant(
+        "servers average over gradients, not over tokens",
+        "megalite/synchronization/parameter_server.py",
+        "gradients.div_(count)",
+        "gradients.div_(count / len(finite)).div_(len(workers))",
+        f"{_SERVERS}a_gradient_that_is_not_finite_is_dropped",
     ),
     Mutant(
         "a flag that is refused is suggested",
@@ -5770,7 +5792,7 @@ MUTANTS = (
     Mutant(
         "links between stages wait for torch's own half hour",
         "megalite/parallel/mesh.py",
-        "new_process_group(self.rank, ranks, unique_name, self._timeout)",
+        "new_process_group(self.rank, ranks, unique_name, timeout)",
         "new_process_group(self.rank, ranks, unique_name, None)",
         "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
     ),
