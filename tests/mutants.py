@@ -57,6 +57,7 @@ _AGREEMENT = "tests/unit/test_megatron_agreement.py::test_loss_and_gradient_norm
 _COMMANDS = "tests/end_to_end/test_megatron_commands.py::test_a_command_"
 _EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_SERVERS = "tests/distributed/test_parameter_server.py::test_"
 _RULES = "tests/distributed/test_layouts_rules.py::test_"
 _PARALLEL_LAYERS = "tests/distributed/test_parallel_layers.py::test_parallel_layers_train_as_plain_torch["
 _POST_TRAINING = "tests/distributed/test_post_training.py::test_"
@@ -73,6 +74,7 @@ _PERMUTATION = "tests/kernels/test_permutation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _COMPRESSION = "tests/unit/test_compression.py::test_"
+_IN_RUNS = "tests/distributed/test_"
 _SELFTEST = "tests/kernels/test_selftest.py::test_"
 _OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
 _PACKED = "tests/unit/test_optimizer_packed.py::test_"
@@ -650,6 +652,113 @@ MUTANTS = (
         f"{_QUANTIZATION}blocks_of_no_numbers_of_zeros_and_of_next_to_nothing",
     ),
     Mutant(
+        "a message forgets what the last one has left out",
+        "megalite/synchronization/packer.py",
+        '            values.add_(self.state["residual"].view(values.shape), alpha=self._loss_scale)\n',
+        "            pass\n",
+        f"{_IN_RUNS}compression.py::test_a_run_is_a_plain_loop[topk]",
+    ),
+    Mutant(
+        "a skipped step replaces residuals",
+        "megalite/synchronization/packer.py",
+        "        self._corrected = values\n        return packed\n",
+        "        self._corrected = values\n        self.keep()\n        return packed\n",
+        f"{_IN_RUNS}compression.py::test_an_infinity_anywhere_skips_the_step_everywhere_and_leaves_no_trace"
+        "[--gradient-compression int8]",
+    ),
+    Mutant(
+        "residuals keep the loss scale",
+        "megalite/synchronization/packer.py",
+        "torch.div(left_out, self._loss_scale, out=",
+        "torch.div(left_out, 1.0, out=",
+        f"{_IN_RUNS}compression.py::test_residuals_follow_the_loss_scale",
+    ),
+    Mutant(
+        "padding keeps the noise of signs",
+        "megalite/synchronization/packer.py",
+        "            zero_padding(self._layout, self._left_out.view(-1), self._begin)\n",
+        "",
+        f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[onebit-adam]",
+    ),
+    Mutant(
+        "ranks apply a sum that only its owner has",
+        "megalite/synchronization/compressed.py",
+        "            shard.copy_(self._without_padding(restored[0]))\n",
+        "            pass\n",
+        f"{_IN_RUNS}compression.py::test_ranks_agree_and_learn[int8-]",
+    ),
+    Mutant(
+        "the velocity of what was sent is not forgotten",
+        "megalite/synchronization/deep_gradient.py",
+        ".masked_fill_(corrected != left_out, 0.0)",
+        "",
+        f"{_IN_RUNS}compression.py::test_a_run_is_a_plain_loop[dgc]",
+    ),
+    Mutant(
+        "1-bit Adam goes on correcting the bias of its frozen moment",
+        "megalite/synchronization/onebit_adam.py",
+        "1.0 - config.adam_beta2**self._warmup",
+        "1.0 - config.adam_beta2**step",
+        f"{_IN_RUNS}compression.py::test_a_run_is_a_plain_loop[onebit-adam]",
+    ),
+    Mutant(
+        "PowerSGD forgets its factors in a checkpoint",
+        "megalite/synchronization/states.py",
+        "        if isinstance(accumulator.reduction, LowRankReduction) and len(accumulator.reduction.factor)\n",
+        "        if False\n",
+        f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[powersgd]",
+    ),
+    Mutant(
+        "replicas divide by the counts of all",
+        "megalite/training/trainer.py",
+        "return of_replica if self.local_update.is_local else counts",
+        "return counts",
+        f"{_IN_RUNS}local_update.py::test_replicas_are_networks_that_exchange_weights[local sgd]",
+    ),
+    Mutant(
+        "the outer momentum has no look-ahead",
+        "megalite/synchronization/local_update.py",
+        "            gradient = gradient.add(momentum, alpha=decay)\n",
+        "            gradient = momentum\n",
+        f"{_IN_RUNS}local_update.py::test_replicas_are_networks_that_exchange_weights[diloco]",
+    ),
+    Mutant(
+        "FedAvg counts its replicas, not their tokens",
+        "megalite/synchronization/local_update.py",
+        "return float(self.tokens) / total if total else 1.0 / self.replicas.size",
+        "return 1.0 / self.replicas.size",
+        f"{_IN_RUNS}local_update.py::test_replicas_are_networks_that_exchange_weights[fedavg]",
+    ),
+    Mutant(
+        "the weights that other ranks of a replica own are not exchanged",
+        "megalite/synchronization/local_update.py",
+        "            collectives.all_gather_async(masters, group, out=shard.master).wait()\n",
+        "            pass\n",
+        f"{_IN_RUNS}local_update.py::test_replicas_are_networks_that_exchange_weights[sites]",
+    ),
+    Mutant(
+        "replicas skip steps on their own",
+        "megalite/optim/optimizer.py",
+        "if self.exchange is not None and not self.exchange.agreed(not result.skipped):",
+        "if self.exchange is not None and result.skipped:",
+        f"{_IN_RUNS}compression.py::test_an_infinity_anywhere_skips_the_step_everywhere_and_leaves_no_trace"
+        "[--local-update diloco --local-update-period 3]",
+    ),
+    Mutant(
+        "an exchange that is under way is lost in a checkpoint",
+        "megalite/synchronization/local_update.py",
+        "        *((EXCHANGED,) if config.local_update_delay else ()),\n",
+        "",
+        f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[under way]",
+    ),
+    Mutant(
+        "the samples of a replica depend on how many ranks it has",
+        "megalite/data/loader.py",
+        "replica * num_micro_batches * self.micro_batch_size * size",
+        "replica * num_micro_batches * self.micro_batch_size",
+        f"{_IN_RUNS}local_update.py::test_replicas_are_networks_that_exchange_weights[sites]",
+    ),
+    Mutant(
         "a part with a NaN at a place that is not sent looks finite",
         "megalite/synchronization/compressor.py",
         "return (values.amax(1).isfinite() & values.amin(1).isfinite())[:, None]",
@@ -1002,9 +1111,30 @@ MUTANTS = (
     Mutant(
         "sizes that no machine holds are tried",
         "megalite/config/validate.py",
-        "    _raise(_sizes(config, world_size))",
+        "    _raise(_sizes(config, workers))",
         "",
         "tests/unit/test_config_validate.py::test_what_no_machine_holds_is_refused_by_arithmetic",
+    ),
+    Mutant(
+        "a worker gets weights that are staler than the bound",
+        "megalite/synchronization/parameter_server_order.py",
+        "message.step - (0 if meets else self.max_staleness)",
+        "message.step - (0 if meets else self.max_staleness + 1)",
+        f"{_SERVERS}staleness_has_its_bound_and_updates_are_those_of_a_replay[1]",
+    ),
+    Mutant(
+        "a step waits for its backup workers",
+        "megalite/synchronization/parameter_server_order.py",
+        "len(waiting) >= self.workers - self.backup_workers",
+        "len(waiting) >= self.workers",
+        f"{_SERVERS}backup_workers_are_not_waited_for",
+    ),
+    Mutant(
+        "servers average over gradients, not over tokens",
+        "megalite/synchronization/parameter_server.py",
+        "gradients.div_(count)",
+        "gradients.div_(count / len(finite)).div_(len(workers))",
+        f"{_SERVERS}a_gradient_that_is_not_finite_is_dropped",
     ),
     Mutant(
         "a flag that is refused is suggested",
@@ -5662,7 +5792,7 @@ MUTANTS = (
     Mutant(
         "links between stages wait for torch's own half hour",
         "megalite/parallel/mesh.py",
-        "new_process_group(self.rank, ranks, unique_name, self._timeout)",
+        "new_process_group(self.rank, ranks, unique_name, timeout)",
         "new_process_group(self.rank, ranks, unique_name, None)",
         "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
     ),

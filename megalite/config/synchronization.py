@@ -16,6 +16,7 @@ from megalite.config.fields import (
     ShareBelowOne,
     needs,
 )
+from megalite.config.parameter_server import server_problems
 from megalite.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -90,11 +91,12 @@ class SynchronizationConfig:
     num_servers: PositiveInt = 1
     """Ranks, the last ones, that keep the weights for asynchronous parameter-server."""
     max_staleness: NonNegativeInt = 0
-    """Updates by which the weights of a worker may be behind those of the slowest one's step."""
+    """Steps by which a worker may be ahead of the slowest one: 0 makes one update of a step's gradients; otherwise each
+    worker's gradient is an update of its own."""
     backup_workers: NonNegativeInt = 0
-    """Workers whose gradients a step does not wait for."""
+    """Workers whose gradients a step does not wait for; late ones are dropped."""
     drop_stragglers_after: PositiveFloat | None = None
-    """Time after which a step does not wait for late workers, in units of the median step's."""
+    """Time for which a step waits for late workers after the first one, in units of the median time of a gradient."""
 
     @property
     def compresses(self) -> bool:
@@ -104,6 +106,15 @@ class SynchronizationConfig:
     def has_replicas(self) -> bool:
         """True if replicas have weights of their own."""
         return self.local_update != "none"
+
+    @property
+    def has_servers(self) -> bool:
+        """True if the last ranks are parameter servers."""
+        return self.asynchronous != "none"
+
+    def workers(self, world_size: int) -> int:
+        """Return the number of ranks that compute gradients."""
+        return max(world_size - self.num_servers, 1) if self.has_servers else world_size
 
     @property
     def is_hierarchical(self) -> bool:
@@ -177,6 +188,11 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
         return
     yield from _compression_problems(config)
     yield from _local_update_problems(config)
+    if chosen.has_servers:
+        yield from server_problems(config, world_size)
+        return
+    needed = "--asynchronous parameter-server"
+    yield from needs(chosen, "num_servers max_staleness backup_workers drop_stragglers_after", needed)
     yield from _site_problems(config, world_size)
     yield from _algorithm_problems(config)
 

@@ -53,7 +53,8 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
-        copies = max(config.parallel.data_parallel_size(world_size), 1)
+        workers = config.synchronization.workers(world_size)
+        copies = max(config.parallel.data_parallel_size(workers), 1)
         size = schedule[-1][1] if schedule else training.micro_batch_size * copies
         config = replace(config, training=replace(training, global_batch_size=size))
     validate(config, world_size)
@@ -111,11 +112,12 @@ def validate(config: RunConfig, world_size: int) -> None:
         ConfigurationError: some relations do not hold; one line per relation, with the numbers and the flag to change.
     """
     check_numbers(config)
-    _raise(_sizes(config, world_size))
+    workers = config.synchronization.workers(world_size)
+    _raise(_sizes(config, workers))
     model, data, training, save = config.model, config.data, config.training, config.checkpoint.save
     tensorboard_dir = config.logging.tensorboard_dir
     problems = (
-        _division(config, world_size, data.seq_length),
+        _division(config, workers, data.seq_length),
         profiling_problems(config.profiling, save, tensorboard_dir, training.train_iters, world_size),
         context_parallel_problems(config.parallel, model, data.seq_length),
         _experts(config),

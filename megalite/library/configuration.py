@@ -33,6 +33,7 @@ _REFUSED = {
     "checkpoint": "save resume moe_use_upcycling use_checkpoint_args use_checkpoint_opt_param_scheduler",
     "optimizer": "optimizer lr",
     "logging": "log_validation_ppl_to_tensorboard",
+    "synchronization": "asynchronous num_servers max_staleness backup_workers drop_stragglers_after",
 }
 
 

@@ -129,6 +129,11 @@ class Optimizer:
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     @property
+    def has_tallies(self) -> bool:
+        """True if modules count something during a step."""
+        return bool(self._tallies)
+
+    @property
     def own_states(self) -> list[tuple[str, State]]:
         """State whose shape differs from that of its parameter, with its name."""
         return [named for shard in self.shards for states in shard.own_states for named in states.items()]
@@ -220,7 +225,15 @@ class Optimizer:
         """
         for part in self._completion():
             part.run()
+        return self.measure(loss_scale)
+
+    def measure(self, loss_scale: float = 1.0) -> StepResult:
+        """Compute the norms of the complete gradients, which have been multiplied by `loss_scale`."""
         return StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
+
+    def update(self, rates: Rates, gradient_norm: float) -> None:
+        """Clip the complete gradients by their norm and apply them."""
+        self._update(rates, self._clipping(gradient_norm))
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradient reduction, clip and update.

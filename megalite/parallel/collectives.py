@@ -189,6 +189,12 @@ def all_gather_json(value: object, mesh: ParallelMesh, *axes: str) -> list[Any]:
     return [json.loads(row.numpy().tobytes()) for row in _gather_uneven(encoded, group)]
 
 
+def on_any_rank(flags: Sequence[bool], mesh: ParallelMesh) -> list[bool]:
+    """Return for each flag whether it is set on any rank."""
+    numbers = torch.tensor(flags, dtype=torch.float32, device=mesh.device)
+    return [number > 0 for number in all_reduce_(numbers, mesh.world(), "max").tolist()]
+
+
 def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
     """Return the numbers of all ranks, in rank order, on the group's first rank, and an empty list on the others."""
     # All ranks receive the numbers, which are few. A gather to one rank would need NCCL buffers there for every peer.

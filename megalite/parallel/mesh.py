@@ -6,7 +6,7 @@ import copy
 import datetime
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -232,22 +232,27 @@ class ParallelMesh:
         """Return the group of these ranks, which must include this rank."""
         return self._cached_group("group", tuple(sorted(ranks)))
 
-    def link(self, source: int, destination: int) -> Group:
+    def link(self, source: int, destination: int, minutes: float | None = None) -> Group:
         """Return the group in which `source` sends to `destination`. One of them is this rank.
 
-        The opposite direction has its own group. Both ranks must request their links in the same order.
+        The opposite direction has its own group. Both ranks must request their links in the same order. `minutes`: time
+        limit of a message; None for that of collectives.
         """
-        return self._cached_group("link", (source, destination))
+        timeout = None if minutes is None else datetime.timedelta(minutes=minutes)
+        return self._cached_group("link", (source, destination), timeout)
 
-    def _cached_group(self, kind: Kind, ranks: tuple[int, ...]) -> Group:
+    def _cached_group(self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> Group:
         if (kind, ranks) not in self._groups:
-            process_group = self._make_process_group(kind, ranks)
+            timeout = timeout or self._timeout
+            process_group = self._make_process_group(kind, ranks, timeout)
             self._groups[kind, ranks] = Group(
-                ranks, ranks.index(self.rank), process_group, self.waits, self._timeout, traffic=self.traffic
+                ranks, ranks.index(self.rank), process_group, self.waits, timeout, traffic=self.traffic
             )
         return self._groups[kind, ranks]
 
-    def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _make_process_group(
+        self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None
+    ) -> dist.ProcessGroup | None:
         """Make a process group, on its members only. Its name has its ranks and a count, which makes it unique.
 
         Raises:
@@ -263,7 +268,7 @@ class ParallelMesh:
             return f"{name} #{store.add(f'{name} on {self.rank}', 1)}"
 
         try:
-            return new_process_group(self.rank, ranks, unique_name, self._timeout)
+            return new_process_group(self.rank, ranks, unique_name, timeout)
         except RuntimeError as error:
             raise CommunicationError(
                 f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
@@ -293,5 +298,20 @@ class UnconnectedMesh(ParallelMesh):
 
     is_connected = False
 
-    def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _make_process_group(
+        self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None
+    ) -> dist.ProcessGroup | None:
         return None
+
+
+class PartMesh(ParallelMesh):
+    """Mesh of consecutive ranks of a run, which are data-parallel and are numbered from 0, as in a run of their own."""
+
+    def __init__(self, whole: ParallelMesh, first: int, count: int) -> None:
+        super().__init__(rank=whole.rank - first, world_size=count, device=whole.device, timeout=whole._timeout)
+        self.whole, self.first = whole, first
+        self.waits, self.traffic = whole.waits, whole.traffic
+
+    def _cached_group(self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> Group:
+        group = self.whole._cached_group(kind, tuple(self.first + rank for rank in ranks), timeout)
+        return replace(group, ranks=ranks)

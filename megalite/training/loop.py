@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalite.config.run import TaskConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles
@@ -54,7 +52,7 @@ class TrainingLoop:
         self.trainer, self.display = trainer, display
         self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
-        self._startup = startup
+        self.startup = startup
         self._timed = trainer.iteration
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
@@ -87,7 +85,7 @@ class TrainingLoop:
             with self.sections(START):
                 self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self._startup.over()
+            self.startup.over()
             self._progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.over)
@@ -254,21 +252,22 @@ class TrainingLoop:
         """Combine the requests and the save status of all ranks, in one all-reduce per step."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving)
+        flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving
+        asked, *others = self.trainer.agree(flags)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 
     def _told_to_stop(self) -> bool:
         """Tell whether this rank must stop: because of a signal, the time limit, a STOP file or the end of the job."""
         minutes = self.config.training.exit_duration_in_mins
-        late = minutes is not None and time.monotonic() - self._startup.began >= 60.0 * minutes
+        late = minutes is not None and time.monotonic() - self.startup.began >= 60.0 * minutes
         return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
 
     def _job_ends(self) -> bool:
         """Tell whether the job ends too soon for another step. Rank 0 decides, by its clock."""
         trainer = self.trainer
-        if self._startup.job_end is None or self.mesh.rank != 0:
+        if self.startup.job_end is None or self.mesh.rank != 0:
             return False
-        left = self._startup.job_end - time.time()
+        left = self.startup.job_end - time.time()
         due = trainer.evaluation_due(trainer.iteration + 1)
         evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
@@ -277,8 +276,7 @@ class TrainingLoop:
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
         """Return for each flag whether it is set on any rank."""
-        numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
-        return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
+        return collectives.on_any_rank(flags, self.mesh)
 
     # ------------------------------------------------------------------------------------------------ records
 

@@ -12,19 +12,36 @@ import torch
 from megalite.checkpoint.plan import RankStates
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
+from megalite.errors import ConfigurationError
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.reduction import Reduction, ReductionOf
 from megalite.optim.replica import BucketState, Replica
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, PartMesh
 from megalite.training.memory import in_words
 
 if TYPE_CHECKING:
     from megalite.synchronization.local_update import LocalUpdate
 
 
+def part_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
+    """Return the mesh of the ranks with the same role: of all ranks, or of the workers or the servers."""
+    if not config.synchronization.has_servers:
+        return mesh
+    servers = config.synchronization.num_servers
+    workers = mesh.world_size - servers
+    return PartMesh(mesh, 0, workers) if mesh.rank < workers else PartMesh(mesh, workers, servers)
+
+
 def replica_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
-    """Return the mesh of the ranks that have the same weights: of this rank's replica, or of all ranks."""
+    """Return the mesh of the ranks that have the same weights: of this rank's replica, or of all ranks.
+
+    Raises ConfigurationError if parameter servers were to be a part of something else than a run.
+    """
+    if config.synchronization.has_servers:
+        if not isinstance(mesh, PartMesh):
+            raise ConfigurationError("--asynchronous parameter-server needs a run, not --dry-run or --as-rank")
+        return mesh.replica(mesh.world_size)
     replicas = config.synchronization.replicas(mesh.size("dp"))
     return mesh.replica(replicas) if replicas > 1 else mesh
 

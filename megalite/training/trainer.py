@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,6 +24,7 @@ from megalite.optim.replica import ANCHOR
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import on_any_rank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
@@ -43,6 +44,9 @@ from megalite.training.resume import ResumePoint, check_schedule_unit
 from megalite.training.synchronization import make_local_update, replica_mesh, show_states
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
+
+if TYPE_CHECKING:
+    from megalite.training.loop import TrainingLoop
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
@@ -89,6 +93,8 @@ class Trainer:
         stages = task.stages()
         self.replica = replica = replica_mesh(config, mesh)
         """Mesh of the ranks that have the same weights: all of them, unless replicas update their own."""
+        self.together = mesh
+        """Mesh of the ranks that run each step together, and add up its counts and sums."""
         self.chunks = task.make_chunks(replica, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
@@ -161,7 +167,7 @@ class Trainer:
         micro_batches = self.task.begin_step(micro_batches, self.consumed_samples)
         terms = self.terms if terms is None else terms
         own_counts = loss_terms.counted(terms, micro_batches, self.mesh.device)
-        counts = loss_terms.total_counts(terms, own_counts, self.mesh)
+        counts = loss_terms.total_counts(terms, own_counts, self.together)
         of_replica = counts if self.local_update is None else self._counts_of_replica(terms, own_counts, counts)
 
         self.network.train()
@@ -261,6 +267,14 @@ class Trainer:
                 f"{self.mesh.size('dp')} data-parallel ranks: begin with fewer ranks"
             )
         return whole
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank. Called after each step."""
+        return on_any_rank(flags, self.mesh)
+
+    def run(self, loop: TrainingLoop) -> int:
+        """Run the loop. Returns the exit code of the program."""
+        return loop.run()
 
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""

@@ -256,3 +256,25 @@ def test_an_infinity_anywhere_skips_the_step_everywhere_and_leaves_no_trace(flag
         for name, values in found[0].items():
             assert_bits_equal(found[1][name], values, name)
             assert torch.isfinite(found[2][name]).all()
+
+
+def losses_and_residuals(flags: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of four steps, and the residuals of the first bucket."""
+    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), **config.parallel.mesh_sizes)
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    with trainer.loader:
+        losses = [trainer.step().loss for _ in range(4)]
+    packers = getattr(trainer.optimizer.buckets[0].accumulators[0].reduction, "packers", {})
+    return losses, {name: packer.state["residual"] for name, packer in packers.items()}
+
+
+def test_residuals_follow_the_loss_scale(rank_pools: RankPools) -> None:
+    """A loss scale that is doubled after each step gives the bits of one that stays."""
+    flags = "--fp16 --no-fp64 --gradient-compression bf16 --initial-loss-scale 256 --min-loss-scale 1"
+    growing = rank_pools(2).run(losses_and_residuals, f"{flags} --loss-scale-window 1")
+    steady = rank_pools(2).run(losses_and_residuals, flags)
+    for (losses, residuals), (others, wanted) in zip(growing, steady, strict=True):
+        assert losses == pytest.approx(others, rel=1e-3)  # activations underflow less at a larger scale
+        for name, values in residuals.items():
+            assert values.norm().item() == pytest.approx(wanted[name].norm().item(), rel=0.1)

@@ -169,6 +169,48 @@ def test_others_have_no_sites_of_their_nodes() -> None:
         assert resolve(config_of(flags), 4, 2).synchronization.sites == 1
 
 
+SERVER = "--asynchronous parameter-server"
+SERVERS = {
+    "--num-servers 4": "--num-servers 4 of 4 ranks leaves no worker",
+    "--backup-workers 3": "--backup-workers 3 of 3 workers leaves none whose gradients are applied",
+    "--backup-workers 1 --max-staleness 1": (
+        "--backup-workers and --drop-stragglers-after leave late gradients out of a step: drop --max-staleness"
+    ),
+    "--drop-stragglers-after 2 --max-staleness 1": (
+        "--backup-workers and --drop-stragglers-after leave late gradients out of a step: drop --max-staleness"
+    ),
+    "--tp 2 --num-servers 2": f"{SERVER}: a worker is one rank: drop --tp, --pp, --cp and --ep",
+    "--global-batch-size 8": "--global-batch-size 8 is not a multiple of --micro-batch-size 2 x 3 data-parallel ranks",
+    f"{COMPRESSION} int8": f"{SERVER}: drop {COMPRESSION}",
+    LOCAL: f"{SERVER}: drop --local-update",
+    "--sites 2": f"{SERVER}: drop --sites",
+    "--all-reduce-algorithm ring": f"{SERVER}: drop --all-reduce-algorithm",
+    "--use-distributed-optimizer": (
+        f"{SERVER}: drop --use-distributed-optimizer or --data-parallel-sharding-strategy: servers shard the optimizer"
+    ),
+    "--overlap-grad-reduce": f"{SERVER}: drop --overlap-grad-reduce: a worker sends its gradients at once",
+    "--save d --async-save": f"{SERVER}: drop --async-save",
+    "--fp16": f"{SERVER}: drop --fp16: all workers would share its loss scale",
+    "--log-params-norm": f"{SERVER}: drop --log-params-norm: no rank has all masters",
+    "--log-num-zeros-in-grad": f"{SERVER}: drop --log-num-zeros-in-grad: no rank has all gradients",
+    "--save d --profile-pipeline 3": f"{SERVER}: drop --profile-pipeline",
+}
+
+
+@pytest.mark.parametrize("flags", SERVERS)
+def test_what_servers_do_not_do_is_refused(flags: str) -> None:
+    assert problems(f"{SERVER} {flags}", 4) == [SERVERS[flags]]
+
+
+@pytest.mark.parametrize("flag", ["num-servers 2", "max-staleness 1", "backup-workers 1", "drop-stragglers-after 2"])
+def test_options_of_servers_need_them(flag: str) -> None:
+    assert problems(f"--{flag}", 4) == [f"--{flag.split()[0]} needs {SERVER}"]
+
+
+def test_a_batch_is_that_of_the_workers() -> None:
+    assert resolve(config_of(f"{SERVER} --num-servers 2"), 5).training.global_batch_size == 6
+
+
 @st.composite
 def valid_flags(draw: st.DrawFn) -> str:
     """Draw a combination that the documentation allows."""

@@ -1,0 +1,250 @@
+"""Trainers of a run with parameter servers: a worker computes gradients, a server applies them and saves checkpoints.
+
+Workers run the loop, each at its own pace. They meet for evaluations, saves and the end, at the same step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
+from io import StringIO
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+
+from megalite.checkpoint import Manifest
+from megalite.config.run import TaskConfig
+from megalite.config.synchronization import SynchronizationConfig
+from megalite.errors import ConfigurationError
+from megalite.optim.optimizer import StepResult
+from megalite.parallel.mesh import PartMesh
+from megalite.parallel.stage import LossTerm
+from megalite.pipeline.engine import StepObserver
+from megalite.process.signals import StopRequest
+from megalite.storage import AnyPath
+from megalite.synchronization.parameter_server import Link, Server, Worker
+from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
+from megalite.training import loss_terms
+from megalite.training.display import Display
+from megalite.training.load_report import load_notes
+from megalite.training.loss_terms import Totals
+from megalite.training.metrics import StepMetrics
+from megalite.training.resume import ResumePoint
+from megalite.training.task import Task
+from megalite.training.trainer import Gradients, Trainer
+from megalite.watchdog.sections import OPTIMIZER, Sections
+from megalite.watchdog.sections import SAVE as SAVING
+
+if TYPE_CHECKING:
+    from megalite.training.loop import TrainingLoop
+
+
+def make_trainer(
+    config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None = None, sections: Sections | None = None
+) -> WorkerTrainer | ServerTrainer:
+    """Return the trainer of this rank, by its role."""
+    if mesh.device.type == "cuda" and dist.get_backend() != "gloo":
+        raise ConfigurationError(
+            "--asynchronous parameter-server: messages go through host memory: give --distributed-backend gloo"
+        )
+    return (ServerTrainer if mesh.first else WorkerTrainer)(config, task, mesh, directory, sections)
+
+
+def _with(config: TaskConfig, strategy: Literal["no_shard", "optim"], **sections: Any) -> TaskConfig:
+    """Return the configuration of a part of the run, whose buckets have the same parameters in the other part."""
+    parallel = replace(
+        config.parallel,
+        data_parallel_sharding_strategy=strategy,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+    )
+    return replace(config, parallel=parallel, **sections)
+
+
+def _links(config: TaskConfig, mesh: PartMesh) -> list[Link]:
+    """Return the links to the ranks of the other role, in rank order."""
+    whole = mesh.whole
+    workers = whole.world_size - config.synchronization.num_servers
+    pairs = [(worker, server) for worker in range(workers) for server in range(workers, whole.world_size)]
+    return [Link.to(whole, *pair) for pair in pairs if whole.rank in pair]
+
+
+class WorkerTrainer(Trainer):
+    """Trainer of a worker: its optimizer has the gradients and the weights of its own rank, and no state."""
+
+    def __init__(
+        self, config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None, sections: Sections | None
+    ) -> None:
+        without_state = replace(config.optimizer, optimizer="sgd", sgd_momentum=0.0, optimizer_backend="auto")
+        super().__init__(_with(config, "no_shard", optimizer=without_state), task, mesh, None, sections)
+        self.config, self.directory, self.together = config, directory, self.replica
+        if len(self.terms) > 1 or self.optimizer.module_states or self.optimizer.has_tallies:
+            raise ConfigurationError(
+                "--asynchronous parameter-server: servers know the count of one loss term, and update weights alone; "
+                "this network has other terms or state, such as those of experts"
+            )
+        self.worker = Worker(self.optimizer, _links(config, mesh))
+        self._meets = False
+        self._flags: list[bool] = []
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Any] | None = None,
+        terms: Sequence[LossTerm] | None = None,
+        multipliers: Callable[[Totals], Totals] = dict,
+        observer: StepObserver | None = None,
+    ) -> Gradients:
+        """Compute the gradients of the sum of the loss over this rank's samples: servers divide by the count."""
+        (term,) = self.terms
+        return super().forward_backward(micro_batches, terms, lambda _: {term.name: term.weight}, observer)
+
+    def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
+        """Push the gradients and get the weights of the next step, which may not be the following one.
+
+        The record has the means over all gradients that the servers have applied since the last one.
+        """
+        rates, name = self.rates.at(self.consumed_samples), gradients.terms[0].name
+        step = self.iteration + 1
+        seconds = time.perf_counter() - gradients.began
+        with self.sections(OPTIMIZER):
+            is_finite = not self.optimizer.complete().skipped
+            answer = self.worker.exchange(
+                Message(
+                    PUSH,
+                    step,
+                    is_finite,
+                    self._is_meeting(step),
+                    any(self._flags),
+                    seconds,
+                    loss_terms.total_sums(gradients.terms, gradients.sums, self.replica)[name],
+                    gradients.counts[name],
+                    *astuple(rates),
+                )
+            )
+        of_servers = answer.figures
+        with self.sections(SAVING):
+            self.task.end_step(gradients.micro_batches, updated=of_servers.applied > 0)
+        while self.iteration < answer.step:
+            self.consumed_samples += self.batch_size.at(self.consumed_samples)
+            self.iteration += 1
+        self._meets = self._is_meeting(self.iteration) or self.iteration == answer.meeting
+        if answer.stops:
+            self._flags = [True, *self._flags[1:]]
+        self.skips_in_a_row = 0 if of_servers.applied else self.skips_in_a_row + 1
+        self.empty_terms.add(gradients.counts)
+        mean = of_servers.loss / of_servers.count if of_servers.count else math.nan
+        extra = {
+            "staleness/mean": of_servers.staleness_sum / max(of_servers.applied, 1),
+            "staleness/max": of_servers.staleness_max,
+            "dropped_gradients": of_servers.dropped,
+            **figures,
+        }
+        norm = of_servers.gradient_norm if of_servers.applied else math.nan
+        sent, size = self.mesh.traffic.bytes_sent - gradients.bytes_sent, gradients.batch_size
+        seconds = time.perf_counter() - gradients.began
+        return self._metrics(name, {name: mean}, StepResult({"all": norm}), rates, 1.0, size, seconds, sent, extra)
+
+    def _is_meeting(self, step: int) -> bool:
+        """Tell whether all workers meet after this step, as they know without being told."""
+        intervals = (
+            self.config.checkpoint.save_interval,
+            self.config.training.exit_interval,
+            self.config.watchdog.timing_interval,
+        )
+        due = any(interval and step % interval == 0 for interval in intervals)
+        return due or self.evaluation_due(step) or step == self.iterations
+
+    def agree(self, flags: Sequence[bool]) -> list[bool]:
+        """Keep the flags of this rank until all workers meet; then return for each whether it is set on any of them."""
+        self._flags = [new or kept for new, kept in zip(flags, self._flags or [False] * len(flags), strict=False)]
+        if not self._meets:
+            return [False] * len(flags)
+        flags, self._flags = self._flags, []
+        return super().agree(flags)
+
+    def locate_not_finite(self) -> str | None:
+        """Return None: workers do not skip the same steps, and do not run them again together."""
+        return None
+
+    def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
+        """Continue from a checkpoint. The servers load the state of the optimizer."""
+        super().load(path, described, replace(resume_point, optimizer=False))
+        position, optimizer = resume_point.position, resume_point.optimizer
+        state, self.expected_records = described.training, None  # steps that were done without rank 0 have no record
+        self._load_notes = load_notes(described.config, self.config, state, position=position, optimizer=optimizer)
+
+    def save(self, display: Display, *, last: bool) -> None:
+        """Let the servers save. All workers have the same step."""
+        said = self.worker.ask(
+            Message(SAVE, self.iteration, meets=last, asks=self.evaluation_left, count=self.consumed_samples)
+        )
+        for line in said.splitlines():
+            display.message(line)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the messages of any trainer, and one on the servers."""
+        servers = ", ".join(str(link.peer) for link in self.worker.servers)
+        return (
+            *super().notes(),
+            f"parameter servers: ranks {servers}; the layout is of the {self.mesh.world_size} workers",
+        )
+
+    def run(self, loop: TrainingLoop) -> int:
+        """Run the loop, and tell the servers that it has ended."""
+        code = super().run(loop)
+        self.worker.ask(Message(END, code))
+        return code
+
+
+class ServerTrainer(Trainer):
+    """Trainer of a server: its optimizer has this server's shard of the weights and of the state. It runs no steps."""
+
+    def __init__(
+        self, config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None, sections: Sections | None
+    ) -> None:
+        plain = _with(config, "optim", synchronization=SynchronizationConfig())
+        super().__init__(plain, task, mesh, directory, sections)
+        self.config, self.workers = config, _links(config, mesh)
+        self.listener: Callable[[str, int, int], None] | None = None
+        """Function that is called for what the first server decides; see `Order`."""
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Return any number: a server has no samples."""
+        return 1
+
+    def serve(self, stop: StopRequest | None = None) -> int:
+        """Serve the workers until they end. Returns their exit code."""
+        chosen = self.config.synchronization
+        order = Order(
+            len(self.workers),
+            self.iteration,
+            chosen.max_staleness,
+            chosen.backup_workers,
+            chosen.drop_stragglers_after,
+            listener=self.listener,
+        )
+        server = Server(self.optimizer, self.workers, order, lambda: stop is not None and stop.local_request() > 0)
+        return server.serve(self._save)
+
+    def _save(self, message: Message) -> str:
+        """Save a checkpoint after the step of a message. Returns what rank 0 shows."""
+        self.iteration, self.consumed_samples = int(message.step), int(message.count)
+        self.evaluation_left = bool(message.asks)
+        said = StringIO()
+        with self.sections(SAVING), Display(None, 1, stream=said) as display:
+            self.save(display, last=bool(message.meets))
+            if self.checkpoints is not None and message.meets:
+                self.checkpoints.settle(display)
+        return said.getvalue()
+
+    def run(self, loop: TrainingLoop) -> int:
+        """Serve, instead of running the loop."""
+        with StopRequest() as stop:
+            loop.startup.over()
+            code = self.serve(stop)
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        return code

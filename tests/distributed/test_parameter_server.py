@@ -1,0 +1,291 @@
+"""Parameter servers: workers that push gradients and pull weights, against plain runs and replays of their order."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from uuid import uuid4
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.synchronization.parameter_server_order import END, PUSH, Message, Order
+from megalite.torch_internals import default_store
+from megalite.training.data import open_data
+from megalite.training.gpt_task import GPTTask
+from megalite.training.metrics import StepMetrics
+from megalite.training.run import make_trainer
+from megalite.training.synchronization import part_mesh
+from tests.distributed.test_local_update import adam, clone, loss_of
+from tests.distributed.test_trainer import BATCH, NETWORK
+from tests.distributed.test_trainer import FLAGS as OF_TRAINER
+from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, assert_same_checkpoint, ended, latest_iteration, losses, words
+from tests.harness.close import assert_number_close, assert_parameter_close
+from tests.harness.job import Job
+from tests.harness.rank_pool import RankPools
+
+STEPS, RATE = 4, 0.02
+FLAGS = f"{OF_TRAINER} --lr {RATE} --min-lr 0 --lr-decay-style constant --lr-warmup-iters 0"
+SERVERS = "--asynchronous parameter-server"
+Tensors = dict[str, Tensor]
+Event = tuple[int, int]
+
+
+@dataclass
+class Outcome:
+    """Outcome of a run on one rank: records, weights by name, and the order of a server."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    weights: Tensors = field(default_factory=dict)
+    order: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+
+def run(
+    flags: str,
+    steps: int = STEPS,
+    after: Mapping[Event, Event] = MappingProxyType({}),
+    broken: Collection[Event] = (),
+    name: str = "",
+) -> Outcome:
+    """Run steps on this rank, or serve.
+
+    Args:
+        flags: the flags of the run.
+        steps: the number of steps.
+        after: steps of a worker that begin a moment after one of another worker has begun, each as (worker, step).
+        broken: steps whose gradients are not finite.
+        name: a name of the run, if it has `after`.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(f"{FLAGS} --train-iters {steps} {flags}".split()).config, size)
+    mesh = part_mesh(config, ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
+    trainer = make_trainer(config)(config, GPTTask(config, open_data(config), mesh), mesh)
+    outcome, store = Outcome(), default_store() if after else None
+    if hasattr(trainer, "serve"):
+        trainer.listener = lambda *event: outcome.order.append(event)
+        trainer.serve()
+    else:
+        with trainer.loader:
+            while trainer.iteration < steps:
+                event = (rank, trainer.iteration + 1)
+                if after:
+                    store.set(f"{name}{event}", "")
+                if event in after:
+                    with suppress(RuntimeError):  # in a run with a fault it may never begin
+                        store.wait([f"{name}{after[event]}"], timedelta(seconds=5.0))
+                    time.sleep(0.5)
+                gradients = trainer.forward_backward()
+                if event in broken:
+                    trainer.optimizer.buckets[0].gradients[0] = math.nan
+                outcome.steps.append(trainer.update(gradients))
+        if config.synchronization.has_servers:
+            trainer.worker.ask(Message(END, 0))
+        held = [(piece, parameter) for parameter, piece in named_pieces(trainer.network)]
+        outcome.weights = {piece.tensor.name: piece.view(p.detach()).clone() for piece, p in held}
+    return outcome
+
+
+def weights_of(outcomes: list[Outcome]) -> Tensors:
+    """Return the weights in the end, which all workers have."""
+    workers = [outcome for outcome in outcomes if outcome.weights]
+    for worker in workers[1:]:
+        for name, weight in worker.weights.items():
+            assert torch.equal(weight, workers[0].weights[name]), name
+    return workers[0].weights
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("servers", "rule"),
+    [(1, "--optimizer sgd --adam-eps 1e-8"), (2, ""), (2, "--optimizer muon"), (3, "--optimizer lamb")],
+)
+def test_without_staleness_servers_make_the_steps_of_plain_data_parallelism(
+    servers: int, rule: str, rank_pools: RankPools
+) -> None:
+    """The count of a step, 64, is a power of two: to divide by it changes no bits."""
+    exact = f"--no-eod-mask-loss --seq-length 16 --max-position-embeddings 16 {rule}"
+    plain = rank_pools(2).run(run, exact)
+    served = rank_pools(2 + servers).run(run, f"{exact} {SERVERS} --num-servers {servers}")
+    expected = weights_of(plain)
+    for name, weight in weights_of(served).items():
+        assert torch.equal(weight, expected[name]), name
+    for ours, theirs in zip(served[0].steps, plain[0].steps, strict=True):
+        assert (ours.loss, ours.grad_norm, ours.extra["staleness/max"]) == (theirs.loss, theirs.grad_norm, 0.0)
+
+
+def test_counts_of_any_size_give_the_same_steps(rank_pools: RankPools) -> None:
+    """Documents end at random tokens, which are left out of the loss."""
+    flags = "--global-batch-size 6"
+    plain = rank_pools(3).run(run, flags)
+    served = rank_pools(4).run(run, f"{flags} {SERVERS}")
+    for ours, theirs in zip(served[0].losses, plain[0].losses, strict=True):
+        assert_number_close(ours, theirs, "loss")
+    expected = weights_of(plain)
+    for name, weight in weights_of(served).items():
+        assert_parameter_close(weight, expected[name], RATE, name)
+
+
+def test_a_gradient_that_is_not_finite_is_dropped(rank_pools: RankPools) -> None:
+    """Worker 1 has NaN in step 2, and in step 3 both have."""
+    outcomes = rank_pools(3).run(run, SERVERS, broken={(1, 2), (0, 3), (1, 3)})
+    records = outcomes[0].steps
+    assert [step.extra["dropped_gradients"] for step in records] == [0, 1, 2, 0]
+    assert [step.skipped for step in records] == [False, False, True, False]
+    order = [event for event in outcomes[2].order if event[0] == "answer" or event[1:] not in {(1, 2), (0, 3), (1, 3)}]
+    assert_replayed(outcomes, 2, replay(order, 2, together=True))
+
+
+def replay(order: list[tuple[str, int, int]], workers: int, *, together: bool, batch_size: int = BATCH) -> Tensors:
+    """Return the weights after the applied gradients, each of the weights that its worker had been given before.
+
+    `together`: the gradients of a step make one update.
+    """
+    flags = f"{FLAGS} --train-iters {STEPS} --global-batch-size {batch_size}"
+    data = open_data(resolve(parse_arguments(flags.split()).config, 1)).train
+    weights = {name: weight.requires_grad_() for name, weight in NETWORK.weights(77, torch.float64).items()}
+    optimizer = adam(weights)
+    held = [{name: weight.detach().clone() for name, weight in weights.items()} for _ in range(workers)]
+    sums, count = [torch.zeros_like(weight) for weight in weights.values()], 0.0
+    for number, (what, worker, step) in enumerate(order):
+        if what == "answer":
+            held[worker] = clone(weights)
+            continue
+        samples = [n for n in range((step - 1) * batch_size, step * batch_size) if n % workers == worker]
+        own = {name: weight.clone().requires_grad_() for name, weight in held[worker].items()}
+        loss, tokens = loss_of(own, data, samples)
+        sums = [a + b for a, b in zip(sums, torch.autograd.grad(loss, list(own.values())), strict=True)]
+        count += tokens
+        following = order[number + 1] if number + 1 < len(order) else None
+        if together and following is not None and following[0] == "apply" and following[2] == step:
+            continue
+        for weight, gradient in zip(weights.values(), sums, strict=True):
+            weight.grad = gradient / count
+        torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+        optimizer.step()
+        sums, count = [torch.zeros_like(weight) for weight in weights.values()], 0.0
+    return clone(weights)
+
+
+def assert_replayed(outcomes: list[Outcome], workers: int, expected: Tensors) -> None:
+    assert all(outcome.weights for outcome in outcomes[:workers])
+    for name, weight in weights_of(outcomes).items():
+        assert_parameter_close(weight, expected[name], RATE, name, 1e-8)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_staleness_has_its_bound_and_updates_are_those_of_a_replay(servers: int, rank_pools: RankPools) -> None:
+    flags = f"{SERVERS} --num-servers {servers} --max-staleness 2 --eval-interval 100"
+    outcomes = rank_pools(2 + servers).run(run, flags, after={(1, 1): (0, 3)}, name=str(uuid4()))
+    order = outcomes[2].order
+    done, lags, has = [0, 0], list[int](), [0, 0]
+    for what, worker, step in order:
+        if what == "apply":
+            lags.append(has[worker])
+            done[worker] = step
+        else:
+            has[worker] = step - min(done)
+            assert has[worker] <= 2
+    assert max(lags) == 2
+    assert_replayed(outcomes, 2, replay(order, 2, together=False))
+    assert max(step.extra["staleness/max"] for step in outcomes[0].steps) == 2.0
+    assert outcomes[0].steps[-1].extra["dropped_gradients"] == 0.0
+
+
+def test_backup_workers_are_not_waited_for(rank_pools: RankPools) -> None:
+    flags = f"{SERVERS} --backup-workers 1 --global-batch-size 6"
+    outcomes = rank_pools(4).run(run, flags, after={(2, 1): (0, 3)}, name=str(uuid4()))
+    applied = [(worker, step) for what, worker, step in outcomes[3].order if what == "apply"]
+    assert [step for _, step in applied] == [step for step in range(1, STEPS + 1) for _ in range(2)]
+    assert (2, 1) not in applied
+    assert_replayed(outcomes, 3, replay(outcomes[3].order, 3, together=True, batch_size=6))
+    records = outcomes[0].steps
+    assert sum(step.extra["dropped_gradients"] for step in records) == STEPS
+
+
+def test_a_straggler_is_dropped(rank_pools: RankPools) -> None:
+    flags = f"{SERVERS} --drop-stragglers-after 10 --eval-interval 100"
+    outcomes = rank_pools(3).run(run, flags, after={(1, 3): (0, 4)}, name=str(uuid4()))
+    applied = [(worker, step) for what, worker, step in outcomes[2].order if what == "apply"]
+    assert (1, 3) not in applied
+    assert {(0, 1), (1, 1), (0, 2), (0, 3)} <= set(applied)
+    assert_replayed(outcomes, 2, replay(outcomes[2].order, 2, together=True))
+    assert outcomes[0].steps[2].extra["dropped_gradients"] == 1.0
+
+
+def test_a_server_asserts_the_bound() -> None:
+    order = Order(workers=2, step=0, max_staleness=1)
+    for step in (1, 2):
+        order.arrive(0, Message(PUSH, step))
+        command = order.next()
+        assert command is not None
+        assert command.apply == (0,)
+        assert command.answer == ((0,) if step == 1 else ())
+        if command.answer:
+            order.answered(0)
+    with pytest.raises(RuntimeError, match="--max-staleness 1"):
+        order.answered(0)
+
+
+RUN = (*MOCK, *GPT2, *words("--fp64 --global-batch-size 4 --micro-batch-size 1 --adam-eps 1e-6"))
+
+
+def test_checkpoints_are_those_of_a_plain_run_and_continue_bit_for_bit(
+    spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A step has 64 tokens."""
+    plain, served, both = tmp_path / "plain", tmp_path / "served", tmp_path / "both"
+
+    def train(steps: int, directory: Path, flags: str = "", ranks: int = 2) -> str:
+        course = f"--lr-decay-iters 6 --save-interval 2 --resume auto --train-iters {steps} --save {directory} {flags}"
+        return ended(spawn([PRETRAIN, *RUN, *words(course)], ranks)).stdout
+
+    train(6, plain)
+    servers = f"{SERVERS} --num-servers 2 --load {plain} --ckpt-step 2"
+    assert f"saved {served / 'iter_0000004'}" in train(4, served, servers, ranks=4)
+    train(6, served, servers, ranks=4)
+    train(6, both, f"--load {served} --ckpt-step 4")
+    assert losses(served) == losses(plain)[2:]
+    assert losses(both) == losses(plain)[4:]
+    for step in (4, 6):
+        assert_same_checkpoint(served / f"iter_{step:07d}", plain / f"iter_{step:07d}")
+    assert_same_checkpoint(both / "iter_0000006", plain / "iter_0000006")
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_killed_worker_or_server_is_named(killed: int, spawn: Callable[..., Job]) -> None:
+    job = spawn([PRETRAIN, *RUN, "--train-iters", "100000", *words(SERVERS)], 3)
+    job.wait_for_output(0, " 2/100000 ")
+    job.kill(killed)
+    codes = job.wait()
+    assert codes == [-signal.SIGKILL if rank == killed else 85 for rank in range(3)]
+    said = "".join(map(job.stderr, range(3)))
+    assert said.startswith(f"error: rank {killed} (process {job.ranks[killed].process.pid} on ")
+
+
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_stop_of_a_worker_or_server_ends_all_at_the_same_step(
+    told: int, spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    flags = (*RUN, "--train-iters", "100000", *words(SERVERS), "--max-staleness", "3", "--save", str(tmp_path / "run"))
+    job = spawn([PRETRAIN, *flags], 3)
+    job.wait_for_output(0, " 2/100000 ")
+    job.kill(told, signal.SIGTERM)
+    said = ended(job, 85).stdout
+    assert f"stopped after step {latest_iteration(tmp_path / 'run')}" in said
