@@ -78,10 +78,7 @@ def test_the_picture_has_three_lines_for_each_method_also_without_a_finite_loss(
 @pytest.mark.parametrize("name", METHODS)
 def test_the_flags_of_each_method_are_accepted(name: str) -> None:
     method = METHODS[name]
-    flags = [*FLAGS, "--train-iters", "100", *method.words(100, 0.3)]
-    if method.servers:
-        flags += ["--global-batch-size", "12"]
-    chosen = resolved(flags, 2 + method.servers)
+    chosen = resolved([*FLAGS, "--train-iters", "100", *method.words(100, 0.3)], 2 + method.servers)
     assert (chosen == SynchronizationConfig()) == (name in (PLAIN, "sgd"))
     assert method.delay == chosen.local_update_delay
 
