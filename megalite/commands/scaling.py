@@ -181,10 +181,11 @@ def run_on(ranks: int, words: Sequence[str], metrics: Path) -> None:
 
 
 def message(output: str) -> str:
-    """Return the lines that say why a run failed."""
+    """Return the lines that say why a run failed: its errors, or what came last before torchrun's report."""
     lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    return "\n".join(errors[:1] or lines[-LAST_LINES:])
+    report = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), len(lines))
+    return "\n".join(errors[:1] or lines[max(report - LAST_LINES, 0) : report + 1])
 
 
 def median_of(metrics: Path, warmup: int) -> float:

@@ -87,6 +87,10 @@ def test_steps_before_the_warmup_do_not_count(tmp_path: Path) -> None:
 def test_a_failure_shows_its_error_or_its_last_lines() -> None:
     assert message("step 1\nerror: no data\nTraceback\nby torchrun\n") == "error: no data"
     assert message("\n".join(map(str, range(20)))).splitlines() == [str(each) for each in range(8, 20)]
+    assert (
+        message("why\nE0101 failed (exitcode: -6) local_rank: 1\nTraceback\n")
+        == "why\nE0101 failed (exitcode: -6) local_rank: 1"
+    )
 
 
 def test_the_planner_is_calibrated_on_the_first_run() -> None:
