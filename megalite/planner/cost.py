@@ -79,6 +79,11 @@ class Prices:
 
     # -------------------------------------------------------------------------------------------- kernels
 
+    @property
+    def launch(self) -> float:
+        """Seconds of the host for a launch."""
+        return 0.0 if self.stack.graphs else self.cluster.gpu.launch
+
     def product(self, shape: Sequence[int], dtype: str) -> float:
         """Return the seconds of a batch of products, without the reading of their matrices."""
         batch, rows, columns, inner = shape
@@ -153,7 +158,7 @@ class Prices:
         tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
         expert = messages["expert"] * (1 - self.stack.hidden_expert)
         device = kernels + Cost(tensor=tensor, context=context, expert=expert)
-        launch = 0.0 if self.stack.graphs else self.cluster.gpu.launch
+        launch = self.launch
         return device + Cost(launch=max(0.0, hosts * launch - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
 
     # -------------------------------------------------------------------------------------------- messages

@@ -99,6 +99,7 @@ class Planner:
         self.cluster, self.gpus = cluster, gpus
         self.prices = CachedPrices(cluster, stack)
         self._parts: dict[Hashable, Parts | None] = {}
+        self._by_weights: dict[Hashable, Parts] = {}
 
     def with_gpus(self, config: RunConfig, gpus: int) -> Planner:
         """Return the planner of a run with the same network and another batch on another number of GPUs."""
@@ -205,7 +206,10 @@ class Planner:
         """Return the records of the parts of a layout; None if the network cannot be divided in this way."""
         key = parts_key(config)
         if key not in self._parts:
-            self._parts[key] = _recorded(config)
+            weights = _weights_key(config)
+            self._parts[key] = found = _recorded(config, self._by_weights.get(weights))
+            if found is not None:
+                self._by_weights.setdefault(weights, found)
         found, layers = self._parts[key], config.model.num_layers
         if found is not None and len(found.layers) != layers:
             found = self._parts[key] = replace(found, layers=found.layers[-1:] * layers)
@@ -228,6 +232,13 @@ def parts_key(config: RunConfig) -> Hashable:
     )
 
 
+def _weights_key(config: RunConfig) -> Hashable:
+    """Return what the weights of a run's parts on a rank depend on, among what layouts differ in."""
+    parallel = config.parallel
+    experts = parallel.expert_model_parallel_size, parallel.mesh_sizes["expert_tensor_parallel_size"]
+    return (parallel.tensor_model_parallel_size, parallel.sequence_parallel, *experts)
+
+
 def extended(one: Parts, two: Parts, samples: int) -> Parts:
     """Return parts with the memory of larger micro-batches, from those for one sample and for two."""
 
@@ -245,7 +256,7 @@ def extended(one: Parts, two: Parts, samples: int) -> Parts:
     )
 
 
-def _recorded(config: RunConfig) -> Parts | None:
+def _recorded(config: RunConfig, alike: Parts | None) -> Parts | None:
     """Record the parts of a layout. Layers that are all alike are recorded once.
 
     Context-parallel ranks draw their dropout on the host, which takes long: it is left out.
@@ -256,7 +267,7 @@ def _recorded(config: RunConfig) -> Parts | None:
         config = replace(config, model=replace(config.model, num_layers=_RECORDED_LAYERS))
     try:
         with gpu_kernels(config.kernels):
-            return part_records(config)
+            return part_records(config, alike)
     except MegaliteError:
         return None
 

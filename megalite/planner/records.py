@@ -67,6 +67,34 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Update:
+    """What the optimizer does with a part in a step if one rank has all of it: norms, clipping and update."""
+
+    launches: int = 0
+    bytes: int = 0
+    """Bytes that kernels other than products read and write."""
+    products: Counter[Operation] = field(default_factory=Counter)
+    """Products of rules that see whole matrices. The ranks of a shard group have different matrices."""
+    messages: Counter[Message] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(work: Work) -> Update:
+        """Return the sum of recorded work."""
+        products = Counter({each: count for each, count in work.operations.items() if each.kind == "product"})
+        others = work.operations - products
+        return Update(work.launches, sum(each.bytes * count for each, count in others.items()), products, work.messages)
+
+    def __sub__(self, other: Update) -> Update:
+        """Return what `other` lacks of this update."""
+        return Update(
+            max(self.launches - other.launches, 0),
+            max(self.bytes - other.bytes, 0),
+            self.products - other.products,
+            self.messages - other.messages,
+        )
+
+
+@dataclass(frozen=True)
 class PartRecord:
     """Record of what a part of a stage (the embedding, a layer, the head) does with a micro-batch, and holds."""
 
@@ -85,3 +113,4 @@ class PartRecord:
     """Elements of this rank that only the ranks of the same experts have."""
     synchronizations: int = 0
     """Times that the host waits for the device in forward and backward."""
+    update: Update = field(default_factory=Update)

@@ -156,7 +156,9 @@ class Step:
         if model.untie_embeddings_and_output_weights:
             return head
         tied = model.padded_vocab_size(tensor) // tensor * model.hidden_size
-        return replace(head, parameters=max(head.parameters - tied, 0))
+        parameters = max(head.parameters - tied, 0)
+        update = replace(head.update, bytes=head.update.bytes * parameters // max(head.parameters, 1))
+        return replace(head, parameters=parameters, update=update)
 
     def _price(self, record: PartRecord, *, of_layer: bool) -> tuple[Cost, Cost, float]:
         if id(record) not in self._records:

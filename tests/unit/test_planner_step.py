@@ -22,7 +22,7 @@ from megalite.pipeline.stages import Stages
 from megalite.planner.cluster import Cluster, Gpu, Link, Stack
 from megalite.planner.cost import Prices
 from megalite.planner.parts import Parts
-from megalite.planner.records import Operation, PartRecord, Work
+from megalite.planner.records import Operation, PartRecord, Update, Work
 from megalite.planner.step import Step, shares
 
 GPU = Gpu(
@@ -158,7 +158,7 @@ def test_messages_between_stages_take_time() -> None:
 def data_parallel(zero: str, **more: Any) -> Step:
     link = Link(0.0, 1e-9)
     run = config(batch=16, data_parallel_sharding_strategy=zero, **more)
-    layer = replace(LAYER, parameters=10**6)
+    layer = replace(LAYER, parameters=10**6, update=Update(bytes=38 * 10**6))
     return step(run, 4, layer=layer, cluster=replace(CLUSTER, node=link))
 
 
