@@ -113,7 +113,7 @@ class DataParallel:
                 size = each * max(self._element.parameter, 4)
                 size, times = (size / len(ranks), 2) if sharded else (size, 1)
                 device += times * self.prices.collective("all-to-all", ranks, size)
-        return max(device, launches * self.prices.launch)
+        return max(device, launches * self.prices.launch) + self.prices.waiting(update.synchronizations)
 
     def _tied(self, tied: bool) -> float:
         """Return the seconds of summing the gradients of an embedding that is also the output layer."""

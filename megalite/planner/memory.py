@@ -65,19 +65,6 @@ class Element:
         )
 
 
-def memory_of_ranks(
-    config: RunConfig, world_size: int, parts: Parts, orders: Sequence[Sequence[Action]], reserved: float = 0.0
-) -> list[RankMemory]:
-    """Return the memory of the first rank of each pipeline stage.
-
-    Args:
-        config: has its vocabulary and is valid for `world_size` ranks.
-        orders: order of the passes on each pipeline rank.
-        reserved: bytes that the driver and the communication library take.
-    """
-    return memory_in_flight(config, world_size, parts, [in_flight(order) for order in orders], reserved)
-
-
 def in_flight(order: Sequence[Action]) -> Flights:
     """Return the moments of a rank's order with the most micro-batches in flight."""
     counts = [0] * (1 + max(action.chunk for action in order))

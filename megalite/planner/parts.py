@@ -88,10 +88,12 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
             of_kinds[spec] = one
     embedding = record(StageLayers(0, 0, embedding=True, loss=False))
     head = record(StageLayers(last, 0, embedding=False, loss=True))
-    if alike is not None:
+    if alike is None:  # what an update does once for all of a stage is in the record of the stage
+        embedding, head = (replace(each, update=each.update - stage.update) for each in (embedding, head))
+    else:
         stage, embedding, head = (
-            replace(record, update=known.update)
-            for record, known in zip((stage, embedding, head), (alike.stage, alike.embedding, alike.head), strict=True)
+            replace(each, update=known.update)
+            for each, known in zip((stage, embedding, head), (alike.stage, alike.embedding, alike.head), strict=True)
         )
         of_kinds = {spec: replace(of_kinds[spec], update=alike.layers[specs.index(spec)].update) for spec in of_kinds}
     return Parts(stage, embedding, tuple(of_kinds[spec] for spec in specs), head)
@@ -166,7 +168,7 @@ def _update(config: RunConfig, layers: StageLayers) -> Update:
         recorder.listen(mesh.traffic)
         optimizer.step(Rates(1.0, 1.0, 0.0))
     mesh.traffic.listener = None
-    return Update.of(recorder.total)
+    return Update.of(recorder.total, recorder.waits.total())
 
 
 def _built(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> tuple[GPT, Optimizer]:

@@ -68,7 +68,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimizer does with a part in a step if one rank has all of it: norms, clipping and update."""
+    """Work of the optimizer on a part in a step if one rank has all of it: norms, clipping and update."""
 
     launches: int = 0
     bytes: int = 0
@@ -76,13 +76,21 @@ class Update:
     products: Counter[Operation] = field(default_factory=Counter)
     """Products of rules that see whole matrices. The ranks of a shard group have different matrices."""
     messages: Counter[Message] = field(default_factory=Counter)
+    synchronizations: int = 0
+    """Times that the host waits for the device, to know the norm."""
 
     @staticmethod
-    def of(work: Work) -> Update:
+    def of(work: Work, synchronizations: int) -> Update:
         """Return the sum of recorded work."""
         products = Counter({each: count for each, count in work.operations.items() if each.kind == "product"})
         others = work.operations - products
-        return Update(work.launches, sum(each.bytes * count for each, count in others.items()), products, work.messages)
+        return Update(
+            work.launches,
+            sum(each.bytes * count for each, count in others.items()),
+            products,
+            work.messages,
+            synchronizations,
+        )
 
     def __sub__(self, other: Update) -> Update:
         """Return what `other` lacks of this update."""
@@ -91,6 +99,7 @@ class Update:
             max(self.bytes - other.bytes, 0),
             self.products - other.products,
             self.messages - other.messages,
+            max(self.synchronizations - other.synchronizations, 0),
         )
 
 
