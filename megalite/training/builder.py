@@ -289,6 +289,7 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
+        fragments=config.synchronization.local_update_fragments,
         reduction=reduction_of(config, mesh, dtype),
     )
 
