@@ -155,23 +155,29 @@ def configuration(program: Sequence[str], batch: int) -> RunConfig:
 
 def seconds_of(program: Sequence[str], ranks: int, batch: int, warmup: int) -> float:
     """Return the median time of a step. Raises MegaliteError with the message and the exit code of a run that fails."""
-    words = without_python(program)
+    with TemporaryDirectory(prefix="megalite-scaling-") as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        run_on(ranks, with_batch(without_python(program), batch), metrics)
+        return median_of(metrics, warmup)
+
+
+def run_on(ranks: int, words: Sequence[str], metrics: Path) -> None:
+    """Run a program without an interpreter's name under torchrun. Raises MegaliteError if it fails."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if not words[0].endswith(".py"):
         launcher.append("--no-python")
-    with TemporaryDirectory(prefix="megalite-scaling-") as folder:
-        metrics, code = Path(folder) / "metrics.jsonl", Path(folder) / "exit_code"
+    with TemporaryDirectory(prefix="megalite-exit-") as folder:
+        code = Path(folder) / "exit_code"
         # The same number of threads for each rank of each run. torchrun would set it for several ranks alone.
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment = settings | dict(os.environ) | {"MEGALITE_EXIT_FILE": str(code)}
-        command = [*launcher, *with_batch(words, batch), "--metrics-path", str(metrics)]
+        command = [*launcher, *words, "--metrics-path", str(metrics)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         if run.returncode:
             own = code.read_text().strip() if code.exists() else str(run.returncode)
             raise MegaliteError(
                 f"{words[0]} on {ranks} ranks ended with exit code {own}:\n{message(run.stdout + run.stderr)}"
             )
-        return median_of(metrics, warmup)
 
 
 def message(output: str) -> str:
