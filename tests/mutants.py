@@ -6584,8 +6584,8 @@ MUTANTS = (
     Mutant(
         "frozen weights of a checkpoint that has them as state are not found",
         "megalite/checkpoint/loading.py",
-        "return origin(manifest, earlier, part)\n",
-        "return origin(manifest, name, part)\n",
+        "return origin(manifest, earlier, part, state=state)\n",
+        "return origin(manifest, name, part, state=state)\n",
         "tests/unit/test_modules_training.py::test_frozen_weights_that_were_saved_as_state_are_read",
     ),
     Mutant(
