@@ -739,8 +739,8 @@ MUTANTS = (
     Mutant(
         "replicas skip steps on their own",
         "megalite/optim/optimizer.py",
-        "if self.exchange is not None and not self.exchange.agreed(not result.skipped):",
-        "if self.exchange is not None and result.skipped:",
+        "if self.exchange is None or self.exchange.agreed(not result.skipped):",
+        "if self.exchange is None or not result.skipped:",
         f"{_IN_RUNS}compression.py::test_an_infinity_anywhere_skips_the_step_everywhere_and_leaves_no_trace"
         "[--local-update diloco --local-update-period 3]",
     ),
@@ -2393,6 +2393,76 @@ MUTANTS = (
         "for first in (3, 1, 1)]",
         "tests/unit/test_planner_memory.py::test_memory_is_that_of_a_dry_run"
         "[--cp 4 --tp 2 --use-distributed-optimizer]",
+    ),
+    Mutant(
+        "the planner sends gradients in fp32 that are summed in bf16",
+        "megalite/planner/data_parallel.py",
+        "record, self._element.gradient)",
+        "record, 4)",
+        "tests/unit/test_planner_step.py::test_gradients_that_are_summed_in_bf16_are_half_as_large",
+    ),
+    Mutant(
+        "an update reads what it writes back for nothing",
+        "kernels/megalite_kernels/launch.py",
+        'frozenset({"master", "average", "squares"})',
+        "frozenset[str]()",
+        "tests/unit/test_planner_search.py::test_an_update_reads_and_writes_what_adam_does",
+    ),
+    Mutant(
+        "every data-parallel rank orthogonalizes all matrices in the planner",
+        "megalite/planner/data_parallel.py",
+        "of_group = max(of_group, 1 / max(matrices * count, 1.0))",
+        "of_group = 1.0",
+        "tests/unit/test_planner_search.py::test_matrices_are_divided_among_data_parallel_ranks",
+    ),
+    Mutant(
+        "the planner's optimizer launches what a stage launches once for each of its ends, too",
+        "megalite/planner/parts.py",
+        "replace(each, update=each.update - stage.update) for each",
+        "each for each",
+        "tests/unit/test_planner_search.py::test_the_optimizer_takes_as_long_as_what_it_launches[adam]",
+    ),
+    Mutant(
+        "a change of a layout drops the stages that the flags give",
+        "megalite/planner/layouts.py",
+        'if stages is not None or not same("pipeline", "chunks"):',
+        "if True:",
+        "tests/unit/test_planner_search.py::test_a_change_of_a_layout_leaves_all_other_flags",
+    ),
+    Mutant(
+        "what a change would buy is shown twice, and for no change",
+        "megalite/planner/neighbours.py",
+        "if other.config not in known:",
+        "if True:",
+        "tests/unit/test_planner_search.py::test_each_neighbour_is_another_run_and_is_there_once",
+    ),
+    Mutant(
+        "the time of the rank that ends last is shown, which may have nothing to do",
+        "megalite/planner/step.py",
+        "key=lambda rank: busy[rank].total + after[rank].total)",
+        "key=lambda rank: ends[rank] + after[rank].total)",
+        "tests/unit/test_planner_step.py::test_the_time_is_that_of_the_rank_with_most_to_do",
+    ),
+    Mutant(
+        "a dry run of GPipe has fewer micro-batches than it holds",
+        "megalite/planner/plan.py",
+        "samples = step.filling * ",
+        "samples = min(step.filling, 6) * ",
+        "tests/unit/test_planner_search.py::test_a_dry_run_confirms_the_memory[gpipe]",
+    ),
+    Mutant(
+        "what saves no memory is advised",
+        "megalite/planner/savings.py",
+        "if other.missing < plan.missing:",
+        "if True:",
+        "tests/unit/test_planner_search.py::test_only_what_saves_memory_is_advised_and_in_flags_that_run",
+    ),
+    Mutant(
+        "automatic stages are unknown to the planner",
+        "megalite/commands/plan.py",
+        "    return with_stages(config, gpus)\n",
+        "    return config\n",
+        "tests/unit/test_planner_command.py::test_automatic_stages_are_planned[auto]",
     ),
     Mutant(
         "a bucket that one rank holds alone is gathered onto itself",
@@ -5499,8 +5569,8 @@ MUTANTS = (
     Mutant(
         "gradients are added up in the model's precision",
         "megalite/training/builder.py",
-        "else torch.promote_types(dtype, torch.float32)\n",
-        "else dtype\n",
+        "return torch.promote_types(model_dtype(config), torch.float32)",
+        "return model_dtype(config)",
         f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
     ),
     Mutant(
@@ -6514,8 +6584,8 @@ MUTANTS = (
     Mutant(
         "frozen weights of a checkpoint that has them as state are not found",
         "megalite/checkpoint/loading.py",
-        "return origin(manifest, earlier, part)\n",
-        "return origin(manifest, name, part)\n",
+        "return origin(manifest, earlier, part, state=state)\n",
+        "return origin(manifest, name, part, state=state)\n",
         "tests/unit/test_modules_training.py::test_frozen_weights_that_were_saved_as_state_are_read",
     ),
     Mutant(

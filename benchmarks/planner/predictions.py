@@ -20,9 +20,6 @@ from megalite.planner.plan import Planner, with_vocabulary
 from megalite.planner.step import StepTime
 
 PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
-INTERVAL = 1.25
-"""Nine times of ten, the measured time lies between the prediction divided and multiplied by this: the factor that
-docs/planner_validation.md has for all runs."""
 _LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention "
     "--num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128255 --seq-length 8192"
@@ -125,7 +122,7 @@ def section(date: datetime.date) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for run in RUNS:
         found = predicted(run)
-        least, most = found.seconds / INTERVAL, found.seconds * INTERVAL
+        least, most = found.interval
         yield (
             f"| {run.name} | {run.gpus:,} {run.cluster} | {run.stack} | `{run.layout}` | {run.batch} | "
             f"{found.seconds:.2f} ({least:.2f} to {most:.2f}) | {found.tokens_per_second:,.0f} | "

@@ -15,7 +15,7 @@ from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import durations, simulate
 from megalite.pipeline.stages import Stages
 from megalite.planner.cost import Prices
-from megalite.planner.memory import memory_of_ranks
+from megalite.planner.memory import in_flight, memory_in_flight
 from megalite.planner.parts import Parts
 from megalite.planner.records import PartRecord, Work
 from megalite.planner.step import Step
@@ -171,9 +171,8 @@ def memory() -> Iterator[str]:
         if run.memory is None or not any(part in run.source for part in _MEMORY):
             continue
         step = step_of(run, run.cluster, run.stack)
-        group = run.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        orders = step.orders(step.micro_batches, group)
-        most = max(each.total for each in memory_of_ranks(run.config, run.world_size, _kept_by(run), orders))
+        flights = list(map(in_flight, step.orders(step.micro_batches)))
+        most = max(each.total for each in memory_in_flight(run.config, run.world_size, _kept_by(run), flights))
         name, unit, size = ("zero bubble", "GB", 1e9) if "Zero" in run.source else ("Korthikanti et al.", "GiB", 2**30)
         error = most / size / run.memory - 1
         body.append((name, run.row["model"], layout(run), f"{most / size:.1f} {unit}", run.memory, f"{error:+.1%}"))

@@ -15,6 +15,7 @@ FEWEST_WARPS = 4  # per program
 LANES = 64 if torch.version.hip else 32  # threads per warp
 LOOPING_WARPS = 32  # per multiprocessor: enough loads in flight to hide the memory latency
 INTERPRETED_MULTIPROCESSORS = 1  # without a GPU: few, so that programs loop as they do on a GPU
+IN_PLACE = frozenset({"master", "average", "squares"})  # arguments of kernels that they read and write back
 UNIT = 16  # elements of a flat buffer that share one mask bit: with a mask per element, accesses become narrower
 
 
@@ -68,7 +69,10 @@ def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
 
 @contextmanager
 def recorded_launches(record: Callable[[str, Sequence[Tensor]], None]) -> Iterator[None]:
-    """Call `record` with the name and the tensors of each Triton kernel on the meta device, in place of its launch."""
+    """Call `record` with the name and the tensors of each Triton kernel on the meta device, in place of its launch.
+
+    Tensors that a kernel both reads and writes are there twice.
+    """
     if importlib.util.find_spec("triton") is None:
         yield
         return
@@ -81,7 +85,9 @@ def recorded_launches(record: Callable[[str, Sequence[Tensor]], None]) -> Iterat
         tensors = [each for each in (*args, *options.values()) if isinstance(each, Tensor)]
         if not any(each.is_meta for each in tensors):
             return launches[type(kernel)](kernel, *args, **options)
-        record(kernel.__name__, tensors)
+        named = dict(zip(kernel.arg_names, args, strict=False))
+        again = [named[name] for name in IN_PLACE & named.keys()]
+        record(kernel.__name__, [*tensors, *(each for each in again if each is not None)])
         return None
 
     for kind in launches:

@@ -78,6 +78,7 @@ def load(
             rank.
     """
     doing = f"loading {path}"
+    state = state and optimizer is not None
     with _writable(module, optimizer):
         regions = held_regions(module, optimizer)
         node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
@@ -176,15 +177,15 @@ def _origin(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> Or
     plain = plain_name(part.name)
 
     def has(name: str) -> bool:
-        return saved_name(manifest, name, part) in manifest.tensors
+        return saved_name(manifest, name, part, state=state) in manifest.tensors
 
     name = _finest(manifest, part, plain) if casts else plain
     if not has(name) and has(earlier := STATE + name.removeprefix(MODEL)):
-        return origin(manifest, earlier, part)
+        return origin(manifest, earlier, part, state=state)
     if is_beside(name) and not has(name):
         return None
     loaded = state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER))
-    return origin(manifest, name, part) if loaded else None
+    return origin(manifest, name, part, state=state) if loaded else None
 
 
 def _finest(manifest: Manifest, part: TensorBox, plain: str) -> str:

@@ -57,21 +57,24 @@ class Origin:
     """Box around the boxes; None if there is at most one."""
 
 
-def saved_name(manifest: Manifest, plain: str, part: TensorBox) -> str:
-    """Return the name under which a tensor is saved: with an axis of replicas, if there is one. If it is saved in
-    neither way, return the name that the part has.
+def saved_name(manifest: Manifest, plain: str, part: TensorBox, *, state: bool = True) -> str:
+    """Return the name under which a tensor is saved. If there is none, return the name that the part has.
+
+    If it is saved with an axis of replicas and without it, a run that continues with its `state` takes the replicas'
+    own, and others take what is the same for all.
     """
-    names = (REPLICA + plain, plain)
+    names = (REPLICA + plain, plain) if state else (plain, REPLICA + plain)
     return next((name for name in names if name in manifest.tensors), part.name)
 
 
-def origin(manifest: Manifest, plain: str, part: TensorBox) -> Origin:
+def origin(manifest: Manifest, plain: str, part: TensorBox, *, state: bool = True) -> Origin:
     """Return the saved values from which a part is read.
 
-    `plain`: the name of the saved tensor, without an axis of replicas. Raises CheckpointError if the tensor's rule
-    refuses another number of replicas.
+    `plain`: the name of the saved tensor, without an axis of replicas. `state`: see `saved_name`.
+
+    Raises CheckpointError if the tensor's rule refuses another number of replicas.
     """
-    name = saved_name(manifest, plain, part)
+    name = saved_name(manifest, plain, part, state=state)
     saved = manifest.tensors.get(name)
     if saved is None or (saved.relayout is None and part.relayout is None):
         return Origin(name, (part.box,))

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from megalite.atomic_files import require_output, write_atomically
 from megalite.config import RunConfig
@@ -24,6 +24,7 @@ from megalite.config.command_line import flag_groups
 from megalite.config.data import DataConfig
 from megalite.config.fields import NonNegativeFloat, PositiveInt, Range, at_most
 from megalite.config.parse import parse_arguments
+from megalite.config.pipeline_layout import is_automatic
 from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.config.yaml_file import read_file, read_sections
 from megalite.errors import ConfigurationError
@@ -31,6 +32,8 @@ from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.planner.cluster import Cluster
+    from megalite.planner.growth import Size
+    from megalite.planner.neighbours import Neighbour
     from megalite.planner.plan import Plan, Planner
     from megalite.planner.search import Found
 
@@ -40,6 +43,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NO_PROGRESS = 0.0005
 """Goodput that counts as none."""
 _SUFFIXES = (".json", ".csv", ".html")
+UNMEASURED = " (no GPU has measured megalite yet)"
 _ASSUMED = {"micro_batch_size": "1", "lr": "1e-4"}
 """Values of required flags that a plan can do without."""
 
@@ -101,7 +105,7 @@ def main() -> None:
         raise ConfigurationError(
             f"--gpus {gpus}: --cluster {options.cluster} has {cluster.nodes * cluster.node_ranks} GPUs"
         )
-    planner = Planner(config, cluster, gpus, stack)
+    planner = Planner(with_letters(config, gpus, keep), cluster, gpus, stack)
     for line in report(planner, options, argv, keep):
         print(line)
 
@@ -171,13 +175,27 @@ def completed(argv: Sequence[str]) -> RunConfig:
     return replace(config, data=data, training=training)
 
 
+def with_letters(config: RunConfig, gpus: int, keep: Collection[str]) -> RunConfig:
+    """Return the run with its stages written out, if the flags leave them to the planner (auto) and they stay."""
+    if not is_automatic(config.parallel):
+        return config
+    if not {"pipeline", "chunks"} <= set(keep):  # the search divides layers in the same way
+        return replace(config, parallel=replace(config.parallel, pipeline_model_parallel_layout=None))
+    from megalite.planner.stage_layout import with_stages
+
+    return with_stages(config, gpus)
+
+
 def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequence[str]) -> Iterator[str]:
     """Yield the lines of the report, and write the files.
 
     Raises:
         ConfigurationError: nothing fits; the lines before say what is missing.
     """
+    from megalite.planner import growth
+    from megalite.planner.cluster import Stack
     from megalite.planner.layouts import AXES
+    from megalite.planner.neighbours import neighbours
     from megalite.planner.report import misfits, table
     from megalite.planner.search import Found, search
 
@@ -189,31 +207,46 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     best = found.plans[0]
     yield from table(found.plans)
     yield ""
+    least, most = best.step.interval
+    unmeasured = UNMEASURED if planner.prices.stack.name == Stack.name else ""
+    yield f"nine times of ten, a step of the first takes {least:.3f} to {most:.3f} s{unmeasured}"
     if not as_given:
-        yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} are possible"
+        yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)
     if best.missing:
         yield f"does not fit: {best.too_large}"
     rank, peak = planner.confirm(best)
     words = f"of stage {best.fullest}, " if best.layout.pipeline > 1 else ""
     yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB"
-    notes = list(lengths(best, options, planner.cluster))
+    figures: dict[str, float] = {}
+    notes = list(lengths(best, options, planner.cluster, figures))
     yield from notes
+    others = neighbours(planner, best) if options.explain else []
     if options.explain:
-        yield from explained(planner, best)
-    if options.scaling is not None:
-        from megalite.planner import growth
-
+        yield from explained(best, others)
+    sizes = growth.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
+    if sizes:
         yield ""
-        yield from growth.lines(growth.sizes(planner, best, *two_numbers(options.scaling)))
+        yield from growth.lines(sizes)
     starts = commands_of(planner, best, argv)
     yield from ("", *starts)
-    write_files(options, planner, found.plans, starts, notes)
+    write_files(options, planner, Results(found, starts, notes, figures, others, sizes))
 
 
-def explained(planner: Planner, plan: Plan) -> Iterator[str]:
+@dataclass(frozen=True)
+class Results:
+    """Results that the files of --output have."""
+
+    found: Found
+    starts: Sequence[str]
+    notes: Sequence[str]
+    figures: Mapping[str, float]
+    neighbours: Sequence[Neighbour]
+    sizes: Sequence[Size]
+
+
+def explained(plan: Plan, others: Sequence[Neighbour]) -> Iterator[str]:
     """Yield where the time and the memory of a plan go, and what each change would buy."""
-    from megalite.planner.neighbours import neighbours
     from megalite.planner.report import memory_lines, neighbour_lines, time_lines
 
     yield ""
@@ -222,7 +255,7 @@ def explained(planner: Planner, plan: Plan) -> Iterator[str]:
     yield ""
     yield from memory_lines(plan)
     yield ""
-    yield from neighbour_lines(plan, neighbours(planner, plan))
+    yield from neighbour_lines(plan, others)
 
 
 def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
@@ -235,31 +268,54 @@ def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
     return list(commands([*rest, *own], planner.gpus // per_host, per_host))
 
 
-def write_files(
-    options: Options, planner: Planner, plans: Sequence[Plan], starts: Sequence[str], notes: Sequence[str]
-) -> None:
+def write_files(options: Options, planner: Planner, results: Results) -> None:
     """Write the files of --output."""
     from megalite.planner.html import page
-    from megalite.planner.report import as_csv, as_json
+    from megalite.planner.report import as_csv
 
+    plans = results.found.plans
     for path in map(Path, options.output):
         if path.suffix == ".csv":
             text = as_csv(plans)
         elif path.suffix == ".json":
-            text = json.dumps({"plans": list(map(as_json, plans)), "commands": starts}, indent=1)
+            text = json.dumps(everything(results), indent=1)
         else:
             title = f"Layouts on {planner.gpus:,} x {planner.cluster.gpu.name}"
-            text = page(title, plans, planner.time_line(plans[0]), starts, notes)
+            text = page(title, plans, planner.time_line(plans[0]), results.starts, results.notes)
         write_atomically(path, text.encode())
 
 
-def lengths(plan: Plan, options: Options, cluster: Cluster) -> Iterator[str]:
-    """Yield the days of the training, and what failures take of them."""
+def everything(results: Results) -> dict[str, Any]:
+    """Return all that is printed, as numbers and texts."""
+    from megalite.planner.report import as_json, misfits_as_json, neighbour_as_json
+
+    return {
+        "plans": list(map(as_json, results.found.plans)),
+        "compared": results.found.counts["possible"],
+        "misfits": misfits_as_json(results.found),
+        "neighbours": list(map(neighbour_as_json, results.neighbours)),
+        "scaling": [
+            {
+                "gpus": each.gpus,
+                "seconds_same_batch": None if each.same is None else each.same.total,
+                "seconds_grown_batch": each.grown.total,
+            }
+            for each in results.sizes
+        ],
+        **results.figures,
+        "notes": list(results.notes),
+        "commands": list(results.starts),
+    }
+
+
+def lengths(plan: Plan, options: Options, cluster: Cluster, figures: dict[str, float]) -> Iterator[str]:
+    """Yield the days of the training, and what failures take of them; note the numbers in `figures`."""
     from megalite.planner.goodput import Failures, days
 
     tokens = None if options.tokens is None else count(options.tokens)
     speed = plan.step.tokens_per_second * plan.gpus
     if tokens is not None:
+        figures["days"] = days(tokens, speed)
         yield f"{options.tokens} tokens take {days(tokens, speed):,.1f} days at {speed:,.0f} tokens per second"
     by_gpu, by_node = options.failures_per_gpu_hour, options.node_mtbf_hours
     if by_gpu is None and by_node is None:
@@ -270,6 +326,7 @@ def lengths(plan: Plan, options: Options, cluster: Cluster) -> Iterator[str]:
     if failures.best < NO_PROGRESS:
         yield f"a failure every {3600 / rate:,.1f} seconds: the run makes no progress"
         return
+    figures["goodput"] = failures.best
     if rate == 0 or options.save_seconds == 0:
         yield f"goodput {failures.best:.1%}"
         return
@@ -279,6 +336,7 @@ def lengths(plan: Plan, options: Options, cluster: Cluster) -> Iterator[str]:
         f"{failures.interval / 60:.1f} minutes (--save-interval {max(round(every), 1)})"
     )
     if tokens is not None:
+        figures["days_with_failures"] = days(tokens, speed * failures.best)
         yield f"with failures {days(tokens, speed * failures.best):,.1f} days"
 
 
@@ -286,13 +344,11 @@ def missing(planner: Planner, found: Found) -> str:
     """Return what is missing if nothing fits, and what would save it."""
     from megalite.planner.savings import savings
 
-    nearest = found.nearest
-    lines = [
-        f"no layout fits {planner.gpus:,} x {planner.cluster.gpu.name}: at least {nearest.missing / 2**30:.1f} GiB are "
-        f"missing ({nearest.nearest})",
-        *(f"  {line}" for line in savings(planner, nearest.nearest)),
-    ]
-    return "\n".join(lines)
+    nearest, gpus = found.nearest(planner), f"{planner.gpus:,} x {planner.cluster.gpu.name}"
+    if nearest is None:
+        return f"no layout fits {gpus}"
+    size = f"{nearest.missing / 2**30:.1f} GiB are missing ({nearest.layout}: {nearest.too_large})"
+    return "\n".join([f"no layout fits {gpus}: {size}", *(f"  {line}" for line in savings(planner, nearest))])
 
 
 def two_numbers(text: str) -> tuple[int, int]:

@@ -25,9 +25,10 @@ from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
-from megalite.config.synchronization import synchronization_problems, with_sites
+from megalite.config.synchronization import with_sites
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_synchronization import synchronization_problems
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000

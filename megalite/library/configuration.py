@@ -33,7 +33,9 @@ _REFUSED = {
     "checkpoint": "save resume moe_use_upcycling use_checkpoint_args use_checkpoint_opt_param_scheduler",
     "optimizer": "optimizer lr",
     "logging": "log_validation_ppl_to_tensorboard",
-    "synchronization": "asynchronous num_servers max_staleness backup_workers drop_stragglers_after",
+    "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "
+    "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
+    "num_servers max_staleness backup_workers drop_stragglers_after",
 }
 
 

@@ -48,6 +48,8 @@ class DataParallel:
     """Take the gradients of parameters that a step does not use as zero. Ranks may use different ones: reductions start
     in the order of the list of actions, and under ZeRO 3 a chunk must be one block, which all ranks run. None: no, and
     the run has no setting for it."""
+    fragments: int = 1
+    """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction
     """Sum of the gradients over ranks."""
 
@@ -321,7 +323,10 @@ def plan_buckets(
         for part in [*(reversed(blocks[chunk]) if blocks and options.zero_stage >= 2 else ()), networks[chunk]]:
             parameters = [parameter for parameter in unique_parameters(part) if id(parameter) not in dealt | in_lower]
             dealt.update(map(id, parameters))
-            layouts += bucket_layouts(parameters, mesh, options.bucket_size, chunks_of)
+            size = options.bucket_size
+            if options.fragments > 1:
+                size = -(-sum(parameter.numel() for parameter in by_chunk[chunk]) // options.fragments)
+            layouts += bucket_layouts(parameters, mesh, size, chunks_of)
     return layouts
 
 

@@ -241,9 +241,7 @@ class Optimizer:
         The decision to skip the step and the resulting bits are the same on every rank. `loss_scale` is the factor by
         which the loss was multiplied; the gradients are divided by it.
         """
-        result = self.complete(loss_scale)
-        if self.exchange is not None and not self.exchange.agreed(not result.skipped):
-            result = StepResult(dict.fromkeys(result.gradient_norms, math.nan))
+        result = self.agreed(self.complete(loss_scale))
         changed = not result.skipped
         if changed:
             self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
@@ -254,6 +252,12 @@ class Optimizer:
             if not self.options.overlap_gather:
                 self.finish_parameter_gather()
         return result
+
+    def agreed(self, result: StepResult) -> StepResult:
+        """Return the result, or a skipped one if another replica skips the step."""
+        if self.exchange is None or self.exchange.agreed(not result.skipped):
+            return result
+        return StepResult(dict.fromkeys(result.gradient_norms, math.nan))
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the names and ranks of the collectives of a `step` that is not skipped, in order.

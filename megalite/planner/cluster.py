@@ -65,10 +65,13 @@ class Stack:
 
     Attributes:
         low_precision: dtype of the products of layers, if it is another than that of the activations.
+        interval: what predicted seconds are multiplied by, at least and at most, to be those of nine runs of ten.
     """
 
     name: str = "megalite"
     factor: float = 1.0
+    centre: float = 1.0
+    within: float = 1.25
     attention: str = "flash-2"
     hidden_tensor: float = 0.0
     hidden_expert: float = 0.0
@@ -76,6 +79,10 @@ class Stack:
     graphs: bool = False
     scattered: bool = False
     low_precision: str | None = None
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.centre / self.within, self.centre * self.within
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ x beta, by the fastest of the algorithms that NCCL has: rings, trees, within nod
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 
+from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.planner.cluster import Cluster, Link, Stack
-from megalite.planner.records import Message, MessageKind, Operation, Work
+from megalite.planner.records import Message, MessageKind, Operation, PartRecord, Work
 
 _ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
 """Shares of its speed that a product keeps, by the largest power of two that divides its inner and outer sizes."""
@@ -75,9 +75,15 @@ class Prices:
 
     def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
         self.cluster, self.stack = cluster, stack or Stack()
-        self._messages: dict[tuple[MessageKind, tuple[int, ...], int, int], float] = {}
+        self._messages: dict[tuple[MessageKind, Sequence[int], float, int], float] = {}
+        self._passes: dict[Hashable, tuple[PartRecord, tuple[Cost, Cost]]] = {}
 
     # -------------------------------------------------------------------------------------------- kernels
+
+    @property
+    def launch(self) -> float:
+        """Seconds of the host for a launch."""
+        return 0.0 if self.stack.graphs else self.cluster.gpu.launch
 
     def product(self, shape: Sequence[int], dtype: str) -> float:
         """Return the seconds of a batch of products, without the reading of their matrices."""
@@ -153,22 +159,38 @@ class Prices:
         tensor = messages["tensor"] * (1 - self.stack.hidden_tensor)
         expert = messages["expert"] * (1 - self.stack.hidden_expert)
         device = kernels + Cost(tensor=tensor, context=context, expert=expert)
-        launch = 0.0 if self.stack.graphs else self.cluster.gpu.launch
-        return device + Cost(launch=max(0.0, hosts * launch - device.total) + _LAUNCHES_AFTER_WAIT * launch * waits)
+        return device + Cost(launch=max(0.0, hosts * self.launch - device.total) + self.waiting(waits))
+
+    def waiting(self, waits: int) -> float:
+        """Return the seconds in which the device has nothing to do after waits of the host for it."""
+        return _LAUNCHES_AFTER_WAIT * self.launch * waits
+
+    def passes(self, record: PartRecord, config: RunConfig, *, of_layer: bool) -> tuple[Cost, Cost]:
+        """Return the seconds of a part with a micro-batch, forward and backward, looked up once for each record."""
+        key = (id(record.forward), id(record.backward), of_layer)
+        if key not in self._passes:  # with the record, so that no other gets its id
+            experts = config.model.moe_router_topk if config.model.num_experts else 1
+            parallel, waits = config.parallel, record.synchronizations
+            forward = self.work(record.forward, parallel, of_layer=of_layer, waits=waits, experts=experts)
+            backward = self.work(record.backward, parallel, of_layer=of_layer, experts=experts)
+            self._passes[key] = record, (forward, backward)
+        return self._passes[key][1]
 
     # -------------------------------------------------------------------------------------------- messages
 
     def message(self, message: Message, experts: int = 1) -> float:
         """Return the seconds of a message among ranks. `experts`: experts that each token in it chooses."""
-        key = (message.kind, message.ranks, message.bytes, experts)
-        if key not in self._messages:
-            self._messages[key] = self.collective(message.kind, message.ranks, message.bytes, experts)
-        return self._messages[key]
+        return self.collective(message.kind, message.ranks, message.bytes, experts)
 
     def collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int = 1) -> float:
-        """Return the seconds of a message of `size` bytes, counted as in `Message`."""
-        by_node = Counter(rank // self.cluster.node_ranks for rank in ranks)
-        nodes, count = len(by_node), len(ranks)
+        """Return the seconds of a message of `size` bytes, counted as in `Message`, looked up once for each."""
+        key = (kind, ranks, size, experts)
+        if key not in self._messages:
+            self._messages[key] = self._collective(kind, ranks, size, experts)
+        return self._messages[key]
+
+    def _collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int) -> float:
+        nodes, count = len({rank // self.cluster.node_ranks for rank in ranks}), len(ranks)
         if count < 2 or size == 0 or kind == "receive":
             return 0.0
         within, across = self.cluster.node, self.cluster.network

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from megalite.config import RunConfig
 from megalite.planner.cost import Cost, Prices, exposed
+from megalite.planner.memory import Element
 from megalite.planner.records import MessageKind, PartRecord
 
-_UPDATE_BYTES = 34
-"""Bytes per element that Adam reads and writes: gradient (twice, once for the norm), master weight and both averages,
-there and back, and the weight."""
-_STEP_LAUNCHES = 300
+_PRODUCTS_PER_ITERATION = 3
+"""Products of an iteration of Newton-Schulz."""
 _OVERLAP_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
@@ -24,7 +23,8 @@ class Exchange:
         forward, backward: seconds per micro-batch that no computation hides (ZeRO 2 and 3).
         reduce, gather: seconds per step of the reductions of the gradients and of the gathers of the weights.
         windows: seconds of the last backward and of the first forward, which may hide those.
-        elements, owned: elements of the stage, and those whose state the rank holds.
+        update: seconds of the optimizer.
+        elements: elements of the stage.
     """
 
     forward: float
@@ -32,8 +32,8 @@ class Exchange:
     reduce: float
     gather: float
     windows: tuple[float, float]
+    update: float
     elements: int
-    owned: float
 
 
 class DataParallel:
@@ -50,18 +50,16 @@ class DataParallel:
         self._expert = range(0, of_stage, of_experts)
         self._first_to_last = (0, world_size - of_stage)
         self._instances = config.synchronization.instances(parallel.num_distributed_optimizer_instances)
-        self._half = config.training.dtype in ("bfloat16", "float16")
-        self._gradient_bytes = 2 if parallel.grad_reduce_in_bf16 else 8 if config.training.fp64 else 4
-        self._weight_bytes = 2 if self._half else self._gradient_bytes
+        self._element = Element.of(config)
 
     def exchange(self, parts: Sequence[tuple[PartRecord, int, float, float]]) -> Exchange:
         """Return what a stage exchanges. `parts`: records with their number and their seconds forward and backward."""
         stage = self.config.parallel.zero_stage
-        forward = backward = reduce = gather = 0.0
-        elements, owned = 0, 0.0
+        forward = backward = reduce = gather = update = 0.0
+        elements = 0
         for record, count, of_forward, of_backward in parts:
-            reduces = self._seconds("reduce-scatter" if stage else "all-reduce", record, self._gradient_bytes)
-            gathers = self._seconds("all-gather", record, self._weight_bytes) if stage else 0.0
+            reduces = self._seconds("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
+            gathers = self._seconds("all-gather", record, self._element.parameter) if stage else 0.0
             if stage == 3:
                 forward += count * exposed(gathers, of_forward)
             if stage >= 2:
@@ -70,15 +68,12 @@ class DataParallel:
                 reduce += count * reduces
             gather += count * gathers * (stage < 3)
             elements += count * (record.parameters + record.expert_parameters)
-            shards = [
-                each / (max(len(ranks) // self._instances, 1) if stage else 1) for each, ranks in self._kinds(record)
-            ]
-            owned += count * sum(shards)
+            update += count * self._update(record, count)
         windows = (
             sum(count * seconds for _, count, _, seconds in parts),
             sum(count * seconds for _, count, seconds, _ in parts),
         )
-        return Exchange(forward, backward, reduce, gather, windows, elements, owned)
+        return Exchange(forward, backward, reduce, gather, windows, update, elements)
 
     def afterwards(self, exchanges: Sequence[Exchange], *, tied: bool) -> Cost:
         """Return what a rank with these stages does after its last backward. `tied`: it has the first or last stage."""
@@ -96,9 +91,29 @@ class DataParallel:
             elements,
             overlapped=parallel.overlap_param_gather,
         )
-        gpu, owned = self.prices.cluster.gpu, sum(each.owned for each in exchanges)
-        seconds = self.prices.moved(_UPDATE_BYTES * owned + self._gradient_bytes * elements)
-        return Cost(data=reduce + gather + self._tied(tied), optimizer=seconds + _STEP_LAUNCHES * gpu.launch)
+        return Cost(data=reduce + gather + self._tied(tied), optimizer=sum(each.update for each in exchanges))
+
+    def _update(self, record: PartRecord, count: int) -> float:
+        """Return the seconds in which the optimizer updates one of `count` such parts."""
+        update, elements = record.update, record.parameters + record.expert_parameters
+        groups = [(each, ranks[: max(len(ranks) // self._instances, 1)]) for each, ranks in self._kinds(record)]
+        of_group = sum(each / len(ranks) for each, ranks in groups) / elements if elements else 1.0
+        sharded = self.config.parallel.zero_stage > 0
+        share = of_group if sharded else 1.0
+        launches, gpu = update.launches * share, self.prices.cluster.gpu
+        device = launches * gpu.kernel + self.prices.moved(update.bytes * share)
+        if update.products:  # each matrix is computed on one rank of the group, so that some may have none
+            matrices = update.products.total() / (_PRODUCTS_PER_ITERATION * self.config.optimizer.muon_num_ns_steps)
+            of_group = max(of_group, 1 / max(matrices * count, 1.0))
+            for operation, number in update.products.items():
+                device += of_group * number * self.prices.operation(operation, of_layer=False).products
+            for message, number in update.messages.items():
+                device += of_group * number * self.prices.message(message)
+            for each, ranks in groups:
+                size = each * max(self._element.parameter, 4)
+                size, times = (size / len(ranks), 2) if sharded else (size, 1)
+                device += times * self.prices.collective("all-to-all", ranks, size)
+        return max(device, launches * self.prices.launch) + self.prices.waiting(update.synchronizations)
 
     def _tied(self, tied: bool) -> float:
         """Return the seconds of summing the gradients of an embedding that is also the output layer."""
@@ -108,7 +123,7 @@ class DataParallel:
             return 0.0
         rows = model.padded_vocab_size(parallel.tensor_model_parallel_size) // parallel.tensor_model_parallel_size
         return self.prices.collective(
-            "all-reduce", self._first_to_last, rows * model.hidden_size * self._gradient_bytes
+            "all-reduce", self._first_to_last, rows * model.hidden_size * self._element.gradient
         )
 
     def _exposed(self, seconds: float, window: float, elements: int, *, overlapped: bool) -> float:
@@ -121,7 +136,7 @@ class DataParallel:
         yield record.parameters, self._dense
         yield record.expert_parameters, self._expert
 
-    def _seconds(self, kind: MessageKind, record: PartRecord, item: int) -> float:
+    def _seconds(self, kind: MessageKind, record: PartRecord, item: float) -> float:
         """Return the seconds of a message with all elements of a part; over instances first within, then across."""
         total = 0.0
         for elements, ranks in self._kinds(record):

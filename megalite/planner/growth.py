@@ -42,10 +42,9 @@ def sizes(planner: Planner, plan: Plan, first: int, last: int) -> list[Size]:
 
 
 def _cost(planner: Planner, plan: Plan, gpus: int, batch: int) -> Cost | None:
-    training = replace(planner.config.training, global_batch_size=batch)
+    training = replace(plan.config.training, global_batch_size=batch)
     try:
-        other = planner.with_gpus(replace(planner.config, training=training), gpus)
-        return other.plan(other.on(plan.layout)).step.cost
+        return planner.with_gpus(gpus).plan(replace(plan.config, training=training)).step.cost
     except MegaliteError:
         return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config import RunConfig
 from megalite.config.experts import with_weights_of_sinkhorn
@@ -77,53 +77,109 @@ class Layout:
         return replace(self, context=self.context // common, micro_batch=self.micro_batch // common)
 
     def on(self, config: RunConfig, stages: str | None = None) -> RunConfig:
-        """Return a run with this layout.
+        """Return a run with this layout. Flags of an axis that the run has as this layout does stay as they are.
 
         Args:
             stages: contents of the stages as letters, for layers that cannot be divided evenly.
         """
-        standard = "interleaved-1f1b" if self.chunks > 1 else "1f1b"
-        parallel = replace(
-            config.parallel,
-            tensor_model_parallel_size=self.tensor,
-            sequence_parallel=self.sequence,
-            pipeline_model_parallel_size=self.pipeline,
-            num_virtual_stages_per_pipeline_rank=self.chunks if self.chunks > 1 and stages is None else None,
-            num_layers_per_virtual_pipeline_stage=None,
-            pipeline_model_parallel_layout=stages,
-            decoder_first_pipeline_num_layers=None,
-            decoder_last_pipeline_num_layers=None,
-            account_for_embedding_in_pipeline_split=False,
-            account_for_loss_in_pipeline_split=False,
-            microbatch_group_size_per_virtual_pipeline_stage=None,
-            pipeline_schedule=None if self.schedule == standard else self.schedule,
-            context_parallel_size=self.context,
-            cp_comm_type=config.parallel.cp_comm_type if self.context > 1 else ParallelConfig.cp_comm_type,
-            hierarchical_context_parallel_sizes=(),
-            cp_balance=config.parallel.cp_balance if self.context > 1 else ParallelConfig.cp_balance,
-            cp_chunks_per_rank=None,
-            expert_model_parallel_size=self.expert or 1,
-            expert_tensor_parallel_size=self.expert_tensor if self.expert_tensor != self.tensor else None,
-            use_distributed_optimizer=self.zero == 1 or (self.zero > 1 and config.parallel.use_distributed_optimizer),
-            data_parallel_sharding_strategy=STRATEGIES[self.zero] if self.zero > 1 else None,
-            num_distributed_optimizer_instances=1,
-            overlap_grad_reduce=True,
-            overlap_param_gather=self.zero > 0,
-            align_grad_reduce=True,
-            ddp_bucket_size=None,
-        )
-        full = self.recompute == "full"
-        training = replace(
-            config.training,
-            micro_batch_size=self.micro_batch,
-            recompute_granularity=None if self.recompute == "none" else self.recompute,
-            recompute_method="uniform" if full else None,
-            recompute_num_layers=1 if full else None,
-            recompute_modules=config.training.recompute_modules
-            if self.recompute == "selective"
-            else type(config.training).recompute_modules,
-        )
+        own = _layout_of(config)
+
+        def same(*axes: str) -> bool:
+            return own is not None and all(getattr(own, axis) == getattr(self, axis) for axis in axes)
+
+        changed: dict[str, Any] = {
+            "tensor_model_parallel_size": self.tensor,
+            "sequence_parallel": self.sequence,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert or 1,
+            "expert_tensor_parallel_size": self.expert_tensor if self.expert_tensor != self.tensor else None,
+        }
+        if stages is not None or not same("pipeline", "chunks"):
+            chunks = self.chunks if self.chunks > 1 and stages is None else None
+            changed |= _EVEN_STAGES
+            changed |= {"num_virtual_stages_per_pipeline_rank": chunks, "pipeline_model_parallel_layout": stages}
+        if not same("pipeline", "chunks", "schedule"):
+            standard = "interleaved-1f1b" if self.chunks > 1 else "1f1b"
+            changed["pipeline_schedule"] = None if self.schedule == standard else self.schedule
+        if not same("context"):
+            changed |= {"hierarchical_context_parallel_sizes": (), "cp_chunks_per_rank": None}
+            if self.context == 1:
+                changed |= {"cp_comm_type": ParallelConfig.cp_comm_type, "cp_balance": ParallelConfig.cp_balance}
+        if not same("zero"):
+            parallel = config.parallel
+            overlapped = parallel.overlap_param_gather if parallel.zero_stage else parallel.overlap_grad_reduce
+            changed |= {
+                "use_distributed_optimizer": self.zero == 1 or (self.zero > 1 and parallel.use_distributed_optimizer),
+                "data_parallel_sharding_strategy": STRATEGIES[self.zero] if self.zero > 1 else None,
+                "num_distributed_optimizer_instances": parallel.num_distributed_optimizer_instances if self.zero else 1,
+                "overlap_param_gather": overlapped and self.zero > 0,
+            }
+        training = replace(config.training, micro_batch_size=self.micro_batch)
+        if not same("recompute"):
+            training = replace(training, **_recomputing(config, self.recompute))
+        parallel = replace(config.parallel, **changed)
         return replace(config, parallel=parallel, training=training, model=with_weights_of_sinkhorn(config.model))
+
+
+_EVEN_STAGES: Mapping[str, Any] = {
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
+"""Flags of stages with equal numbers of layers."""
+
+
+def has_uneven_stages(config: RunConfig) -> bool:
+    """Tell whether the flags of a run say how many layers stages have."""
+    parallel = config.parallel
+    given = {name: value for name, value in _EVEN_STAGES.items() if name.startswith(("pipeline", "decoder", "account"))}
+    return any(getattr(parallel, name) != value for name, value in given.items())
+
+
+def _layout_of(config: RunConfig) -> Layout | None:
+    """Return the layout that the flags of a run describe, or None if its layers do not divide."""
+    try:
+        return Layout.of(config)
+    except ConfigurationError:
+        return None
+
+
+def _recomputing(config: RunConfig, recompute: Recompute) -> dict[str, Any]:
+    """Return the flags of a recomputation, of each layer alone if it is full."""
+    training, full = config.training, recompute == "full"
+    modules = training.recompute_modules if recompute == "selective" else type(training).recompute_modules
+    return {
+        "recompute_granularity": None if recompute == "none" else recompute,
+        "recompute_method": "uniform" if full else None,
+        "recompute_num_layers": 1 if full else None,
+        "recompute_modules": modules,
+    }
+
+
+def to_search(config: RunConfig, keep: Collection[str]) -> RunConfig:
+    """Return a run from which a search begins: whatever messages can do so run beside computation, and stages have
+    equal numbers of layers unless `keep` has both of their axes."""
+    own = Layout.of(config) if keep else None
+    changed: dict[str, Any] = {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": config.parallel.zero_stage > 0,
+        "align_grad_reduce": True,
+        "num_distributed_optimizer_instances": 1,
+        "ddp_bucket_size": None,
+        "microbatch_group_size_per_virtual_pipeline_stage": None,
+    }
+    if not {"pipeline", "chunks"} <= set(keep):
+        changed |= _EVEN_STAGES
+        if own is not None and own.chunks > 1:
+            changed["num_virtual_stages_per_pipeline_rank"] = own.chunks
+    training = replace(config.training, **_recomputing(config, config.training.recompute_granularity or "none"))
+    return replace(config, parallel=replace(config.parallel, **changed), training=training)
 
 
 AXES = tuple(each.name for each in fields(Layout))

@@ -15,7 +15,7 @@ from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.planner.parts import Parts
 from megalite.planner.records import PartRecord, Work
-from megalite.training.builder import model_dtype
+from megalite.training.builder import gradient_dtype, model_dtype
 
 Flights = Sequence[tuple[int, ...]]
 """Numbers of micro-batches in flight by chunk, at those moments than which no other has more of all chunks."""
@@ -55,26 +55,14 @@ class Element:
         """Return the bytes under the precision and the optimizer of a run, as its buffers take them."""
         dtype, optimizer = model_dtype(config), config.optimizer
         wide = torch.promote_types(dtype, torch.float32)
-        low = config.parallel.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16"
         master = 0
         if dtype.itemsize < wide.itemsize:
             master = 2 if optimizer.store_param_remainders else state_dtype(optimizer, "master", dtype).itemsize
         return Element(
-            dtype.itemsize, 2 if low else wide.itemsize, bytes_per_element(optimizer, _WEIGHTS, dtype) + master
+            dtype.itemsize,
+            gradient_dtype(config).itemsize,
+            bytes_per_element(optimizer, _WEIGHTS, dtype) + master,
         )
-
-
-def memory_of_ranks(
-    config: RunConfig, world_size: int, parts: Parts, orders: Sequence[Sequence[Action]], reserved: float = 0.0
-) -> list[RankMemory]:
-    """Return the memory of the first rank of each pipeline stage.
-
-    Args:
-        config: has its vocabulary and is valid for `world_size` ranks.
-        orders: order of the passes on each pipeline rank.
-        reserved: bytes that the driver and the communication library take.
-    """
-    return memory_in_flight(config, world_size, parts, [in_flight(order) for order in orders], reserved)
 
 
 def in_flight(order: Sequence[Action]) -> Flights:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megalite.config.parallel import STRATEGIES, ScheduleName
 from megalite.errors import MegaliteError
@@ -32,12 +33,18 @@ class Neighbour:
 
 def neighbours(planner: Planner, plan: Plan) -> list[Neighbour]:
     """Return the plans of all valid layouts with one change, the fastest first."""
-    found = []
-    for words, layout in changes(plan.layout):
+    parallel, known, found = plan.config.parallel, [plan.config], []
+    overlapped = replace(parallel, overlap_grad_reduce=True, overlap_param_gather=parallel.zero_stage > 0)
+    configs = [(words, partial(planner.on, layout, plan.config)) for words, layout in changes(plan.layout)]
+    configs.append(("with overlap of DP messages", partial(replace, plan.config, parallel=overlapped)))
+    for words, config in configs:
         try:
-            found.append(Neighbour(words, planner.plan(planner.on(layout))))
+            other = planner.plan(config())
         except MegaliteError:  # its sizes do not divide
             continue
+        if other.config not in known:
+            known.append(other.config)
+            found.append(Neighbour(words, other))
     return sorted(found, key=lambda each: each.plan.step.seconds)
 
 

@@ -16,14 +16,14 @@ from torch.autograd.graph import get_gradient_edge
 from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.gpt import HIDDEN_STATES
-from megalite.model.gpt import make_chunks as make_gpt
-from megalite.model.head import LossConfig
+from megalite.model.gpt import GPT, HIDDEN_STATES
 from megalite.optim.layout import unique_parameters
+from megalite.optim.learning_rate import Rates
+from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.planner.dry_run import META, dry_micro_batch
 from megalite.planner.recording import Recorder
-from megalite.planner.records import PartRecord, Work
+from megalite.planner.records import PartRecord, Update, Work
 from megalite.torch_internals import run_backward
 from megalite.training import builder
 
@@ -41,10 +41,15 @@ class Parts:
     """The final norm, the output layer and the loss."""
 
 
-def part_records(config: RunConfig) -> Parts:
+def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
     """Record the parts of the network with the layout of `config`, but for its pipeline and its data-parallel ranks.
 
-    `config.model` has its vocabulary size. Raises MegaliteError if the layout cannot divide the network.
+    Args:
+        config: has its vocabulary size.
+        alike: parts with the same weights on each rank, whose updates are these.
+
+    Raises:
+        MegaliteError: the layout cannot divide the network.
     """
     parallel = replace(
         ParallelConfig(),
@@ -65,10 +70,15 @@ def part_records(config: RunConfig) -> Parts:
     examples = {spec: index for index, spec in reversed(list(enumerate(specs))) if index or len(set(specs)) > 1}
     examples = {spec: examples.get(spec, 0) for spec in specs}
     of_kinds, stage = {}, PartRecord(Work(), Work(), 0, 0, 0, 0)
+
+    def record(layers: StageLayers) -> PartRecord:
+        found = _record(config, mesh, layers)
+        return found if alike is not None else replace(found, update=_update(config, layers))
+
     for spec, index in examples.items():
-        one = _record(config, mesh, StageLayers(max(index - 1, 0), 1, embedding=False, loss=False))
+        one = record(StageLayers(max(index - 1, 0), 1, embedding=False, loss=False))
         if index:  # the second layer of a stage is like those after it
-            two = _record(config, mesh, StageLayers(index - 1, 2, embedding=False, loss=False))
+            two = record(StageLayers(index - 1, 2, embedding=False, loss=False))
             of_kinds[spec] = replace(
                 _difference(two, one), forward_peak=one.forward_peak, backward_peak=one.backward_peak
             )
@@ -76,12 +86,17 @@ def part_records(config: RunConfig) -> Parts:
                 stage = _difference(one, of_kinds[spec])
         else:
             of_kinds[spec] = one
-    return Parts(
-        stage,
-        _record(config, mesh, StageLayers(0, 0, embedding=True, loss=False)),
-        tuple(of_kinds[spec] for spec in specs),
-        _record(config, mesh, StageLayers(last, 0, embedding=False, loss=True)),
-    )
+    embedding = record(StageLayers(0, 0, embedding=True, loss=False))
+    head = record(StageLayers(last, 0, embedding=False, loss=True))
+    if alike is None:  # what an update does once for all of a stage is in the record of the stage
+        embedding, head = (replace(each, update=each.update - stage.update) for each in (embedding, head))
+    else:
+        stage, embedding, head = (
+            replace(each, update=known.update)
+            for each, known in zip((stage, embedding, head), (alike.stage, alike.embedding, alike.head), strict=True)
+        )
+        of_kinds = {spec: replace(of_kinds[spec], update=alike.layers[specs.index(spec)].update) for spec in of_kinds}
+    return Parts(stage, embedding, tuple(of_kinds[spec] for spec in specs), head)
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
@@ -94,6 +109,7 @@ def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
         one.parameters - other.parameters,
         one.expert_parameters - other.expert_parameters,
         one.synchronizations - other.synchronizations,
+        one.update - other.update,
     )
 
 
@@ -101,22 +117,7 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
     """Run one micro-batch through a stage with these layers, forward and backward."""
     recorder = Recorder()
     with recorder:
-        (chunk,) = make_gpt(
-            config.model,
-            mesh,
-            [layers],
-            (mesh.rank,),
-            sequence_parallel=config.parallel.sequence_parallel,
-            recompute=builder.make_recompute(config),
-            loss=LossConfig(
-                config.training.label_smoothing,
-                config.training.z_loss_coeff,
-                config.kernels.fused_linear_cross_entropy,
-            ),
-            dtype=builder.model_dtype(config),
-            attention_ways=builder.attention_ways(config.parallel),
-        )
-        optimizer = builder.make_optimizer(config, [chunk], mesh, builder.make_stages(config), lambda parameter: None)
+        chunk, optimizer = _built(config, mesh, layers)
         batch = dry_micro_batch(config, mesh, builder.make_cutting(config, mesh))
         recorder.listen(mesh.traffic)
         optimizer.begin_step(1)
@@ -148,6 +149,33 @@ def _record(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> PartR
         sum(each.numel() for each in parameters) - dense,
         recorder.waits.total(),
     )
+
+
+def _update(config: RunConfig, layers: StageLayers) -> Update:
+    """Update the weights of a stage with these layers, which no other rank shares."""
+    sizes = config.parallel.mesh_sizes
+    experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
+    ranks = math.lcm(sizes["tensor_parallel_size"], experts)
+    plain = replace(config.parallel, context_parallel_size=1, hierarchical_context_parallel_sizes=())
+    config = replace(config, parallel=replace(plain, cp_comm_type=ParallelConfig.cp_comm_type))
+    mesh = UnconnectedMesh(rank=0, world_size=ranks, device=META, **config.parallel.mesh_sizes)
+    recorder = Recorder()
+    with recorder:
+        _, optimizer = _built(config, mesh, layers)
+        optimizer.begin_step(1)
+        optimizer.reduce(0, 1)
+        recorder.forget()
+        recorder.listen(mesh.traffic)
+        optimizer.step(Rates(1.0, 1.0, 0.0))
+    mesh.traffic.listener = None
+    return Update.of(recorder.total, recorder.waits.total())
+
+
+def _built(config: RunConfig, mesh: ParallelMesh, layers: StageLayers) -> tuple[GPT, Optimizer]:
+    """Return a stage with these layers, and its optimizer."""
+    (chunk,) = builder.make_networks(config, config.model, mesh, [layers], (mesh.rank,))
+    stages = builder.make_stages(config)
+    return chunk, builder.make_optimizer(config, [chunk], mesh, stages, lambda parameter: None, allow_unused=True)
 
 
 def _hidden(config: RunConfig) -> Tensor:

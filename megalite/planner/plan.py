@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 
 from megalite.config import RunConfig
-from megalite.config.parallel import ParallelConfig
 from megalite.config.validate import resolve
 from megalite.errors import MegaliteError
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
-from megalite.planner.cluster import Cluster, Stack
-from megalite.planner.cost import Cost, Prices
+from megalite.planner.cluster import Cluster, Stack, find_stack
+from megalite.planner.cost import Prices
 from megalite.planner.dry_run import dry_run, gpu_kernels
-from megalite.planner.layouts import Layout
+from megalite.planner.layouts import Layout, has_uneven_stages, to_search
 from megalite.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.planner.parts import Parts, part_records
-from megalite.planner.records import MessageKind, PartRecord, Work
+from megalite.planner.records import PartRecord
 from megalite.planner.stage_layout import balanced, priced
 from megalite.planner.step import Step, StepTime
 from megalite.training.data import known_vocabulary
@@ -29,8 +28,6 @@ from megalite.training.data import known_vocabulary
 GIB = 2**30
 _RECORDED_LAYERS = 3
 """Layers that the record of a middle one needs."""
-_GROUPS = 3
-"""Groups of micro-batches after which a pipeline holds as many as ever."""
 
 
 @dataclass(frozen=True)
@@ -67,43 +64,32 @@ def misfit(stage: int, size: float, room: float) -> str:
     return f"stage {stage}: {size / GIB:.1f} of {room / GIB:.1f} GiB"
 
 
-class CachedPrices(Prices):
-    """Prices that are looked up once for each message and each work."""
-
-    def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
-        super().__init__(cluster, stack)
-        self._collectives: dict[Hashable, float] = {}
-        self._works: dict[Hashable, tuple[Work, Cost]] = {}
-
-    def collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int = 1) -> float:
-        key = (kind, ranks, size, experts)
-        if key not in self._collectives:
-            self._collectives[key] = super().collective(kind, ranks, size, experts)
-        return self._collectives[key]
-
-    def work(
-        self, work: Work, parallel: ParallelConfig, *, of_layer: bool = True, waits: int = 0, experts: int = 1
-    ) -> Cost:
-        key = (id(work), of_layer, waits, experts)
-        if key not in self._works:  # with the work, so that no other gets its id
-            cost = super().work(work, parallel, of_layer=of_layer, waits=waits, experts=experts)
-            self._works[key] = work, cost
-        return self._works[key][1]
-
-
 class Planner:
-    """Planner of the layouts of a run on a cluster. `config` is the run as its flags describe it."""
+    """Planner of the layouts of a run on a cluster. `config` is the run as its flags have it, with its vocabulary."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, gpus: int, stack: Stack | None = None) -> None:
-        self.given, self.config = config, with_vocabulary(config)
+        self._given, self.config = config.model, with_vocabulary(config)
         self.cluster, self.gpus = cluster, gpus
-        self.prices = CachedPrices(cluster, stack)
+        self.prices = Prices(cluster, stack or find_stack(Stack.name))
         self._parts: dict[Hashable, Parts | None] = {}
+        self._by_weights: dict[Hashable, Parts] = {}
 
-    def with_gpus(self, config: RunConfig, gpus: int) -> Planner:
-        """Return the planner of a run with the same network and another batch on another number of GPUs."""
+    def with_gpus(self, gpus: int) -> Planner:
+        """Return the planner of the same run on another number of GPUs."""
         other = copy(self)  # with the same records and prices
-        other.config, other.gpus = config, gpus
+        other.gpus = gpus
+        return other
+
+    def afresh(self, gpus: int) -> Planner:
+        """Return the planner of runs with other networks, optimizers or kernels."""
+        other = self.with_gpus(gpus)
+        other._parts, other._by_weights = {}, {}
+        return other
+
+    def to_search(self, keep: Collection[str]) -> Planner:
+        """Return the planner of the run from which a search begins that keeps these axes."""
+        other = copy(self)
+        other.config = to_search(self.config, keep)
         return other
 
     def plan(self, config: RunConfig) -> Plan:
@@ -113,37 +99,32 @@ class Planner:
         if parts is None:
             raise MegaliteError(f"the network cannot be divided as {config.parallel.layout(self.gpus)}")
         step = Step(config, self.gpus, parts, self.prices)
-        return Plan(
-            config, self.gpus, Layout.of(config), step.simulated, self.memory(config, step), self.cluster.gpu.memory
-        )
+        memory, room = self.memory(step), self.cluster.gpu.memory
+        return Plan(config, self.gpus, Layout.of(config), step.simulated, memory, room)
 
-    def on(self, layout: Layout) -> RunConfig:
-        """Return the run with a layout, whose stages are balanced if the layers cannot be divided evenly."""
-        config = layout.on(self.config)
+    def on(self, layout: Layout, base: RunConfig | None = None) -> RunConfig:
+        """Return a run, that of the planner or another one, with a layout.
+
+        Its stages are balanced if the layers cannot be divided evenly, and the flags do not say how to divide them.
+        """
+        base = base or self.config
+        config = layout.on(base)
         count = layout.pipeline * layout.chunks
-        parts = self.parts(config) if config.model.num_layers % count else None
+        uneven = config.model.num_layers % count and not has_uneven_stages(config)
+        parts = self.parts(config) if uneven else None
         if parts is None:
             return config
-        return layout.on(self.config, balanced(priced(parts, config, self.prices), count))
+        return layout.on(base, balanced(priced(parts, config, self.prices), count))
 
     def step(self, config: RunConfig) -> Step | None:
         """Return the step of a layout, not simulated yet; None if the network cannot be divided in this way."""
         parts = self.parts(config)
         return None if parts is None else Step(config, self.gpus, parts, self.prices)
 
-    def memory(self, config: RunConfig, step: Step) -> tuple[RankMemory, ...]:
+    def memory(self, step: Step) -> tuple[RankMemory, ...]:
         """Return the memory of each pipeline rank."""
-        parts = self.parts(config)
-        assert parts is not None
-        return self._memory(config, step, parts)
-
-    def _memory(self, config: RunConfig, step: Step, parts: Parts) -> tuple[RankMemory, ...]:
-        group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage or step.layout.ranks
-        count = step.micro_batches
-        if step.schedule != "gpipe":
-            count = min(count, _GROUPS * group + count % group)
-        flights = _flights(step.schedule, step.layout, count, group)
-        return tuple(memory_in_flight(config, self.gpus, parts, flights, self.cluster.gpu.reserved))
+        flights = _flights(step.schedule, step.layout, step.filling, step.group)
+        return tuple(memory_in_flight(step.config, self.gpus, step.parts, flights, self.cluster.gpu.reserved))
 
     def expected_memory(self, layout: Layout) -> tuple[RankMemory, ...] | None:
         """Return the memory of a layout by the records of micro-batches of one and of two samples; None without them.
@@ -157,7 +138,7 @@ class Planner:
         if parts is None:
             one, two = (self._known(replace(known, micro_batch=size)) for size in (1, 2))
             parts = None if one is None or two is None else extended(one, two, known.micro_batch)
-        return None if parts is None else self._memory(config, Step(config, self.gpus, parts, self.prices), parts)
+        return None if parts is None else self.memory(Step(config, self.gpus, parts, self.prices))
 
     def _known(self, layout: Layout) -> Parts | None:
         return self.parts(layout.on(self.config)) if self.has_parts(layout) else None
@@ -167,10 +148,7 @@ class Planner:
         step = self.step(plan.config)
         assert step is not None
         count = min(step.micro_batches, 2 * step.layout.ranks)
-        group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        spans = simulate(
-            step.layout, step.orders(count, group), lambda s, kind: step.stages[s].seconds(kind), step.transfer
-        )
+        spans = simulate(step.layout, step.orders(count), lambda s, kind: step.stages[s].seconds(kind), step.transfer)
         title = f"{step.schedule}: {count} of {step.micro_batches} micro-batches, predicted"
         return TimeLine(title, step.layout, spans, in_seconds=True)
 
@@ -179,13 +157,11 @@ class Planner:
 
         Returns the rank and the most bytes that it needs, with what the driver and the libraries take.
         """
-        parallel, training = plan.config.parallel, plan.config.training
-        ranks = parallel.pipeline_model_parallel_size
-        of_step = training.micro_batch_size * parallel.data_parallel_size(plan.gpus)
-        count = min((training.global_batch_size or of_step) // of_step, _GROUPS * ranks)
-        smaller = replace(training, global_batch_size=count * of_step)
-        config = replace(plan.config, training=smaller, model=self.given.model)
-        rank = plan.fullest * (plan.gpus // ranks)
+        parallel, training, step = plan.config.parallel, plan.config.training, self.step(plan.config)
+        assert step is not None
+        samples = step.filling * training.micro_batch_size * parallel.data_parallel_size(plan.gpus)
+        config = replace(plan.config, training=replace(training, global_batch_size=samples), model=self._given)
+        rank = plan.fullest * (plan.gpus // parallel.pipeline_model_parallel_size)
         return rank, dry_run(config, plan.gpus, rank).peak_blocks + self.cluster.gpu.reserved
 
     # -------------------------------------------------------------------------------------------- records
@@ -205,7 +181,10 @@ class Planner:
         """Return the records of the parts of a layout; None if the network cannot be divided in this way."""
         key = parts_key(config)
         if key not in self._parts:
-            self._parts[key] = _recorded(config)
+            weights = _weights_key(config)
+            self._parts[key] = found = _recorded(config, self._by_weights.get(weights))
+            if found is not None:
+                self._by_weights.setdefault(weights, found)
         found, layers = self._parts[key], config.model.num_layers
         if found is not None and len(found.layers) != layers:
             found = self._parts[key] = replace(found, layers=found.layers[-1:] * layers)
@@ -228,6 +207,13 @@ def parts_key(config: RunConfig) -> Hashable:
     )
 
 
+def _weights_key(config: RunConfig) -> Hashable:
+    """Return what the weights of a run's parts on a rank depend on, among what layouts differ in."""
+    parallel = config.parallel
+    experts = parallel.expert_model_parallel_size, parallel.mesh_sizes["expert_tensor_parallel_size"]
+    return (parallel.tensor_model_parallel_size, parallel.sequence_parallel, *experts)
+
+
 def extended(one: Parts, two: Parts, samples: int) -> Parts:
     """Return parts with the memory of larger micro-batches, from those for one sample and for two."""
 
@@ -245,7 +231,7 @@ def extended(one: Parts, two: Parts, samples: int) -> Parts:
     )
 
 
-def _recorded(config: RunConfig) -> Parts | None:
+def _recorded(config: RunConfig, alike: Parts | None) -> Parts | None:
     """Record the parts of a layout. Layers that are all alike are recorded once.
 
     Context-parallel ranks draw their dropout on the host, which takes long: it is left out.
@@ -256,7 +242,7 @@ def _recorded(config: RunConfig) -> Parts | None:
         config = replace(config, model=replace(config.model, num_layers=_RECORDED_LAYERS))
     try:
         with gpu_kernels(config.kernels):
-            return part_records(config)
+            return part_records(config, alike)
     except MegaliteError:
         return None
 

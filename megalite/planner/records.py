@@ -67,6 +67,43 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Update:
+    """Work of the optimizer on a part in a step if one rank has all of it: norms, clipping and update."""
+
+    launches: int = 0
+    bytes: int = 0
+    """Bytes that kernels other than products read and write."""
+    products: Counter[Operation] = field(default_factory=Counter)
+    """Products of rules that see whole matrices. The ranks of a shard group have different matrices."""
+    messages: Counter[Message] = field(default_factory=Counter)
+    synchronizations: int = 0
+    """Times that the host waits for the device, to know the norm."""
+
+    @staticmethod
+    def of(work: Work, synchronizations: int) -> Update:
+        """Return the sum of recorded work."""
+        products = Counter({each: count for each, count in work.operations.items() if each.kind == "product"})
+        others = work.operations - products
+        return Update(
+            work.launches,
+            sum(each.bytes * count for each, count in others.items()),
+            products,
+            work.messages,
+            synchronizations,
+        )
+
+    def __sub__(self, other: Update) -> Update:
+        """Return what `other` lacks of this update."""
+        return Update(
+            max(self.launches - other.launches, 0),
+            max(self.bytes - other.bytes, 0),
+            self.products - other.products,
+            self.messages - other.messages,
+            max(self.synchronizations - other.synchronizations, 0),
+        )
+
+
+@dataclass(frozen=True)
 class PartRecord:
     """Record of what a part of a stage (the embedding, a layer, the head) does with a micro-batch, and holds."""
 
@@ -85,3 +122,4 @@ class PartRecord:
     """Elements of this rank that only the ranks of the same experts have."""
     synchronizations: int = 0
     """Times that the host waits for the device in forward and backward."""
+    update: Update = field(default_factory=Update)

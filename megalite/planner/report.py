@@ -88,7 +88,7 @@ def lines_of(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[s
 def misfits(found: Found) -> Iterator[str]:
     """Yield a line for each kind of layout that does not fit."""
     for kind, each in found.misfits.items():
-        yield f"{each.count:,} do not fit {kind}; the nearest is {each.nearest}: {each.words}"
+        yield f"{each.count:,} do not fit {kind}; the nearest is {each.layout}: {each.words}"
 
 
 def time_lines(cost: Cost) -> Iterator[str]:
@@ -138,6 +138,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "row": row(plan),
         "seconds": step.seconds,
+        "seconds_nine_times_of_ten": list(step.interval),
         "seconds_by_cause": {each.name: getattr(step.cost, each.name) for each in fields(Cost)},
         "tokens_per_second_per_gpu": step.tokens_per_second,
         "model_flops_per_gpu": step.flops,
@@ -147,6 +148,21 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.missing == 0,
         "stages": plan.config.parallel.pipeline_model_parallel_layout,
     }
+
+
+def misfits_as_json(found: Found) -> dict[str, Any]:
+    """Return the layouts that do not fit, by what is too large."""
+    return {
+        kind: {"count": each.count, "missing": each.missing, "nearest": str(each.layout), "words": each.words}
+        for kind, each in found.misfits.items()
+    }
+
+
+def neighbour_as_json(neighbour: Neighbour) -> dict[str, Any]:
+    """Return what a change of a layout would buy."""
+    plan = neighbour.plan
+    memory = plan.memory[plan.fullest].total
+    return {"change": neighbour.change, "seconds": plan.step.seconds, "memory": memory, "fits": plan.missing == 0}
 
 
 def as_csv(plans: Sequence[Plan]) -> str:

@@ -7,24 +7,25 @@ from dataclasses import replace
 
 from megalite.config import RunConfig
 from megalite.errors import MegaliteError
-from megalite.planner.layouts import Layout
 from megalite.planner.plan import GIB, Plan, Planner
 
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
-def savings(planner: Planner, layout: Layout) -> Iterator[str]:
-    """Yield what would change the memory of a layout that does not fit, with the memory that it would need."""
-    ways = [(words, config, planner.gpus, layout) for words, config in _changes(planner.given)]
+
+def savings(planner: Planner, plan: Plan) -> Iterator[str]:
+    """Yield what would save memory of a plan that does not fit, with the memory that it would need then."""
+    config, layout = plan.config, plan.layout
+    ways = [(words, changed, plan.gpus) for words, changed in _changes(config)]
     if layout.recompute != "full":
-        ways.insert(0, ("--recompute-granularity full", planner.given, planner.gpus, replace(layout, recompute="full")))
-    sharded = layout if layout.zero == 3 else replace(layout, zero=3)
-    ways.append(("ZeRO 3 on twice the GPUs", planner.given, 2 * planner.gpus, sharded))
-    for words, config, gpus, changed in ways:
-        other = Planner(config, planner.cluster, gpus, planner.prices.stack)
+        ways.insert(0, (_FULL, replace(layout, recompute="full").on(config), plan.gpus))
+    ways.append(("ZeRO 3 on twice the GPUs", replace(layout, zero=3).on(config), 2 * plan.gpus))
+    for words, changed, gpus in ways:
         try:
-            plan = other.plan(other.on(changed))
+            other = planner.afresh(gpus).plan(changed)
         except MegaliteError:  # the batch cannot be divided among so many, or the flags contradict others
             continue
-        yield f"{words}: {_needs(plan)}"
+        if other.missing < plan.missing:
+            yield f"{words}: {_needs(other)}"
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:

@@ -10,20 +10,21 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megalite.config import RunConfig
 from megalite.config.parallel import STRATEGIES
 from megalite.config.validate import resolve
-from megalite.errors import ConfigurationError
+from megalite.errors import ConfigurationError, MegaliteError
 from megalite.planner.cost import Prices
 from megalite.planner.layouts import Layout, layouts, require_batch
 from megalite.planner.least import Least, Passes
 from megalite.planner.memory import RankMemory
 from megalite.planner.parts import Parts
 from megalite.planner.plan import GIB, Plan, Planner, misfit
-from megalite.planner.stage_layout import PartCosts, balanced, seconds_of
+from megalite.planner.stage_layout import PartCosts, balanced
 from megalite.planner.step import Step
 
 STATE = "weights, gradients and optimizer state alone"
@@ -31,12 +32,12 @@ STATE = "weights, gradients and optimizer state alone"
 
 @dataclass
 class Misfits:
-    """Layouts of one kind that do not fit, and the nearest to fitting among them."""
+    """Layouts of one kind that do not fit, with the one among them that is nearest to fitting."""
 
     count: int
     missing: float
-    """Bytes that the nearest one has not."""
-    nearest: Layout
+    """Bytes that this one has not."""
+    layout: Layout
     words: str
     """Its fullest stage with its memory."""
 
@@ -49,16 +50,21 @@ class Found:
         plans: the fastest layouts that fit, in order.
         misfits: the layouts that do not fit, by what is too large.
         counts: numbers of layouts: "possible" ones, those "recorded" and those "simulated".
+        config: the run that the layouts are set on.
     """
 
     plans: list[Plan] = field(default_factory=list)
     misfits: dict[str, Misfits] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    config: RunConfig | None = None
 
-    @property
-    def nearest(self) -> Misfits:
-        """The layouts among which the least memory is missing."""
-        return min(self.misfits.values(), key=lambda each: each.missing)
+    def nearest(self, planner: Planner) -> Plan | None:
+        """Return the plan in which the least memory is missing, of those of each kind that are nearest to fitting."""
+        plans = []
+        for each in self.misfits.values():
+            with suppress(MegaliteError):  # only a bound is known of some
+                plans.append(planner.plan(planner.on(each.layout, self.config)))
+        return min(plans, key=lambda plan: plan.missing, default=None)
 
 
 class _Entry(NamedTuple):
@@ -77,10 +83,10 @@ class _Search:
     """Search with its queue. The arguments are those of `search`."""
 
     def __init__(self, planner: Planner, top: int, keep: Collection[str]) -> None:
-        self.planner, self.top, self.keep = planner, top, keep
-        self.found = Found()
+        self.planner, self.top, self.keep = planner.to_search(keep), top, keep
+        self.found = Found(config=self.planner.config)
         self.room = planner.cluster.gpu.memory
-        self._least = Least(planner.config, planner.gpus, planner.prices)
+        self._least = Least(self.planner.config, planner.gpus, planner.prices)
         self._queue: list[_Entry] = []
         self._idle: set[tuple[str, bool]] = set()
         """Recomputations that change nothing without, or with, context-parallel ranks."""
@@ -168,7 +174,7 @@ class _Search:
             self._idle.add((layout.recompute, layout.context > 1))
             return
         self.found.counts["recorded"] += 1
-        if self._fits(layout, self.planner.memory(config, step)):
+        if self._fits(layout, self.planner.memory(step)):
             self._push(_Entry(max(step.bound, seconds), layout, (), config, step))
 
     def _may_fit(self, layout: Layout) -> bool:
@@ -185,13 +191,13 @@ class _Search:
 
     def _record(self, layout: Layout) -> None:
         """Record the parts of a layout, or of another one that tells a bound of it."""
-        first = self._first(layout)
+        first = self._to_record_before(layout)
         config = first.on(self.planner.config)
         if (parts := self.planner.parts(config)) is not None:
             self._least.learn(first, passes_of(parts, config, self.planner.prices))
 
-    def _first(self, layout: Layout) -> Layout:
-        """Return the layout to record before another: one that takes less time to record and tells a bound of it.
+    def _to_record_before(self, layout: Layout) -> Layout:
+        """Return the layout to record before another, which takes less time to record and tells a bound of it.
 
         The more context-parallel ranks, the longer the record takes, and the less often is the layout a fast one.
         """
@@ -202,7 +208,7 @@ class _Search:
             smaller += [replace(layout, micro_batch=size) for size in (1, 2)]
         for each in smaller:
             if each != layout and not self.planner.has_parts(each):
-                return self._first(each)
+                return self._to_record_before(each)
         return layout
 
     def _simulate(self, entry: _Entry) -> None:
@@ -234,9 +240,10 @@ def search(planner: Planner, top: int = 10, keep: Collection[str] = ()) -> Found
 
 def passes_of(parts: Parts, config: RunConfig, prices: Prices) -> Passes:
     """Return the seconds of the passes of recorded parts."""
-    layers = [seconds_of(layer, config, prices, of_layer=True) for layer in parts.layers]
-    forward, backward = map(sum, zip(*layers, strict=True))
-    return Passes(forward, backward, sum(seconds_of(parts.head, config, prices, of_layer=False)))
+    layers = [prices.passes(layer, config, of_layer=True) for layer in parts.layers]
+    forward, backward = (sum(each.total for each in passes) for passes in zip(*layers, strict=True))
+    head = prices.passes(parts.head, config, of_layer=False)
+    return Passes(forward, backward, sum(each.total for each in head))
 
 
 def _why_none(planner: Planner) -> str:

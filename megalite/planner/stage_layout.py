@@ -35,20 +35,14 @@ class PartCosts:
     head: float
 
 
-def seconds_of(record: PartRecord, config: RunConfig, prices: Prices, *, of_layer: bool) -> tuple[float, float]:
-    """Return the seconds of a part with a micro-batch, forward and backward."""
-    experts = config.model.moe_router_topk if config.model.num_experts else 1
-    parallel, waits = config.parallel, record.synchronizations
-    forward = prices.work(record.forward, parallel, of_layer=of_layer, waits=waits, experts=experts)
-    backward = prices.work(record.backward, parallel, of_layer=of_layer, experts=experts)
-    return forward.total, backward.total
-
-
 def priced(parts: Parts, config: RunConfig, prices: Prices) -> PartCosts:
     """Return the seconds of the parts on a cluster."""
-    layers = {id(layer): sum(seconds_of(layer, config, prices, of_layer=True)) for layer in parts.layers}
-    embedding, head = (sum(seconds_of(part, config, prices, of_layer=False)) for part in (parts.embedding, parts.head))
-    return PartCosts(embedding, tuple(layers[id(layer)] for layer in parts.layers), head)
+
+    def seconds(part: PartRecord, *, of_layer: bool) -> float:
+        return sum(each.total for each in prices.passes(part, config, of_layer=of_layer))
+
+    layers = tuple(seconds(layer, of_layer=True) for layer in parts.layers)
+    return PartCosts(seconds(parts.embedding, of_layer=False), layers, seconds(parts.head, of_layer=False))
 
 
 def measured(time_line: TimeLine, layers: int) -> PartCosts:

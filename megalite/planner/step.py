@@ -4,7 +4,7 @@ data-parallel ranks exchange."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -16,9 +16,12 @@ from megalite.pipeline.stages import Stages
 from megalite.planner.cost import Cost, Prices
 from megalite.planner.data_parallel import DataParallel, Exchange
 from megalite.planner.parts import Parts
-from megalite.planner.records import PartRecord, Work
+from megalite.planner.records import PartRecord
+from megalite.training.builder import model_dtype
 from megalite.training.flops import flops_per_token
 
+FILLING = 3
+"""Groups of micro-batches after which a pipeline holds as many as ever."""
 _PERIODS = (3, 4)
 """Groups of micro-batches that are simulated; further ones take as long as those between."""
 
@@ -46,13 +49,15 @@ class StepTime:
 
     seconds: float
     cost: Cost
-    """Breakdown of them, on the pipeline rank that ends last."""
+    """Breakdown of them, on the pipeline rank that has most to do."""
     stages: tuple[StageTime, ...]
     tokens_per_second: float
     """Per GPU."""
     flops: float
     """Model FLOP/s per GPU, with causal attention."""
     mfu: float
+    interval: tuple[float, float]
+    """Seconds between which a measured step lies nine times of ten."""
 
     @property
     def bubble(self) -> float:
@@ -75,10 +80,10 @@ class Step:
         chunks = virtual_stages(model, parallel)
         self.schedule = schedule_name(chunks, parallel)
         self.layout = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)
+        self.parts = parts
         self._data = DataParallel(config, world_size, prices)
         self.transfer = self._transfer()
         self._head = self._without_tied(parts.head)
-        self._records: dict[int, tuple[Cost, Cost, float]] = {}
         stages: dict[tuple[tuple[int, ...], bool, bool], StageTime] = {}
         self.stages: list[StageTime] = []
         for stage in stage_layers(model, parallel):
@@ -89,18 +94,33 @@ class Step:
             self.stages.append(stages[key])
 
     @property
+    def group(self) -> int:
+        """Number of micro-batches that a rank with several stages passes through one before the next."""
+        return self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or self.layout.ranks
+
+    @property
+    def filling(self) -> int:
+        """Number of micro-batches with which the pipeline holds as many at once as with all of them."""
+        if self.schedule == "gpipe":  # it holds all of them
+            return self.micro_batches
+        return min(self.micro_batches, FILLING * self.group + self.micro_batches % self.group)
+
+    @property
     def simulated(self) -> StepTime:
         """The time of the step."""
-        ends = self._ends()
-        of_ranks = [self._rank(rank, end) for rank, end in enumerate(ends)]
-        factor = self.prices.stack.factor
-        cost = max(of_ranks, key=lambda each: each.total) * factor
+        ranks, ends = range(self.layout.ranks), self._ends()
+        busy, after = [self._busy(rank) for rank in ranks], [self._afterwards(rank) for rank in ranks]
+        seconds = max(end + each.total for end, each in zip(ends, after, strict=True))
+        busiest = max(ranks, key=lambda rank: busy[rank].total + after[rank].total)
+        cost = busy[busiest] + after[busiest]
+        cost = replace(cost, bubble=seconds - cost.total) * self.prices.stack.factor
         config = self.config
         tokens = self.batch * config.data.seq_length / cost.total / self.world_size
         vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         flops = tokens * flops_per_token(config.model, vocabulary, config.data.seq_length)
         peak = self.prices.cluster.gpu.peak_of(config.training.dtype)
-        return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak)
+        least, most = (cost.total * each for each in self.prices.stack.interval)
+        return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak, (least, most))
 
     @property
     def idle(self) -> float:
@@ -135,10 +155,10 @@ class Step:
             *((records[key], count, True) for key, count in counts.items()),
             *((record, 1, False) for record in others),
         ]:
-            one_forward, one_backward, one_weights = self._price(record, of_layer=of_layer)
+            one_forward, one_backward = self.prices.passes(record, self.config, of_layer=of_layer)
             ahead.append((record, count, one_forward, one_backward))
             forward, backward = forward + one_forward * count, backward + one_backward * count
-            weights += one_weights * count
+            weights += one_forward.products * count  # each product has one for the gradient of its weight
         exchange = self._data.exchange([(record, count, f.total, b.total) for record, count, f, b in ahead])
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
@@ -156,31 +176,18 @@ class Step:
         if model.untie_embeddings_and_output_weights:
             return head
         tied = model.padded_vocab_size(tensor) // tensor * model.hidden_size
-        return replace(head, parameters=max(head.parameters - tied, 0))
-
-    def _price(self, record: PartRecord, *, of_layer: bool) -> tuple[Cost, Cost, float]:
-        if id(record) not in self._records:
-            parallel, waits = self.config.parallel, record.synchronizations
-            experts = self.config.model.moe_router_topk if self.config.model.num_experts else 1
-            forward = self.prices.work(record.forward, parallel, of_layer=of_layer, waits=waits, experts=experts)
-            backward = self.prices.work(record.backward, parallel, of_layer=of_layer, experts=experts)
-            self._records[id(record)] = forward, backward, self._products(record.forward, of_layer=of_layer)
-        return self._records[id(record)]
-
-    def _products(self, work: Work, *, of_layer: bool) -> float:
-        """Return the seconds of the products, each of which has one for the gradient of its weight."""
-        operations = work.operations.items()
-        return sum(self.prices.operation(each, of_layer=of_layer).products * count for each, count in operations)
+        parameters = max(head.parameters - tied, 0)
+        update = replace(head.update, bytes=head.update.bytes * parameters // max(head.parameters, 1))
+        return replace(head, parameters=parameters, update=update)
 
     def _transfer(self) -> float:
         """Return the seconds of a message between stages."""
         config = self.config
         if self.layout.ranks == 1:
             return 0.0
-        itemsize = {"float32": 4, "float64": 8}.get(config.training.dtype, 2)
         tokens = config.training.micro_batch_size * config.data.seq_length // config.parallel.sequence_parts
         neighbours = (0, self.world_size // self.layout.ranks)
-        size = tokens * config.model.hidden_size * itemsize
+        size = tokens * config.model.hidden_size * model_dtype(config).itemsize
         tensor = config.parallel.tensor_model_parallel_size
         if not self.prices.stack.scattered or config.parallel.sequence_parallel or tensor == 1:
             return self.prices.collective("send", neighbours, size)
@@ -200,13 +207,9 @@ class Step:
         """Return what a rank does after its last backward."""
         return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=rank in self.layout.ends)
 
-    def _rank(self, rank: int, end: float) -> Cost:
-        busy = self._busy(rank)
-        return replace(busy, bubble=end - busy.total) + self._afterwards(rank)
-
     def _ends(self) -> list[float]:
         """Return when each rank has run its last action. Many micro-batches are not all simulated."""
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or self.layout.ranks
+        group = self.group
         if self.layout.ranks == 1:
             return [self._busy(0).total]
         some, more = (group * periods + self.micro_batches % group for periods in _PERIODS)
@@ -217,8 +220,7 @@ class Step:
         return [late + (late - early) * further for early, late in zip(before, after, strict=True)]
 
     def _simulated_ends(self, micro_batches: int) -> list[float]:
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-        orders = self.orders(micro_batches, group)
+        orders = self.orders(micro_batches)
         table: dict[tuple[int, Kind], float] = {}
 
         def duration(stage: int, kind: Kind) -> float:
@@ -228,8 +230,9 @@ class Step:
 
         return [spans[-1].end for spans in simulate(self.layout, orders, duration, self.transfer)]
 
-    def orders(self, micro_batches: int, group: int | None) -> list[list[Action]]:
+    def orders(self, micro_batches: int) -> list[list[Action]]:
         """Return the order of each rank."""
+        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
         return _orders(self.schedule, self.layout, micro_batches, group)
 
 
@@ -237,8 +240,3 @@ class Step:
 def _orders(schedule: str, layout: Stages, micro_batches: int, group: int | None) -> list[list[Action]]:
     """Return the order of each rank; many layouts have the same."""
     return orders_of(SCHEDULES[schedule], layout, micro_batches, group)
-
-
-def shares(cost: Cost) -> Mapping[str, float]:
-    """Return the share of each entry of a cost."""
-    return {name: value / cost.total for name, value in vars(cost).items()}

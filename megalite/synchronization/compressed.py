@@ -81,8 +81,7 @@ class CompressedReduction(Reduction):
         packer = self._packer("sites")
         if packer is None:
             return super().sum_over_instances(shard)
-        gathered = collectives.all_gather(packer.pack(shard.clone()[None]), self.groups.instances)
-        return shard.copy_(self._without_padding(packer.sum(gathered, len(shard), shard.dtype)))
+        return packed_sum(packer, shard, self.spec.layout, self.spec.owned[0], self.groups.instances).wait()
 
     def complete(self, shard: Tensor) -> None:
         """Replace the sum by what is left of it after packing, which all ranks are going to apply."""
@@ -101,6 +100,7 @@ class CompressedReduction(Reduction):
         if packer is None:
             return super().begin_gather(shard, gradients)
         gathered = collectives.all_gather_async(self._packed_sum, self.groups.shards)
+        del self._packed_sum
 
         def restored() -> Tensor:
             rows = packer.restore(gathered.wait(), len(shard), shard.dtype)
@@ -124,11 +124,16 @@ class PackedSum:
         self.packer.begin_step(number, 1.0)
         if not self.packer.packs:
             return collectives.all_reduce_async_(values, self._replicas)
-        gathered = collectives.all_gather_async(self.packer.pack(values.clone()[None]), self._replicas)
+        pending = packed_sum(self.packer, values, self._layout, self._begin, self._replicas)
         self.packer.keep()
+        return pending
 
-        def total() -> Tensor:
-            values.copy_(self.packer.sum(gathered.wait(), len(values), values.dtype))
-            return zero_padding(self._layout, values, self._begin)
 
-        return Pending(None, total)
+def packed_sum(packer: Packer, values: Tensor, layout: BucketLayout, begin: int, group: Group) -> Pending:
+    """Start to sum the elements of a bucket from `begin` on, in place, of what each rank of a group packs."""
+    gathered = collectives.all_gather_async(packer.pack(values.clone()[None]), group)
+
+    def total() -> Tensor:
+        return zero_padding(layout, values.copy_(packer.sum(gathered.wait(), len(values), values.dtype)), begin)
+
+    return Pending(None, total)

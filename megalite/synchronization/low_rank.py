@@ -10,7 +10,6 @@ from megalite.optim.flat import owned
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed
-from megalite.parallel.mesh import Group
 from megalite.synchronization import power
 from megalite.synchronization.packer import key_of
 
@@ -72,27 +71,37 @@ class LowRankReduction(Reduction):
             return super().begin(gradients, out)
         if "residual" in self.state:
             gradients.add_(self.state["residual"], alpha=self._loss_scale)
-        shards = self.groups.shards
         stacks = [self._stacked(gradients, shape) for shape in self._shapes]
         left = [power.project(stack, factor) for stack, factor in zip(stacks, self._factors, strict=True)]
-        left = [power.orthogonalize(p) for p in _summed(left, shards)]
+        flat = collectives.all_reduce_async_(_flat(left), self.groups.shards)
+        self._corrected = gradients
+
+        def total() -> Tensor:
+            mine = owned(self._restored(stacks, _parts(flat.wait(), left), gradients), self.groups.shards)
+            return mine if out is None else out.copy_(mine)
+
+        return Pending(None, total)
+
+    def _restored(self, stacks: list[Tensor], left: list[Tensor], gradients: Tensor) -> Tensor:
+        """Return the sum over the ranks [length], from the sums of the first factors."""
+        left = [power.orthogonalize(p) for p in left]
         right = [power.project_back(stack, p) for stack, p in zip(stacks, left, strict=True)]
-        others = [gradients[start:stop] for start, stop in self._others]
-        summed = _summed([*right, *(each.clone() for each in others)], shards)
-        self._corrected, self._next = gradients, summed[: len(right)]
+        sent = [*right, *(gradients[start:stop] for start, stop in self._others)]
+        summed = _parts(collectives.all_reduce_(_flat(sent), self.groups.shards), sent)
+        self._next = summed[: len(right)]
         self._total = total = torch.zeros_like(gradients)
         for (start, stop), values in zip(self._others, summed[len(right) :], strict=True):
             total[start:stop] = values
         for ranges, p, q in zip(self._shapes.values(), left, self._next, strict=True):
             for (start, stop), matrix in zip(ranges, power.restored(p, q), strict=True):
                 total[start:stop] = matrix.reshape(-1)
-        mine = owned(total, shards)
-        return completed(mine if out is None else out.copy_(mine))
+        return total
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
         """Start to gather the sum; or take what this rank has restored of it, if it has not changed since."""
-        if len(self._total) and self.shards_have_all:
-            return completed(gradients.copy_(self._total))
+        total, self._total = self._total, torch.empty(0)
+        if len(total) and self.shards_have_all:
+            return completed(gradients.copy_(total))
         return super().begin_gather(shard, gradients)
 
     def apply(self) -> None:
@@ -106,13 +115,18 @@ class LowRankReduction(Reduction):
                 part = slice(start, stop)
                 residual[part] = self._corrected[part] - self._total[part] / self.groups.shards.size
             residual.div_(self._loss_scale)
+        if self.spec.zero_stage:  # otherwise it is gathered next
+            self._total = torch.empty(0)
 
     def _stacked(self, gradients: Tensor, shape: tuple[int, int]) -> Tensor:
         return torch.stack([gradients[start:stop].view(shape) for start, stop in self._shapes[shape]])
 
 
-def _summed(tensors: list[Tensor], group: Group) -> list[Tensor]:
-    """Return the sums over a group, in one message."""
-    flat = collectives.all_reduce_(torch.cat([each.reshape(-1) for each in tensors]), group)
-    parts = flat.split([each.numel() for each in tensors])
-    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([each.reshape(-1) for each in tensors])
+
+
+def _parts(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor in the shapes of those that it was made of."""
+    parts = flat.split([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]

@@ -61,7 +61,10 @@ def reduction_of(
             "dgc": partial(VelocityPacker, momentum),
             "onebit-adam": partial(MomentumPacker, beta1),
         }
-        own, again = packer(within, kind=kinds.get(within, Packer)), packer(_again(within), groups.shards.size)
+        own, again = (
+            packer(within, kind=kinds.get(within, Packer)),
+            packer(_again(within), groups.shards.size if within in _SETS else 1),
+        )
         return CompressedReduction(own, again, packer(between), spec, groups)
 
     return reduction
@@ -74,7 +77,7 @@ def sums_over_replicas(config: SynchronizationConfig, shards: Sequence[Shard], r
     sums: list[Sum] = []
     for shard in shards:
         layout, (begin, end) = shard.bucket.layout, shard.bucket.owned_range
-        dtype = shard.owned_masters.dtype
+        dtype = torch.promote_types(shard.owned_masters.dtype, torch.float32)
         compressors = compressor_at(config, dtype, config.compression_between)
         packing = Packing(compressors, config.compression_warmup_iters, dtype if config.error_feedback else None)
         sums.append(PackedSum(Packer(packing, layout, begin, end), layout, begin, replicas))

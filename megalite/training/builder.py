@@ -12,7 +12,14 @@ import torch
 
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, ParallelConfig, RunConfig
-from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages, why_nothing_is_aligned
+from megalite.config.pipeline_layout import (
+    StageLayers,
+    schedule_name,
+    shape,
+    stage_layers,
+    virtual_stages,
+    why_nothing_is_aligned,
+)
 from megalite.config.run import TaskConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
@@ -87,13 +94,21 @@ def make_stages(config: RunConfig) -> Stages:
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
     """Return this rank's stages, with uninitialized parameters. `model` must have its vocabulary size filled in."""
-    parts, ranks, training = stage_layers(model, config.parallel), mesh.ranks("pp"), config.training
-    fused_loss = config.kernels.fused_linear_cross_entropy
+    parts, ranks = stage_layers(model, config.parallel), mesh.ranks("pp")
+    own = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
+    return make_networks(config, model, mesh, own, tuple(ranks[rank] for rank in stages.ends))
+
+
+def make_networks(
+    config: RunConfig, model: ModelConfig, mesh: ParallelMesh, parts: Sequence[StageLayers], ends: tuple[int, ...]
+) -> list[GPT]:
+    """Return stages with these layers. `ends`: the ranks of the first and the last stage."""
+    training, fused_loss = config.training, config.kernels.fused_linear_cross_entropy
     return gpt.make_chunks(
         model,
         mesh,
-        [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
-        tuple(ranks[rank] for rank in stages.ends),
+        parts,
+        ends,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
         loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
@@ -250,25 +265,32 @@ def make_optimizer(
     return optimizer
 
 
+def gradient_dtype(config: TaskConfig) -> torch.dtype:
+    """Return the dtype in which gradients are summed and kept."""
+    if config.parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16":
+        return torch.bfloat16
+    return torch.promote_types(model_dtype(config), torch.float32)
+
+
 def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> DataParallel:
     """Return the data-parallel settings from the flags."""
-    parallel, dtype = config.parallel, model_dtype(config)
+    parallel = config.parallel
     # If aligned, the action list decides when a chunk's reductions begin.
     aligned = parallel.align_grad_reduce and why_nothing_is_aligned(stages.chunks, parallel) is None
     bucket_size = parallel.ddp_bucket_size
     if bucket_size is None and parallel.overlap_grad_reduce:
         # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
         bucket_size = max(40_000_000, 1_000_000 * mesh.size("dp", "cp"))
-    low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
-    gradient_dtype = torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32)
+    dtype = gradient_dtype(config)
     return DataParallel(
-        gradient_dtype=gradient_dtype,
+        gradient_dtype=dtype,
         zero_stage=parallel.zero_stage,
         instances=config.synchronization.instances(parallel.num_distributed_optimizer_instances),
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
-        reduction=reduction_of(config, mesh, gradient_dtype),
+        fragments=config.synchronization.local_update_fragments,
+        reduction=reduction_of(config, mesh, dtype),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from megalite.modules.stage import items_of
@@ -33,7 +34,9 @@ def evaluate(
     trainer.network.eval()
     task, mesh, batch_size = trainer.task, trainer.mesh, trainer.evaluation_batch_size
     sums, counts = NO_SUMS, NO_SUMS
-    with loader or task.evaluation_loader(test=test) as loader:
+    local_update = trainer.local_update
+    same_weights = nullcontext() if local_update is None else local_update.with_anchor()
+    with same_weights, loader or task.evaluation_loader(test=test) as loader:
         wanted = (trainer.config.training.eval_iters if batches is None else batches) * batch_size
         samples = wanted if loader.length is None else min(wanted, loader.length)
         for start in range(0, samples, batch_size):

@@ -104,10 +104,10 @@ def locate(
     if any(report.parameters for report in first):
         return f"{told}: {_describe_parameters(first, hosts)}"
     search = Search(stages, mesh.coordinate("pp"))
-    optimizer.begin_step(len(step.micro_batches))
+    optimizer.begin_step(len(step.micro_batches), step.loss_scale)
     with search.through(chunks):
         engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
-    result = optimizer.complete(step.loss_scale)
+    result = optimizer.agreed(optimizer.complete(step.loss_scale))
     second = [_SecondRun(**report) for report in all_gather_json(asdict(_second_run(search, step, optimizer)), mesh)]
     cause = _describe_cause(first, second, result, hosts, mesh, step)
     return f"{told}. It was run once more to find the cause: {cause}"

@@ -288,7 +288,7 @@ class Trainer:
         if self.checkpoints is None:
             return
         if self.local_update is not None:
-            self.local_update.wait()
+            self.local_update.before_save()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(
@@ -314,6 +314,8 @@ class Trainer:
             check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             self.task.check_compatible(path, described)
+        if self.local_update is not None:
+            self.local_update.before_load()
         state = checkpoint.load(
             path,
             self.network,
@@ -326,9 +328,11 @@ class Trainer:
             optional=self.task.optional_tensors(path, described),
         )
         self.task.loaded()
-        anchored = any(name.startswith(f"optimizer/{ANCHOR}/") for name in described.tensors)
-        if self.local_update is not None and not (anchored and resume_point.optimizer):
-            self.local_update.begin()
+        if self.local_update is not None:
+            names = described.tensors if resume_point.optimizer else ()
+            anchor, exchanged = (any(f"optimizer/{name}/" in each for each in names) for name in (ANCHOR, "exchanged"))
+            at = state.iteration if resume_point.position else 0
+            self.local_update.after_load(at, has_anchor=anchor, has_exchanged=exchanged)
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)

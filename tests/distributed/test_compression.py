@@ -16,6 +16,7 @@ from megalite.config.validate import resolve
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.synchronization.methods import make_compressor
+from megalite.synchronization.power import first_factor
 from megalite.training.data import open_data
 from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.test_local_update import FLAGS, NETWORK, RATE, STEPS, Outcome, Tensors, loss_of, run
@@ -119,7 +120,8 @@ class Loop:
             if self.warmup and step >= self.warmup:
                 ranks = [{n: 0.9 * first[n] / 2 + 0.1 * g for n, g in gradients.items()} for gradients in ranks]
             packs = step >= self.warmup
-            summed = {n: sum(g[n] for g in ranks) for n in weights} if not packs else self._exchange(step, ranks, kept)
+            exchange = self._exchange if self.compressor is not None else self._low_rank
+            summed = {n: sum(g[n] for g in ranks) for n in weights} if not packs else exchange(step, ranks, kept)
             with torch.no_grad():
                 for name, weight in weights.items():
                     if not self.warmup:
@@ -165,6 +167,34 @@ class Loop:
                 summed[name] = sums.view(-1)[start:stop].view(ranks[0][name].shape)
         return summed
 
+    def _low_rank(self, step: int, ranks: list[Tensors], kept: dict[Any, Tensor]) -> Tensors:
+        """Sum over the ranks by PowerSGD: M is p q^T, with p = orthonormal(sum M q) and q = sum M^T p."""
+        summed: Tensors = {}
+        for number, slots in enumerate(self.slots):
+            flats = [torch.zeros(slots[0][3], dtype=torch.float64) for _ in ranks]
+            for rank, gradients in enumerate(ranks):
+                for name, start, stop, _ in slots:
+                    flats[rank][start:stop] = gradients[name].reshape(-1)
+                flats[rank] += kept.get((number, rank), torch.zeros_like(flats[rank]))
+            total = flats[0] + flats[1]
+            for kind, ((rows, columns), ranges) in enumerate(self.matrices[number].items()):
+                first = first_factor(len(ranges), columns, 2, self.keys[number] + kind, torch.float64, total.device)
+                for matrix, (start, stop) in enumerate(ranges):
+                    q = kept.get((number, kind, matrix), first[matrix])
+                    own = [flat[start:stop].view(rows, columns) for flat in flats]
+                    p = torch.linalg.qr(own[0] @ q + own[1] @ q).Q
+                    q = own[0].T @ p + own[1].T @ p
+                    kept[number, kind, matrix] = q
+                    total[start:stop] = (p @ q.T).reshape(-1)
+            for rank, flat in enumerate(flats):
+                compressed = torch.zeros(len(flat), dtype=torch.bool)
+                for start, stop in (each for ranges in self.matrices[number].values() for each in ranges):
+                    compressed[start:stop] = True
+                kept[number, rank] = torch.where(compressed, flat - total / 2, 0.0)
+            for name, start, stop, _ in slots:
+                summed[name] = total[start:stop].view(ranks[0][name].shape)
+        return summed
+
     @staticmethod
     def _without_padding(values: Tensor, slots: list[tuple[str, int, int, int]], begin: int) -> Tensor:
         inside = torch.zeros(begin + len(values), dtype=torch.bool)
@@ -173,7 +203,8 @@ class Loop:
         return values * inside[begin:]
 
     again: Any = None
-    keys: list[int] | None = None
+    keys: Any = None
+    matrices: Any = None
 
 
 UNBIASED = replace(
@@ -182,7 +213,9 @@ UNBIASED = replace(
 SGD = "--optimizer sgd --sgd-momentum 0 --adam-eps 1e-8 --clip-grad 0 --weight-decay 0"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": (f"{SGD} --gradient-compression topk --compression-ratio 0.1", {}),
+    "randomk": (f"{SGD} --gradient-compression randomk --compression-ratio 0.1", {}),
     "int8": (f"{SGD} --gradient-compression int8", {}),
+    "powersgd": (f"{SGD} --gradient-compression powersgd --compression-rank 2", {}),
     "signsgd": (f"{SGD} --gradient-compression signsgd", {}),
     "dgc": (
         f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio 0.1",
@@ -199,11 +232,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
     flags, options = CASES[method]
     outcomes = rank_pools(2).run(run, f"{flags} --disable-bias-linear")
-    ratio = 0.1 if method in ("topk", "dgc") else 1.0
-    own = make_compressor(method, ratio, torch.float64)
+    ratio = 0.1 if method in ("topk", "dgc", "randomk") else 1.0
+    own = None if method == "powersgd" else make_compressor(method, ratio, torch.float64)
     loop = Loop(own, outcomes[0].slots, **options)
-    loop.again = make_compressor("topk", 2 * ratio, torch.float64) if ratio < 1.0 else own
-    loop.keys = outcomes[0].keys
+    loop.again = make_compressor("topk", 2 * ratio, torch.float64) if method in ("topk", "dgc") else own
+    loop.keys, loop.matrices = outcomes[0].keys, outcomes[0].matrices
     losses, weights = loop.train()
     for outcome in outcomes:
         for number, (ours, theirs) in enumerate(zip(outcome.losses, losses, strict=True)):

@@ -16,12 +16,14 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 from megalite.synchronization.packer import key_of
+from megalite.synchronization.power import matrices_of
 from megalite.training.data import open_data
+from megalite.training.evaluation import evaluate
 from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_trainer import BATCH, LENGTH, NETWORK, batch
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
-from tests.harness.close import assert_number_close, assert_parameter_close
+from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
 from tests.oracle import Oracle, loss_sum_and_count
 
@@ -39,21 +41,26 @@ class Outcome:
         held: parameters by logical name.
         slots: what each bucket has: name of the logical tensor, first element, one past the last, and the length.
         keys: number that names each bucket.
+        matrices: ranges of each bucket's matrices that rank 2 compresses, by their rows and columns.
+        evaluations: validation losses.
     """
 
     losses: list[float]
     held: dict[str, tuple[Box, Tensor]]
     slots: list[list[tuple[str, int, int, int]]]
     keys: list[int]
+    matrices: list[dict[tuple[int, int], list[tuple[int, int]]]]
+    evaluations: list[float]
 
 
-def run(flags: str, steps: int = STEPS) -> Outcome:
+def run(flags: str, steps: int = STEPS, *, evaluates: bool = False) -> Outcome:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     trainer = gpt_trainer(config, open_data(config), mesh)
     with trainer.loader:
         losses = [trainer.step().loss for _ in range(steps)]
+    evaluations = [(evaluate(trainer) or {})["lm_loss"]] if evaluates else []
     with trainer.optimizer.gathered_parameters():
         held = {
             piece.tensor.name: (piece.box, piece.view(parameter.detach()).clone())
@@ -61,7 +68,8 @@ def run(flags: str, steps: int = STEPS) -> Outcome:
         }
     layouts = [bucket.layout for bucket in trainer.optimizer.buckets]
     slots = [[(*piece, each.length) for piece in each.pieces(0, each.length)] for each in layouts]
-    return Outcome(losses, held, slots, [key_of(each) for each in layouts])
+    matrices = [matrices_of(each, 2) for each in layouts]
+    return Outcome(losses, held, slots, [key_of(each) for each in layouts], matrices, evaluations)
 
 
 @dataclass
@@ -80,7 +88,7 @@ class Method:
     fragments: list[set[str]] | None = None  # names of the tensors in each
     batch: int = BATCH
 
-    def train(self) -> tuple[list[float], list[Tensors]]:
+    def train(self, steps: int = STEPS) -> tuple[list[float], list[Tensors]]:
         """Return the mean loss of each step, and the weights of each replica in the end."""
         data = open_data(resolve(parse_arguments(f"{FLAGS} --global-batch-size {self.batch}".split()).config, 1)).train
         begin = NETWORK.weights(77, torch.float64)
@@ -89,7 +97,7 @@ class Method:
         anchor, momentum = clone(begin), {name: torch.zeros_like(w) for name, w in begin.items()}
         tokens, under_way, losses = [0.0] * self.replicas, dict[int, Tensors](), list[float]()
         fragments = self.fragments or [set(begin)]
-        for number in range(STEPS):
+        for number in range(steps):
             local = number + 1 - self.warmup
             totals = []
             for replica, weights in enumerate(replicas):
@@ -243,3 +251,34 @@ def test_replicas_of_experts_train_alike_on_every_layout(rank_pools: RankPools) 
         for ours, theirs in zip(rank_pools(4).run(run, f"{flags} {layout}"), plain, strict=True):
             for loss, other in zip(ours.losses, theirs.losses, strict=True):
                 assert_number_close(loss, other, layout, 1e-9)
+
+
+def test_copies_of_a_tied_weight_are_exchanged_together(rank_pools: RankPools) -> None:
+    flags = "--local-update diloco --local-update-period 4 --local-update-fragments 2"
+    outcomes = rank_pools(4).run(run, f"{flags} --pp 2")
+    for first, last in (outcomes[0::2], outcomes[1::2]):
+        assert_bits_equal(first.held["embedding.word"][1], last.held["embedding.word"][1], "embedding.word")
+    slots = rank_pools(2).run(run, flags)[0].slots
+    assert len(slots) >= 2
+
+
+def evaluated(flags: str) -> tuple[float, dict[str, tuple[Box, Tensor]]]:
+    """Return the validation loss in the middle of a period, and the weights, with evaluations and without."""
+    outcome = run(flags, 5, evaluates=True)
+    assert outcome.evaluations[-1] is not None
+    return outcome.evaluations[-1], outcome.held
+
+
+@pytest.mark.parametrize("flags", ["", "--sites 2", "--sites 2 --use-distributed-optimizer", "--sites 2 --pp 2"])
+def test_evaluations_are_of_the_weights_after_the_last_exchange(flags: str, rank_pools: RankPools) -> None:
+    local = f"--local-update diloco --local-update-period 3 {flags}"
+    ranks = 4 if flags else 2
+    without = rank_pools(ranks).run(run, local, 5)
+    found = rank_pools(ranks).run(evaluated, local)
+    _, replicas = Method(2, 3, 0, 0.7, 0.9).train(steps=3)
+    data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1)).valid
+    total, count = loss_of(replicas[0], data, [*range(2 * BATCH)])
+    for (loss, held), outcome in zip(found, without, strict=True):
+        assert_number_close(loss, total.item() / count, "validation loss", 1e-8)
+        for name, (_, values) in held.items():
+            assert_bits_equal(values, outcome.held[name][1], name)

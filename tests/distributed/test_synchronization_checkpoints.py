@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint import Candidates, read_manifest
+from megalite.checkpoint import Candidates, load, read_manifest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.gpt_task import gpt_trainer
@@ -20,7 +23,8 @@ from megalite.training.resume import ResumePoint
 from megalite.training.trainer import Trainer
 from tests.distributed.test_compression import SGD
 from tests.distributed.test_local_update import FLAGS
-from tests.harness.close import assert_bits_equal
+from tests.harness.checkpoints import read
+from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.rank_pool import RankPools
 
 
@@ -43,14 +47,16 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return found | {name: values.clone() for name, values in optimizer.rank_states.items()}
 
 
-def train(flags: str, folder: Path, steps: int, load: Path | None = None, after: int = 3) -> tuple[list[float], Any]:
+def train(
+    flags: str, folder: Path, steps: int, source: Path | None = None, after: int = 3, *, optimizer: bool = True
+) -> tuple[list[float], Any]:
     """Train, save, and go on. Return the losses after the checkpoint, and all that this rank keeps in the end."""
     trainer = trainer_of(flags, folder)
-    if load is not None:
-        path = load / f"iter_{steps:07}"
-        trainer.load(path, read_manifest(path), ResumePoint(Candidates()))
+    if source is not None:
+        path = source / f"iter_{steps:07}"
+        trainer.load(path, read_manifest(path), ResumePoint(Candidates(), optimizer=optimizer))
     with trainer.loader:
-        if load is None:
+        if source is None:
             for _ in range(steps):
                 trainer.step()
             trainer.save(Display(9, 1, start_iteration=0, enabled=False), last=True)
@@ -74,6 +80,13 @@ RUNS = {
     "easgd": (2, "--local-update easgd --local-update-period 2", 3),
     "fedavg": (2, "--local-update fedavg --local-update-period 3", 4),
     "sites in bf16": (4, f"{LOCAL} --sites 2 --data-parallel-sharding-strategy optim_grads_params --bf16 --no-fp64", 4),
+    "masters in fp16": (
+        2,
+        f"{LOCAL} --gradient-compression int8 --bf16 --no-fp64 --use-distributed-optimizer --sites 2 "
+        "--use-precision-aware-optimizer --main-params-dtype fp16",
+        4,
+    ),
+    "fragments": (2, f"{LOCAL} --local-update-fragments 3 --local-update-delay 1", 4),
     "fp16": (2, "--gradient-compression int8 --fp16 --no-fp64 --initial-loss-scale 65536", 2),
     "heads": (4, f"{LOCAL} --tp 2 --sequence-parallel", 4),
 }
@@ -89,3 +102,62 @@ def test_a_resumed_run_has_the_same_bits(case: str, rank_pools: RankPools, tmp_p
         assert kept.keys() == found.keys()
         for name, values in kept.items():
             assert_bits_equal(found[name], values, name)
+
+
+def parameters(kept: dict[str, Tensor]) -> list[Tensor]:
+    return [values for name, values in kept.items() if name.isdigit()]
+
+
+def test_replicas_without_their_state_begin_alike(rank_pools: RankPools, tmp_path: Path) -> None:
+    """Replicas that load no state of the optimizer begin with the anchor, and stay together."""
+    rank_pools(2).run(train, LOCAL, tmp_path / "a", 4)
+    run = partial(train, LOCAL, source=tmp_path / "a", optimizer=False)
+    for after in (0, 5):
+        one, other = rank_pools(2).run(run, tmp_path / "b", 4, after=after)
+        for ours, theirs in zip(parameters(one[1]), parameters(other[1]), strict=True):
+            assert_bits_equal(ours, theirs)
+    saved = read(tmp_path / "a" / "iter_0000004")
+    assert not torch.equal(*saved["replica/model/final_norm.weight"])
+    assert torch.equal(saved["model/final_norm.weight"], saved["optimizer/anchor/final_norm.weight"])
+
+
+def test_weights_of_the_warm_up_are_those_of_the_model(rank_pools: RankPools, tmp_path: Path) -> None:
+    rank_pools(2).run(train, f"{LOCAL} --local-update-warmup-iters 6", tmp_path, 4)
+    saved = read(tmp_path / "iter_0000004")
+    for name, values in saved.items():
+        if name.startswith("replica/model/"):
+            assert torch.equal(values[0], values[1])
+            assert torch.equal(values[0], saved[name.removeprefix("replica/")])
+
+
+def test_a_plain_run_takes_the_mean_and_a_reader_the_anchor(rank_pools: RankPools, tmp_path: Path) -> None:
+    rank_pools(2).run(train, LOCAL, tmp_path / "a", 4)
+    saved = read(tmp_path / "a" / "iter_0000004")
+    train("", tmp_path / "b", 4, tmp_path / "a", 0)
+    trainer = trainer_of("", tmp_path / "c")
+    path = tmp_path / "a" / "iter_0000004"
+    for optimizer, wanted in ((trainer.optimizer, "replica/model/"), (None, "model/")):
+        load(path, trainer.network, optimizer, trainer.mesh)
+        for parameter, piece in named_pieces(trainer.network):
+            values = saved[wanted + piece.tensor.name]
+            found = piece.view(parameter.detach())
+            assert torch.equal(found, values.sum(0) / 2 if optimizer is not None else values)
+
+
+def test_tokens_follow_replicas_to_another_layout(rank_pools: RankPools, tmp_path: Path) -> None:
+    flags = "--local-update fedavg --local-update-period 3"
+    through = rank_pools(2).run(train, flags, tmp_path / "a", 4)
+    rank_pools(4).run(train, f"{flags} --tp 2", tmp_path / "b", 4, tmp_path / "a")
+    resumed = rank_pools(4).run(train, f"{flags} --tp 2", tmp_path / "c", 4, tmp_path / "a")
+    for (losses, _), (again, _) in zip(through, resumed, strict=False):
+        for loss, other in zip(losses[:2], again[:2], strict=True):  # after the exchange the weighing differs
+            assert_number_close(other, loss, "loss", 1e-9)
+
+
+def test_nothing_ends_that_has_not_begun(rank_pools: RankPools, tmp_path: Path) -> None:
+    """A plain checkpoint at a step at which an exchange of a local run would be under way."""
+    rank_pools(2).run(train, "", tmp_path / "a", 4)
+    delayed = f"{LOCAL} --local-update-delay 2"
+    for losses, _ in rank_pools(2).run(train, delayed, tmp_path / "b", 4, tmp_path / "a"):
+        plain = rank_pools(2).run(train, LOCAL.replace("3", "100"), tmp_path / "c", 4, tmp_path / "a")
+        assert losses[:2] == plain[0][0][:2]

@@ -28,6 +28,7 @@ ONE_SUM = (
     "reduces those of a step at once"
 )
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 4 --moe-layer-freq 1"
+OF_EXPERTS = "--num-experts 4 --moe-layer-freq 1"
 ONE = {
     # compression
     f"{COMPRESSION} int8 fp8 fp16": (
@@ -46,7 +47,7 @@ ONE = {
     f"{COMPRESSION} powersgd --sites 2": (
         f"{COMPRESSION} powersgd: between sites or replicas, give another compression than powersgd"
     ),
-    f"{COMPRESSION} int8 none {LOCAL} --local-update-warmup-iters 2": (
+    f"{COMPRESSION} int8 none {LOCAL} --local-update-warmup-iters 2 --sites 2": (
         f"{COMPRESSION} int8 none within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
     ),
     f"{COMPRESSION} powersgd int8 --sites 2": (
@@ -79,9 +80,33 @@ ONE = {
     f"{LOCAL} --bf16 --store-param-remainders --use-precision-aware-optimizer --use-distributed-optimizer": (
         "--local-update local-sgd needs whole master weights: drop --store-param-remainders"
     ),
-    f"{LOCAL} --local-update-period 3 --save d --no-save-optim --save-interval 4": (
-        "--no-save-optim with --local-update-period 3 would lose the replicas' own weights: --save-interval 4 must be "
-        "a multiple of the period"
+    f"{LOCAL} --save d --no-save-optim": (
+        "--no-save-optim with --local-update would lose what replicas have not exchanged: save the state, too"
+    ),
+    f"{LOCAL} --moe-router-enable-expert-bias --moe-router-score-function sigmoid {OF_EXPERTS}": (
+        "--moe-router-enable-expert-bias: replicas do not exchange biases: drop --local-update"
+    ),
+    f"{LOCAL} --local-update-warmup-iters 1 --moe-router-load-balancing-type global_aux_loss {OF_EXPERTS} "
+    "--moe-aux-loss-coeff 0.01": (
+        "--local-update-warmup-iters: global_aux_loss is of a replica, not of all data: give another loss"
+    ),
+    # peers
+    f"{COMPRESSION} int8 none {LOCAL}": (
+        f"{COMPRESSION} int8 none: int8 changes nothing, since a replica has one data-parallel rank"
+    ),
+    f"{COMPRESSION} int8 none --sites 4": (
+        f"{COMPRESSION} int8 none: int8 changes nothing, since a site has one data-parallel rank"
+    ),
+    f"{COMPRESSION} int8 --tp 4": f"{COMPRESSION} int8: int8 changes nothing, since a run has one data-parallel rank",
+    f"{DGC} --optimizer sgd --expert-model-parallel-size 4 {OF_EXPERTS}": (
+        f"{DGC}: dgc needs several ranks with the same experts: lower --expert-model-parallel-size"
+    ),
+    f"{COMPRESSION} powersgd --compression-rank 99999": ("--compression-rank 99999 is more than --hidden-size 48"),
+    f"{ONEBIT} --compression-warmup-iters 2 --clip-grad 0 --exp-avg-dtype fp8 --use-precision-aware-optimizer --bf16": (
+        f"{ONEBIT} keeps its moments in fp32: drop --exp-avg-dtype"
+    ),
+    f"{ONEBIT} none --compression-warmup-iters 2 --clip-grad 0 --sites 2": (
+        f"{ONEBIT} sums momenta over all ranks at once: drop --sites"
     ),
     f"{LOCAL} --moe-record-routing d --num-experts 4 --sequence-parallel": (
         "--moe-record-routing needs replicas with the same weights: drop --local-update"

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+import tomllib
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
 
 from megalite.errors import ConfigurationError
+from megalite.planner import cluster
 from megalite.planner.cluster import find_cluster, find_stack, with_constants, with_doctor
 
 FILE = """
@@ -181,3 +186,21 @@ def test_measured_constants_replace_those_of_the_table() -> None:
     assert (cluster.gpu.efficiency, cluster.gpu.half) == (0.7, 90.0)
     with pytest.raises(ConfigurationError, match="speed"):
         with_constants(cluster, {"speed": 1.0})
+
+
+def test_intervals_are_those_of_the_validation() -> None:
+    """Compare the interval of each program with the page's, and megalite's, which nobody has measured, with the spread
+    of the fitted factors and of the runs of one program."""
+    page = (Path(__file__).parents[2] / "docs" / "planner_validation.md").read_text()
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| (1\.\d+) \|$", page, re.MULTILINE)
+    stated = {name: float(factor) for name, factor in rows}
+    assert len(stated) > 1
+    known = tomllib.loads(Path(cluster.__file__).with_name("clusters.toml").read_text())["stack"]
+    for name in known.keys() - {"megalite"}:
+        assert find_stack(name).within == stated.get(name, stated["all"]), name
+        assert find_stack(name).centre == 1.0
+    logs = [math.log(each["factor"]) for name, each in known.items() if name != "megalite"]
+    sigma = math.log(stated["all"]) / 1.645
+    own = find_stack("megalite")
+    assert own.centre == pytest.approx(math.exp(mean(logs)), rel=0.01)
+    assert own.within == pytest.approx(math.exp(1.645 * math.hypot(stdev(logs), sigma)), rel=0.01)

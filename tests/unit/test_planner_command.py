@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from megalite.commands import plan
+from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
+from megalite.pipeline.schedules import SCHEDULES, orders_of
+from megalite.pipeline.simulator import simulate
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.timeline import TimeLine
+from megalite.pipeline.trace import to_trace
+from megalite.planner.cluster import find_cluster
 from megalite.planner.flags import layout_flags, without_layout
+from megalite.planner.layouts import AXES
+from megalite.planner.plan import Planner
 
 RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000
     --bf16 --position-embedding-type rope --global-batch-size 8""")
@@ -104,6 +113,24 @@ def test_what_a_plan_can_do_without_is_filled_in(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {micro_batch_size: 8}\noptimizer: {lr: 0.5}\n")
     config = plan.completed([*RUN, "--config", str(tmp_path / "run.yaml")])
     assert (config.training.micro_batch_size, config.optimizer.lr) == (8, 0.5)
+
+
+@pytest.mark.parametrize("stages", ["auto", "auto:trace.json"])
+def test_automatic_stages_are_planned(stages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide six layers by the times of a step of three stages, whose last one takes as long as four layers."""
+    monkeypatch.chdir(tmp_path)
+    orders = orders_of(SCHEDULES["1f1b"], Stages(3, 1), 4, None)
+    spans = simulate(Stages(3, 1), orders, lambda stage, kind: [2.0, 2.0, 4.0][stage], 0.0)
+    (tmp_path / "trace.json").write_text(to_trace(TimeLine("", Stages(3, 1), spans, in_seconds=True)))
+    layers = ["--num-layers", "6", "--pp", "2", "--pipeline-model-parallel-layout", stages]
+    config = plan.completed([*RUN, *layers])
+    written = plan.with_letters(config, 2, AXES).parallel.pipeline_model_parallel_layout
+    assert written is not None
+    first, second = stages_of_letters(written)
+    assert (first.count("t"), second.count("t")) == ((4, 2) if ":" in stages else (3, 3))
+    planner = Planner(plan.with_letters(config, 2, AXES), find_cluster("H100-SXM"), 2)
+    assert planner.plan(planner.config).config.parallel.pipeline_model_parallel_layout == written
+    assert plan.with_letters(config, 2, ()).parallel.pipeline_model_parallel_layout is None
 
 
 @pytest.mark.parametrize(("text", "number"), [("15T", 15e12), ("300b", 3e11), ("1e9", 1e9), ("2.5M", 2.5e6)])

@@ -12,7 +12,7 @@ from megalite.config.validate import resolve
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
 from megalite.planner.dry_run import dry_run, gpu_kernels
-from megalite.planner.memory import memory_of_ranks
+from megalite.planner.memory import in_flight, memory_in_flight
 from megalite.planner.parts import part_records
 from megalite.training.data import known_vocabulary
 
@@ -46,7 +46,7 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
     batch = config.training.global_batch_size or 0
     micro_batches = batch // (config.training.micro_batch_size * parallel.data_parallel_size(RANKS))
     orders = orders_of(SCHEDULES[schedule_name(chunks, parallel)], stages, micro_batches, None)
-    found = memory_of_ranks(config, RANKS, parts, orders)
+    found = memory_in_flight(config, RANKS, parts, list(map(in_flight, orders)))
     for stage in {0, stages.ranks - 1}:
         wanted = dry_run(config, RANKS, stage * (RANKS // stages.ranks))
         memory = found[stage]

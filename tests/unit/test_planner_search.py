@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
+from megalite.commands.plan import completed
 from megalite.config import RunConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import ScheduleName
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.training import TrainingConfig
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.planner import growth
 from megalite.planner.cluster import Cluster, find_cluster
+from megalite.planner.dry_run import OPTIMIZER, dry_run
 from megalite.planner.layouts import AXES, Layout, layouts
 from megalite.planner.least import Least
 from megalite.planner.neighbours import changes, neighbours
@@ -57,7 +63,7 @@ def small(cluster: Cluster, memory: float) -> Cluster:
 
 def every_plan(planner: Planner, keep: tuple[str, ...] = ()) -> list[Plan]:
     """Return the plans of all layouts."""
-    found = []
+    planner, found = planner.to_search(keep), []
     for layout in layouts(planner.config, planner.gpus, keep):
         alone = planner.gpus == layout.tensor * layout.pipeline
         for stage in [0] if alone else range(4):
@@ -136,11 +142,25 @@ def test_what_is_missing_and_what_would_save_it() -> None:
     planner = Planner(run_config(), small(CLUSTER, 8e8), 2)
     found = search(planner)
     assert not found.plans
-    nearest = found.nearest
-    assert nearest.missing == min(each.missing for each in found.misfits.values()) > 0
-    lines = list(savings(planner, nearest.nearest))
+    nearest = found.nearest(planner)
+    assert nearest is not None
+    assert nearest.missing >= min(each.missing for each in found.misfits.values()) > 0  # some of which are bounds
+    lines = list(savings(planner, nearest))
     assert any(line.startswith("ZeRO 3 on twice the GPUs: ") for line in lines)
     assert all("GiB" in line for line in lines)
+
+
+def test_only_what_saves_memory_is_advised_and_in_flags_that_run() -> None:
+    config = run_config()
+    config = replace(config, model=replace(config.model, vocab_size=64))  # whose logits take less than layers
+    planner = Planner(config, small(CLUSTER, 8e8), 1)
+    plan = planner.plan(planner.config)
+    texts = dict(line.split(": ", 1) for line in savings(planner, plan))
+    (advice,) = (flags for flags in texts if "recompute" in flags)
+    run = shlex.split("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 4")
+    assert completed([*run, *shlex.split(advice)]).training.recompute_granularity == "full"
+    assert "--grad-reduce-in-bf16" in texts
+    assert "--fused-linear-cross-entropy" not in texts
 
 
 def test_neighbours_differ_in_one_thing() -> None:
@@ -152,9 +172,46 @@ def test_neighbours_differ_in_one_thing() -> None:
     assert {"TP 1 -> 2", "PP 1 -> 2", "ZeRO 1 -> 0", "recompute none -> full"} <= {each.change for each in found}
     for each in found:
         changed = [axis for axis in AXES if getattr(each.plan.layout, axis) != getattr(plan.layout, axis)]
-        assert changed, each.change
+        assert changed or each.change == "with overlap of DP messages", each.change
     texts = list(neighbour_lines(plan, found))
     assert len(texts) == len(found) + 1
+
+
+def test_a_change_of_a_layout_leaves_all_other_flags() -> None:
+    """Without it, --explain would compare a run with others that overlap messages and have other stages."""
+    config = run_config()
+    parallel = replace(
+        config.parallel,
+        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout="Et*3|tL",
+        ddp_bucket_size=10_000,
+    )
+    planner = Planner(replace(config, parallel=parallel), CLUSTER, 4)
+    plan = planner.plan(planner.config)
+    same = planner.plan(planner.on(plan.layout, plan.config))
+    assert same.config == plan.config
+    found = {each.change: each.plan for each in neighbours(planner, plan)}
+    for change in ("TP 1 -> 2", "ZeRO 0 -> 1", "micro-batch 1 -> 2"):
+        parallel = found[change].config.parallel
+        assert parallel.pipeline_model_parallel_layout == "Et*3|tL"
+        assert (parallel.overlap_grad_reduce, parallel.ddp_bucket_size) == (False, 10_000)
+    assert found["VP 1 -> 2"].config.parallel.pipeline_model_parallel_layout is None
+    overlapped = found["with overlap of DP messages"]
+    assert overlapped.layout == plan.layout
+    assert overlapped.step.cost.data < plan.step.cost.data
+    (size,) = growth.sizes(planner, plan, 4, 4)
+    assert size.grown == plan.step.cost
+
+
+def test_each_neighbour_is_another_run_and_is_there_once() -> None:
+    planner = Planner(run_config(), CLUSTER, 4)
+    for pipeline in (
+        {"pipeline": 2},
+        {"pipeline": 2, "chunks": 2, "schedule": "zb-v"},
+    ):
+        plan = planner.plan(planner.on(replace(Layout.of(planner.config), **pipeline)))
+        configs = [plan.config, *(each.plan.config for each in neighbours(planner, plan))]
+        assert all(configs.count(each) == 1 for each in configs)
 
 
 def test_changes_of_a_pipeline_keep_schedules_that_exist() -> None:
@@ -185,12 +242,47 @@ def test_the_table_has_the_headers_of_megatron_bridge() -> None:
     assert "stage" in list(memory_lines(plan))[1]
 
 
-def test_a_dry_run_confirms_the_memory() -> None:
-    planner = Planner(run_config(), small(CLUSTER, 85e9), 4)
-    plan = planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2, zero=1)))
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_dry_run_confirms_the_memory(schedule: ScheduleName) -> None:
+    planner = Planner(run_config(batch=32), small(CLUSTER, 85e9), 4)
+    plan = planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2, zero=1, schedule=schedule)))
     rank, peak = planner.confirm(plan)
     assert rank == plan.fullest * 2
     assert peak == pytest.approx(plan.memory[plan.fullest].total, rel=0.05)
+
+
+@pytest.mark.parametrize("rule", ["adam", "muon"])
+def test_the_optimizer_takes_as_long_as_what_it_launches(rule: Literal["adam", "muon"]) -> None:
+    """Compare with the dry run of a whole rank, whose optimizer the parts only add up to."""
+    config = replace(run_config(), optimizer=OptimizerConfig(lr=1e-4, optimizer=rule))
+    planner = Planner(config, CLUSTER, 1)
+    plan = planner.plan(planner.config)
+    work = dry_run(config, 1, 0).work[OPTIMIZER]
+    parts = planner.parts(plan.config)
+    assert parts is not None
+    updates = [each.update for each in (parts.stage, parts.embedding, parts.head, *parts.layers)]
+    assert sum(each.launches for each in updates) == pytest.approx(work.launches, rel=0.3)
+    products = sum((each.products for each in updates), Counter())
+    assert products == Counter({each: n for each, n in work.operations.items() if each.kind == "product"})
+    assert bool(products) == (rule == "muon")
+    seconds = planner.prices.work(work, plan.config.parallel, of_layer=False).total
+    assert plan.step.cost.optimizer == pytest.approx(seconds, rel=0.25)  # the host waits for the norm
+
+
+def test_an_update_reads_and_writes_what_adam_does() -> None:
+    """Count 34 bytes: both averages and the master there and back, the weight, and the gradient twice, for the norm."""
+    planner = Planner(run_config(), CLUSTER, 1)
+    parts = planner.parts(planner.config)
+    assert parts is not None
+    layer = parts.layers[0]
+    assert layer.update.bytes / layer.parameters == pytest.approx(34, rel=0.15)
+
+
+def test_matrices_are_divided_among_data_parallel_ranks() -> None:
+    config = replace(run_config(batch=16), optimizer=OptimizerConfig(lr=1e-4, optimizer="muon"))
+    one, four = (Planner(config, CLUSTER, gpus) for gpus in (1, 4))
+    alone, shared = (planner.plan(planner.config).step.cost.optimizer for planner in (one, four))
+    assert 0.25 * alone < shared < 0.75 * alone
 
 
 def test_growing_batches_keep_the_efficiency_and_equal_ones_lose_it() -> None:

@@ -1,0 +1,186 @@
+"""Relations between the options of data parallelism that communicates less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megalite.config.fields import flag_of, needs
+from megalite.config.parameter_server import server_problems
+from megalite.config.synchronization import SynchronizationConfig
+
+if TYPE_CHECKING:
+    from megalite.config.run import TaskConfig
+
+_SPARSE = ("topk", "randomk", "threshold", "dgc", "count-sketch")
+_AVERAGES = ("local-sgd", "post-local-sgd", "fedavg", "diloco")
+
+
+def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield a line for each relation of these options that does not hold."""
+    chosen = config.synchronization
+    if chosen == SynchronizationConfig():
+        return
+    yield from _compression_problems(config)
+    yield from _local_update_problems(config)
+    if chosen.has_servers:
+        yield from server_problems(config, world_size)
+        return
+    needed = "--asynchronous parameter-server"
+    yield from needs(chosen, "num_servers max_staleness backup_workers drop_stragglers_after", needed)
+    yield from _site_problems(config, world_size)
+    yield from _peer_problems(config, world_size)
+    yield from _algorithm_problems(config)
+
+
+def _compression_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, parallel, optimizer = config.synchronization, config.parallel, config.optimizer
+    names = set(chosen.gradient_compression)
+    if len(chosen.gradient_compression) > 2 or not chosen.gradient_compression:
+        yield "--gradient-compression: give one value, or two: within sites or replicas, and between them"
+    elif len(chosen.gradient_compression) == 2 and chosen.sites == 1 and not chosen.has_replicas:
+        yield "--gradient-compression: two values need --sites or --local-update"
+    if not names & set(_SPARSE):
+        yield from needs(
+            chosen, "compression_ratio", f"--gradient-compression {', '.join(_SPARSE[:-1])} or {_SPARSE[-1]}"
+        )
+    model = getattr(config, "model", None)
+    if "powersgd" not in names:
+        yield from needs(chosen, "compression_rank", "--gradient-compression powersgd")
+    elif model is not None and chosen.compression_rank > model.hidden_size:
+        yield f"--compression-rank {chosen.compression_rank} is more than --hidden-size {model.hidden_size}"
+    if not chosen.compresses:
+        yield from needs(chosen, "compression_warmup_iters error_feedback", "--gradient-compression")
+        return
+    given_names = f"--gradient-compression {' '.join(chosen.gradient_compression)}"
+    if parallel.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16":
+        yield f"{given_names}: what it leaves out is kept in fp32; drop --grad-reduce-in-bf16 and --main-grads-dtype"
+    if parallel.num_distributed_optimizer_instances > 1:
+        yield f"{given_names}: give --sites instead of --num-distributed-optimizer-instances"
+    if parallel.zero_stage >= 2 and chosen.compression_within != "none":
+        yield (
+            f"{given_names} under --data-parallel-sharding-strategy {parallel.data_parallel_sharding_strategy}: "
+            "gradients are reduced after every micro-batch there; optim, or no_shard, reduces those of a step at once"
+        )
+    if chosen.compression_between in ("powersgd", "dgc", "onebit-adam"):
+        yield f"{given_names}: between sites or replicas, give another compression than {chosen.compression_between}"
+    if chosen.has_replicas and chosen.local_update_warmup_iters and chosen.compression_within != "none":
+        yield f"{given_names} within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
+    if chosen.is_hierarchical and chosen.compression_within == "powersgd":
+        yield f"{given_names}: powersgd sums over all ranks at once; within --sites, give another compression"
+    if "dgc" in names:
+        if optimizer.optimizer != "sgd":
+            yield f"--gradient-compression dgc corrects the momentum of --optimizer sgd, not of {optimizer.optimizer}"
+        if not chosen.error_feedback:
+            yield "--gradient-compression dgc: drop --no-error-feedback, without which it is topk"
+    if "onebit-adam" in names:
+        if optimizer.optimizer != "adam" or parallel.zero_stage:
+            yield "--gradient-compression onebit-adam compresses the momentum of --optimizer adam that is not sharded"
+        if optimizer.clip_grad:
+            yield "--gradient-compression onebit-adam needs --clip-grad 0: it has no gradient to clip"
+        if optimizer.narrow:
+            narrow = ", ".join(map(flag_of, optimizer.narrow))
+            yield f"--gradient-compression onebit-adam keeps its moments in fp32: drop {narrow}"
+        if chosen.is_hierarchical:
+            yield "--gradient-compression onebit-adam sums momenta over all ranks at once: drop --sites"
+        if not chosen.compression_warmup_iters or not chosen.error_feedback:
+            yield (
+                "--gradient-compression onebit-adam needs --compression-warmup-iters, at whose end Adam's second "
+                "moment is frozen, and error feedback"
+            )
+
+
+def _local_update_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, parallel, method = config.synchronization, config.parallel, config.synchronization.local_update
+    if not chosen.has_replicas:
+        yield from needs(chosen, "local_update_* outer_* elastic_rate", "--local-update")
+        return
+    if method not in _AVERAGES:
+        yield from needs(chosen, "outer_*", f"--local-update {', '.join(_AVERAGES[:-1])} or {_AVERAGES[-1]}")
+    if method != "easgd":
+        yield from needs(chosen, "elastic_rate", "--local-update easgd")
+    if method != "diloco":
+        yield from needs(
+            chosen, "local_update_fragments local_update_delay local_update_mixing", "--local-update diloco"
+        )
+    if chosen.outer_optimizer == "sgd" or (chosen.outer_optimizer is None and method != "diloco"):
+        yield from needs(chosen, "outer_momentum", "--outer-optimizer nesterov")
+    period = chosen.local_update_period
+    if method == "post-local-sgd" and not chosen.local_update_warmup_iters:
+        yield "--local-update post-local-sgd needs --local-update-warmup-iters, its steps of plain data parallelism"
+    if chosen.local_update_fragments > period:
+        yield f"--local-update-fragments {chosen.local_update_fragments} is more than --local-update-period {period}"
+    if chosen.local_update_delay >= period:
+        yield f"--local-update-delay {chosen.local_update_delay} must be less than --local-update-period {period}"
+    if parallel.num_distributed_optimizer_instances > 1:
+        yield "--local-update: give the number of replicas by --sites, not --num-distributed-optimizer-instances"
+    if config.optimizer.store_param_remainders:
+        yield f"--local-update {method} needs whole master weights: drop --store-param-remainders"
+    if config.checkpoint.save is not None and not config.checkpoint.save_optim:
+        yield "--no-save-optim with --local-update would lose what replicas have not exchanged: save the state, too"
+    if config.training.moe_record_routing is not None:
+        yield "--moe-record-routing needs replicas with the same weights: drop --local-update"
+    model = getattr(config, "model", None)
+    if model is not None and model.moe_router_enable_expert_bias:
+        yield "--moe-router-enable-expert-bias: replicas do not exchange biases: drop --local-update"
+    if (
+        model is not None
+        and chosen.local_update_warmup_iters
+        and "global_aux_loss" in model.moe_router_load_balancing_type
+    ):
+        yield "--local-update-warmup-iters: global_aux_loss is of a replica, not of all data: give another loss"
+
+
+def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    chosen, parallel = config.synchronization, config.parallel
+    copies = parallel.data_parallel_size(world_size)
+    of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
+    count = chosen.replicas(copies) if chosen.has_replicas else chosen.sites
+    if chosen.has_replicas and count == 1:
+        yield f"--local-update {chosen.local_update} needs two data-parallel ranks: {world_size} ranks have one"
+    what = f"--sites {chosen.sites}" if chosen.sites > 1 else f"--local-update with {count} replicas"
+    for size, kind in ((copies, "data-parallel ranks"), (of_experts, "data-parallel ranks of experts")):
+        if count > 1 and size % count:
+            yield f"{what} does not divide {size} {kind}"
+            return
+    if chosen.is_hierarchical:
+        if parallel.num_distributed_optimizer_instances > 1:
+            yield "--sites are instances of hybrid sharding: drop --num-distributed-optimizer-instances"
+        if parallel.zero_stage and count == copies * parallel.context_parallel_size:
+            yield f"--sites {count}: with one rank in each nothing is sharded"
+
+
+def _peer_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield that what a group of ranks would compress within itself has only one rank."""
+    chosen, parallel, within = config.synchronization, config.parallel, config.synchronization.compression_within
+    copies = parallel.data_parallel_size(world_size)
+    groups = chosen.replicas(copies) if chosen.has_replicas else chosen.sites
+    if within == "none" or copies % groups:
+        return
+    what = f"--gradient-compression {' '.join(chosen.gradient_compression)}"
+    where = {(True, False): "replica", (False, True): "site"}.get((chosen.has_replicas, chosen.sites > 1), "run")
+    if copies * parallel.context_parallel_size == groups:
+        yield f"{what}: {within} changes nothing, since a {where} has one data-parallel rank"
+    of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
+    model = getattr(config, "model", None)
+    if within in ("dgc", "onebit-adam") and model is not None and model.num_experts and of_experts == groups:
+        yield f"{what}: {within} needs several ranks with the same experts: lower --expert-model-parallel-size"
+
+
+def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
+    chosen, strategy = config.synchronization, config.parallel.data_parallel_sharding_strategy
+    what = f"--all-reduce-algorithm {chosen.all_reduce_algorithm}"
+    if chosen.all_reduce_algorithm == "hierarchical":
+        if chosen.has_replicas:
+            yield f"{what} sums over sites in each step, --local-update {chosen.local_update} does not: drop one"
+        elif chosen.sites == 1:
+            yield f"{what} needs --sites: the launcher does not tell the nodes"
+    elif chosen.all_reduce_algorithm != "backend":
+        if chosen.compression_within != "none":
+            yield f"{what} sums gradients as they are: drop --gradient-compression {chosen.compression_within}"
+        if chosen.is_hierarchical:
+            yield f"{what}: --sites {chosen.sites} needs hierarchical"
+        if chosen.local_update_warmup_iters:
+            yield f"{what} sums within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
+        if chosen.all_reduce_algorithm == "tree" and config.parallel.zero_stage >= 2:
+            yield f"{what} gives all ranks the whole sum: not under --data-parallel-sharding-strategy {strategy}"
