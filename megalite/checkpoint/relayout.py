@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, REPLICA, Manifest, SavedTensor, plain_name, split_name
 from megalite.checkpoint.tensors import TensorBox
 from megalite.errors import CheckpointError
-from megalite.optim.replica import BESIDE, Relayout, Replica, sources
+from megalite.optim.replica import ANCHOR, BESIDE, Relayout, Replica, sources
 from megalite.parallel.sharding import Box
 
 _DONE = {"sum": "summed into", "average": "averaged into", "drop": "dropped, and start as zeros for"}
@@ -119,7 +119,8 @@ def notes(manifest: Manifest, parts: Iterable[TensorBox], *, beside: bool = True
         wanted.add(kind)
         saved = manifest.tensors.get(saved_name(manifest, plain, part))
         if saved is None and is_beside(plain):
-            lines[f"note: the checkpoint has no {kind} for some weights: it begins as zeros"] = None
+            begins = "with the weights" if kind == ANCHOR else "as zeros"
+            lines[f"note: the checkpoint has no {kind} for some weights: it begins {begins}"] = None
         if saved is not None and (before := replicas_of(saved)) != (now := replicas_of(part)):
             done = _done(part.relayout or saved.relayout, before)
             lines[f"note: {kind} of {_count(before)}: {done} {_count(now)}"] = None
