@@ -44,7 +44,7 @@ def begun(flags: str) -> Trainer:
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     place = Place(rank, rank, size)
     run = Run(config, lambda mesh: GPTTask(config, open_data(config), mesh), place, Startup(place))
-    run.mesh, run.sections = mesh, Sections()
+    run.mesh, run._part, run.sections = mesh, mesh, Sections()
     run.task = GPTTask(config, open_data(config), mesh)
     run._begin()
     assert run.trainer is not None

@@ -178,7 +178,7 @@ def test_a_time_line_that_cannot_be_written_is_told_and_training_goes_on(run: Ru
     flags = ["--pp", 2, "--train-iters", 2, "--save", directory, "--profile-pipeline", 1]
     told = run(*FOUR_LAYERS, *flags, world_size=2).stdout
     where = directory / "pipeline_step_000001.html"
-    assert f"\nWARNING: the time line of step 1 is not in {directory}: writing {where} failed (Is a directory)" in told
+    assert f"\nWARNING: the time line of step 1 is not in {directory}: {where} is no regular file" in told
 
 
 # ------------------------------------------------------------------------------------------------ stopping and going on
@@ -208,6 +208,8 @@ def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: P
         for line, wanted in zip(metrics(directory), metrics(whole), strict=True):
             assert line.keys() == wanted.keys()
             for figure, value in wanted.items():
+                if figure == "bytes_sent":  # which the layout decides
+                    continue
                 assert line[figure] == pytest.approx(value, rel=1e-10), (before, after, line["iteration"], figure)
         expected = saved_tensors(whole / "iter_0000004")
         for tensor, values in saved_tensors(directory / "iter_0000004").items():
