@@ -6274,6 +6274,20 @@ MUTANTS = (
         "tests/unit/test_translation_settings.py::test_contradictions_are_errors",
     ),
     Mutant(
+        "torchtitan's pipeline is given whole local batches",
+        "megalite/translation/torchtitan.py",
+        "if stages > 1 else local",
+        "if stages < 1 else local",
+        "tests/unit/test_translation_torchtitan.py::test_a_pipeline_has_torchtitans_stages_and_micro_batches",
+    ),
+    Mutant(
+        "a flag of torchtitan's command stands below its file",
+        "megalite/translation/torchtitan.py",
+        "        values[name] = value\n",
+        "        values.setdefault(name, value)\n",
+        "tests/unit/test_translation_torchtitan.py::test_a_command_stands_above_its_file",
+    ),
+    Mutant(
         "a translated command is run without what is refused",
         "megalite/commands/translate.py",
         "    if wrong:\n        counts",

@@ -1,4 +1,4 @@
-"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, FSDP or Accelerate, into megalite's flags.
+"""Translate a launch script of Megatron-LM or torchtitan, or settings of DeepSpeed, FSDP or Accelerate, into flags.
 
     python tools/translate.py examples/gpt3/train_gpt3_175b_distributed.sh --set CHECKPOINT_PATH=run/gpt3 --check
     python tools/translate.py ds_config.json --ranks 8
@@ -51,11 +51,12 @@ class Arguments:
     """The flags."""
 
     file: tyro.conf.Positional[str]
-    """The launch script, a test's YAML, a JSON of DeepSpeed, a YAML of Accelerate, or the name of an FSDP strategy."""
+    """The launch script, a test's YAML, a JSON of DeepSpeed, a TOML of torchtitan, a YAML of Accelerate, or the name of
+    an FSDP strategy."""
     set: tuple[str, ...] = field(default=())
     """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
     ranks: PositiveInt | None = None
-    """Number of ranks, if the file does not say it: data-parallel ones for the batch of a JSON of DeepSpeed."""
+    """Number of ranks, if the file does not say it: data-parallel ones for a JSON of DeepSpeed, all for torchtitan."""
     check: bool = False
     """Build the model without memory, and print its sizes beside those that the file implies."""
     yaml: bool = False
@@ -90,7 +91,8 @@ def main() -> None:
     if arguments.yaml:
         print(dump(parse_arguments(report.flags).config), end="")
     else:
-        left = "without what is refused or needed" if wrong else "complete" if report.whole else "for any network"
+        part = "without data" if "--num-layers" in report.flags else "for any network"
+        left = "without what is refused or needed" if wrong else "complete" if report.whole else part
         print(f"# the command, {left}:")
         print(_printed(report))
     if wrong:

@@ -49,7 +49,7 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
         ConfigurationError: values contradict each other, or are of the wrong type.
     """
     names = tables()
-    values, report = _leaves(settings, {key for table in ("idle", "refused") for key in by_key(table)}), Report()
+    values, report = leaves(settings, {key for table in ("idle", "refused") for key in by_key(table)}), Report()
     for key, value in values.items():
         if value == "auto" and key not in by_key("idle"):
             flag = names["flags"].get(key) or _ASKED.get(key)
@@ -66,7 +66,7 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
             f"optimizer.params.lr {shown(values.pop('optimizer.params.lr'))}: warmup_max_lr is what trains"
         )
     steps: list[Callable[[], None]] = [
-        partial(_number, values, report, key, flag)
+        partial(add_number, values, report, key, flag)
         for key, flag in names["flags"].items()
         if key in values and not (key.startswith("fp16.") and not values.get("fp16.enabled", False))
     ]
@@ -94,28 +94,29 @@ def by_key(table: str) -> dict[str, str]:
     return {key: reason for reason, keys in tables()[table].items() for key in keys.split()}
 
 
-def _leaves(settings: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> dict[str, Any]:
+def leaves(settings: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> dict[str, Any]:
     """Return values by their path, such as `zero_optimization.stage`, except for sections that are treated as one."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"
         inner = isinstance(value, Mapping) and path not in whole
-        found |= _leaves(value, whole, f"{path}.") if inner else {path: value}
+        found |= leaves(value, whole, f"{path}.") if inner else {path: value}
     return found
 
 
-def _text(key: str, value: Any, kind: Callable[[Any], bool] = lambda value: True) -> str:
+def as_number(key: str, value: Any, kind: Callable[[Any], bool] = lambda value: True) -> str:
     """Return a number as a flag takes it. Raises ConfigurationError if it is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not kind(value):
         raise ConfigurationError(f"{key} is {shown(value)}: expected a number")
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 
-def _number(values: Mapping[str, Any], report: Report, key: str, flag: str) -> None:
-    report.add(key, flag, _text(key, values[key]))
+def add_number(values: Mapping[str, Any], report: Report, key: str, flag: str, note: str = "") -> None:
+    """Add the flag of a number, and a note to its key."""
+    report.add(f"{key}{note}", flag, as_number(key, values[key]))
 
 
-def _on(values: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+def is_on(values: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     """Return whether something is on. Raises ConfigurationError if the value is not true or false."""
     value = values.get(key)
     if value is not None and not isinstance(value, bool):
@@ -123,16 +124,24 @@ def _on(values: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     return default if value is None else value
 
 
-def _whole(values: Mapping[str, Any], key: str) -> int | None:
+def whole_number(values: Mapping[str, Any], key: str) -> int | None:
     """Return a whole number above 0, or None if it is not given."""
     if key not in values:
         return None
-    return int(_text(key, values[key], lambda value: value >= 1 and value == int(value)))
+    return as_count(key, values[key], least=1)
+
+
+def as_count(key: str, value: Any, *, least: int = 0, most: int = 2**53 - 1) -> int:
+    """Return a whole number between two. Raises ConfigurationError if it is none."""
+    return int(as_number(key, value, lambda number: least <= number <= most and number == int(number)))
 
 
 def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None:
-    total = _whole(values, "train_batch_size")
-    micro, steps = _whole(values, "train_micro_batch_size_per_gpu"), _whole(values, "gradient_accumulation_steps")
+    total = whole_number(values, "train_batch_size")
+    micro, steps = (
+        whole_number(values, "train_micro_batch_size_per_gpu"),
+        whole_number(values, "gradient_accumulation_steps"),
+    )
     if total and micro and not steps and ranks and total % (micro * ranks) == 0:
         steps = total // (micro * ranks)
     if total and not micro and not steps and "train_micro_batch_size_per_gpu" not in " ".join(report.missing):
@@ -161,7 +170,7 @@ def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None
 
 
 def _precision(values: Mapping[str, Any], report: Report) -> None:
-    bf16, fp16 = _on(values, "bf16.enabled") or _on(values, "bfloat16.enabled"), _on(values, "fp16.enabled")
+    bf16, fp16 = is_on(values, "bf16.enabled") or is_on(values, "bfloat16.enabled"), is_on(values, "fp16.enabled")
     if bf16 and fp16:
         raise ConfigurationError("bf16.enabled and fp16.enabled contradict each other: turn one of them off")
     if bf16:
@@ -169,9 +178,11 @@ def _precision(values: Mapping[str, Any], report: Report) -> None:
     if fp16:
         report.add("fp16.enabled", "--fp16")
         if values.get("fp16.loss_scale"):
-            report.add("fp16.loss_scale", "--loss-scale", _text("fp16.loss_scale", values["fp16.loss_scale"]))
+            report.add("fp16.loss_scale", "--loss-scale", as_number("fp16.loss_scale", values["fp16.loss_scale"]))
         else:
-            power = _text("fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16), lambda n: 0 <= n < 64)
+            power = as_number(
+                "fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16), lambda n: 0 <= n < 64
+            )
             report.add(f"fp16.initial_scale_power {power}", "--initial-loss-scale", str(2 ** int(power)))
     dtype = str(values.get("communication_data_type") or "fp32").lower()
     if dtype in ("bf16", "bfp16", "bfloat16"):
@@ -188,7 +199,7 @@ def _sharding(values: Mapping[str, Any], report: Report) -> None:
         raise ConfigurationError(f"zero_optimization.stage is {shown(stage)}: expected 0, 1, 2 or 3")
     if stage:
         report.add(f"zero_optimization.stage {stage}", "--data-parallel-sharding-strategy", ZERO_STAGES[stage])
-    if _on(values, "zero_optimization.overlap_comm"):
+    if is_on(values, "zero_optimization.overlap_comm"):
         report.add("zero_optimization.overlap_comm", "--overlap-grad-reduce")
     if (size := values.get("zero_optimization.mics_shard_size", -1)) not in (-1, 0):
         report.refused.append(
@@ -207,12 +218,12 @@ def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> Non
             return
         rule = _OPTIMIZERS[name.lower()]
         report.add(f"optimizer.type {name}", "--optimizer", rule)
-        if not _on(values, "optimizer.params.bias_correction", default=True):
+        if not is_on(values, "optimizer.params.bias_correction", default=True):
             report.refused.append("optimizer.params.bias_correction false: moments are always corrected here")
-        if not _on(values, "optimizer.params.adam_w_mode", default=True):
+        if not is_on(values, "optimizer.params.adam_w_mode", default=True):
             report.refused.append("optimizer.params.adam_w_mode false: weight decay does not enter the gradient here")
         if "optimizer.params.momentum" in values and rule != "adam":
-            momentum = _text("optimizer.params.momentum", values["optimizer.params.momentum"])
+            momentum = as_number("optimizer.params.momentum", values["optimizer.params.momentum"])
             report.add("optimizer.params.momentum", f"--{rule}-momentum", momentum)
         for key, (flag, value) in _defaults(rule, values).items():
             if f"optimizer.params.{key}" not in {*values, *auto}:
@@ -223,13 +234,13 @@ def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> Non
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
             raise ConfigurationError(f"optimizer.params.betas is {shown(betas)}: expected two numbers")
-        first, second = (_text("optimizer.params.betas", beta) for beta in betas)
+        first, second = (as_number("optimizer.params.betas", beta) for beta in betas)
         report.add("optimizer.params.betas", "--adam-beta1", first, "--adam-beta2", second)
 
 
 def _defaults(rule: str, values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the flags and values of what DeepSpeed takes for keys that a file does not have."""
-    decay = "0.01" if rule == "adam" and _on(values, "optimizer.params.torch_adam") else "0"
+    decay = "0.01" if rule == "adam" and is_on(values, "optimizer.params.torch_adam") else "0"
     found = {"weight_decay": ("--weight-decay", decay)}
     if rule != "muon" and values.get("scheduler.params.warmup_max_lr") is None:
         found["lr"] = ("--lr", "0.001")
@@ -245,7 +256,7 @@ def _clipping(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None
     if key in values and "gradient_clipping" in values:
         report.idle.append(f"{key}: gradient_clipping is given")
     elif key in values:
-        report.add(key, "--clip-grad", _text(key, values[key]))
+        report.add(key, "--clip-grad", as_number(key, values[key]))
     elif auto.isdisjoint(("gradient_clipping", key)) and "gradient_clipping" not in values:
         report.add(f"gradient_clipping, {_VERSION} (earlier releases: 0)", "--clip-grad", "1")
 
@@ -267,9 +278,9 @@ def _schedule(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None
     rate = values.get("optimizer.params.lr", 0.001 if own else None)
     if params.get("warmup_max_lr") is not None and name != "WarmupCosineLR":
         rate = params["warmup_max_lr"]
-        report.add("scheduler.params.warmup_max_lr", "--lr", _text("warmup_max_lr", rate))
+        report.add("scheduler.params.warmup_max_lr", "--lr", as_number("warmup_max_lr", rate))
     steps = 1000 if params.get("warmup_num_steps") is None else params["warmup_num_steps"]
-    warmup = max(2, int(_text("scheduler.params.warmup_num_steps", steps, lambda n: n >= 0 and n == int(n))))
+    warmup = max(2, as_count("scheduler.params.warmup_num_steps", steps))
     if "scheduler.params.warmup_num_steps" not in auto:
         report.add("scheduler.params.warmup_num_steps (2 at least)", "--lr-warmup-iters", str(warmup))
     if params.get("warmup_type", "log") != "linear":
@@ -281,41 +292,52 @@ def _schedule(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None
     if name != "WarmupLR":
         if "scheduler.params.total_num_steps" in auto:
             pass
-        elif (total := _whole(params, "total_num_steps")) is None:
+        elif (total := whole_number(params, "total_num_steps")) is None:
             report.missing.append("scheduler.params.total_num_steps: give --lr-decay-iters")
         else:
             report.add("scheduler.params.total_num_steps", "--lr-decay-iters", str(total))
     ratio = params.get("cos_min_ratio", 0.0001)
     if name == "WarmupDecayLR":
-        report.add("the schedule's lowest rate", "--min-lr", _text("warmup_min_lr", params.get("warmup_min_lr", 0)))
+        report.add("the schedule's lowest rate", "--min-lr", as_number("warmup_min_lr", params.get("warmup_min_lr", 0)))
     elif rate is not None and name == "WarmupCosineLR":
-        low = float(_text("cos_min_ratio", ratio)) * float(_text("lr", rate))
-        report.add("the schedule's lowest rate", "--min-lr", _text("cos_min_ratio", low))
+        low = float(as_number("cos_min_ratio", ratio)) * float(as_number("lr", rate))
+        report.add("the schedule's lowest rate", "--min-lr", as_number("cos_min_ratio", low))
     start = params.get("warmup_min_lr", 0)
     if name == "WarmupCosineLR" and rate is not None:
-        start = float(_text("warmup_min_ratio", params.get("warmup_min_ratio", 0))) * float(_text("lr", rate))
+        start = float(as_number("warmup_min_ratio", params.get("warmup_min_ratio", 0))) * float(as_number("lr", rate))
     if start:
-        report.add("the warm-up's first rate", "--lr-warmup-init", _text("warmup_min_lr", start))
+        report.add("the warm-up's first rate", "--lr-warmup-init", as_number("warmup_min_lr", start))
 
 
 def _monitoring(values: Mapping[str, Any], report: Report) -> None:
-    if _on(values, "wall_clock_breakdown"):
-        report.add("wall_clock_breakdown", "--timing-interval", str(_whole(values, "steps_per_print") or 10))
-    if _on(values, "tensorboard.enabled"):
+    if is_on(values, "wall_clock_breakdown"):
+        report.add("wall_clock_breakdown", "--timing-interval", str(whole_number(values, "steps_per_print") or 10))
+    if is_on(values, "tensorboard.enabled"):
         parts = [str(values[key]) for key in ("tensorboard.output_path", "tensorboard.job_name") if values.get(key)]
         report.add("tensorboard", "--tensorboard-dir", "/".join(part.rstrip("/") for part in parts) or "tensorboard")
 
 
 def _others(values: Mapping[str, Any], report: Report) -> None:
-    """Name the keys that have no flag: without effect, refused, or unknown."""
     idle, refused = by_key("idle"), by_key("refused")
-    known = {*tables()["flags"], *tables()["read"]["keys"].split(), *idle, *refused}
+    add_others(values, report, {*tables()["flags"], *tables()["read"]["keys"].split(), *idle, *refused}, idle, refused)
+
+
+def add_others(
+    values: Mapping[str, Any],
+    report: Report,
+    known: Collection[str],
+    idle: Mapping[str, str],
+    refused: Mapping[str, str],
+) -> None:
+    """Name the keys that have no flag: without effect, refused, or unknown."""
     for key, value in values.items():
         off = value is False or value is None or (type(value) is int and value <= 1)  # True is not of this type
-        off = off or (isinstance(value, Mapping) and value.get("enabled") is False)
+        off = off or value in ("", [])
+        off = off or (isinstance(value, Mapping) and False in (value.get("enabled"), value.get("enable")))
         if key in idle or (key in refused and off):
             report.idle.append(f"{key}: {idle.get(key, 'off')}")
         elif key in refused:
             report.refused.append(f"{key}: {refused[key]}")
         elif key not in known:
-            report.refused.append(f"{key}: unknown key{nearest(key, known)}")
+            name = key if key.isprintable() and len(key) <= 100 else shown(key)
+            report.refused.append(f"{name}: unknown key{nearest(key[:100], known)}")

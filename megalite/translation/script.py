@@ -15,6 +15,9 @@ _LAUNCHERS = {
     *("numactl", "env", "nohup", "exec"),
 }
 _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep", "git", "chmod", "tar")
+TORCHTITAN = ("torchtitan.train", "run_train.sh")
+"""Module and script that start torchtitan."""
+_PROGRAMS = ("megalite-pretrain", *TORCHTITAN)
 _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed", "per-device-train-batch-size")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")
 """Launchers that start the processes of a node. Their numbers count, not those of what starts them on each node."""
@@ -83,10 +86,6 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         raise ConfigurationError("its commands are nested too deeply to follow") from None
     found = [(command, at) for command in script.commands if (at := _program_at(command)) is not None]
     if not found:
-        titan = next((each for each in script.commands if "torchtitan.train" in each.words), None)
-        if titan:
-            why = "torchtitan's settings are in its TOML file or Python module: give them as flags (docs/flags.md)"
-            raise ConfigurationError(f"line {titan.line}: {why}")
         raise ConfigurationError(
             f"no command of its {len(script.commands)} starts a training program: expected a line such as "
             "torchrun pretrain_gpt.py --num-layers 24 ..." + "".join(f"; {note}" for note in script.notes[:1])
@@ -125,7 +124,7 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
 def _program_at(command: Command) -> int | None:
     """Return the index of the training program among the words of a command; None if it starts none."""
     names = [_name_of(word) for word in command.words]
-    at = next((at for at, name in enumerate(names) if name.endswith(".py") or name == "megalite-pretrain"), None)
+    at = next((at for at, name in enumerate(names) if name.endswith(".py") or name in _PROGRAMS), None)
     if at is None or names[0] in _NO_LAUNCHERS or not _likeness(command, at):
         return None
     return at if at == 0 or "\ue000" in names[0] or not _LAUNCHERS.isdisjoint(names[:at]) else None

@@ -13,9 +13,9 @@ from megalite.config.run import fields_by_name
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
 from megalite.small_files import parse_json, read_small_file, reason, shown
-from megalite.translation import deepspeed, fsdp
+from megalite.translation import deepspeed, fsdp, torchtitan
 from megalite.translation.report import Report
-from megalite.translation.script import Launch, read_script
+from megalite.translation.script import TORCHTITAN, Launch, read_script
 from megalite.translation.shell import LARGEST
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
@@ -31,7 +31,8 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
 
     Args:
         variables: values that take precedence over those of a launch script.
-        ranks: number of data-parallel ranks for the batch of a configuration that does not say it.
+        ranks: number of ranks for the batch of a configuration that does not say it: data-parallel ones for
+            DeepSpeed's, all for torchtitan's.
 
     Raises:
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
@@ -79,6 +80,10 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
         return deepspeed.translate(settings, ranks)
     if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
         return _from_yaml(_read_yaml(text), variables)
+    if suffix == ".toml":
+        report = Report()
+        torchtitan.translate(torchtitan.parse_job(text), report, ranks)
+        return report
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
     return _from_launch(read_script(text, own | dict(variables)), ranks)
 
@@ -98,6 +103,14 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
     elif launch.uncounted:
         report.missing.insert(0, launch.uncounted)
     program = PurePath(launch.program).name
+    if program in TORCHTITAN or any(word.replace("-", "_").startswith("__job.config_file") for word in launch.argv):
+        own = {name: launch.environment.get(name) for name in ("CONFIG_FILE", "NGPU")}
+        report.missing += [launch.unclear[name] for name in own if name in launch.unclear]
+        others = {name: value for name, value in launch.environment.items() if name not in own}
+        _add_environment(others, report, launch.unclear)
+        settled = {name: value for name, value in own.items() if value is not None and name not in launch.unclear}
+        torchtitan.translate_command(program, launch.argv, settled, report, ranks)
+        return report
     if _OTHER_MODELS.fullmatch(program):
         report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")
     elif program not in ("pretrain_gpt.py", "megalite-pretrain"):

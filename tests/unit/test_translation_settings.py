@@ -341,7 +341,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         (
             "titan.sh",
             b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
-            "line 1: torchtitan's settings",
+            "torchtitan's settings are in no TOML file",
         ),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
@@ -363,6 +363,10 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         translate(str(tmp_path), {})
     with pytest.raises(ConfigurationError, match="No such file"):
         translate(str(tmp_path / "no.sh"), {})
+
+
+def test_a_number_that_is_no_count_is_refused() -> None:
+    assert "train_batch_size is 1e+308: expected a number" in settings(train_batch_size=1e308).refused
 
 
 def test_json_is_read_as_it_is_written(tmp_path: Path) -> None:
