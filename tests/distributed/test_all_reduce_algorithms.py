@@ -94,6 +94,28 @@ def test_messages_add_up_in_the_documented_order(kind: str, size: int, rank_pool
                 assert_bits_equal(whole, expected)
 
 
+def sums_over_sites() -> tuple[Tensor, Tensor]:
+    """Return the sum of the gradients of four ranks on two sites, and the sum in rank order."""
+    mesh = mesh_of_all()
+    rank, gradients = mesh.rank, [gradient(rank, 28, integers=True) for rank in range(4)]
+    record = replicated(mesh, LogicalTensor("w", (28,), Normal(0.0), False), grad_is_partial=False)
+    layout = BucketLayout((Slot(Parameter(record, torch.float64, mesh.device), 0, 28),), 28)
+    spec = BucketShardSpec.of(layout, rank, peers=4, position=rank, instances=2)
+    within, between = mesh.group_of([rank // 2 * 2, rank // 2 * 2 + 1]), mesh.group_of([rank % 2, rank % 2 + 2])
+    each = Reduction(spec, ReductionGroups(within, between, Group((rank,), 0)))
+    bucket = gradients[rank].clone()
+    shard = bucket.view(2, -1)[rank % 2]
+    each.begin(bucket, shard).wait()
+    each.sum_over_instances(shard)
+    each.complete(shard)
+    return each.begin_gather(shard, bucket).wait(), functools.reduce(torch.add, gradients)
+
+
+def test_sums_over_sites_are_exact_on_integers(rank_pools: RankPools) -> None:
+    for found, expected in rank_pools(4).run(sums_over_sites):
+        assert_bits_equal(found, expected)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("kind", "sent"), [("ring", [64] * 5), ("tree", [80, 120, 40, 40, 40])])
 def test_ranks_without_processes_count_their_messages(kind: str, sent: list[int], device: str) -> None:
