@@ -17,7 +17,7 @@ FAILS_ON_TWO = """
 import json, os, sys
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if os.environ["WORLD_SIZE"] == "2":
-    sys.exit("error: no memory for two")
+    sys.exit("error: no memory for two" if os.environ["RANK"] == "0" else 1)  # two at once would share a line
 with open(flags["--metrics-path"], "w") as file:
     file.write(json.dumps({"iteration_time_s": 1.0}) + chr(10))
 """
