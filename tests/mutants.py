@@ -681,11 +681,11 @@ MUTANTS = (
         f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[onebit-adam]",
     ),
     Mutant(
-        "ranks apply a sum that only its owner has",
+        "the norm is of the sum before it is packed",
         "megalite/synchronization/compressed.py",
         "            shard.copy_(self._without_padding(restored[0]))\n",
         "            pass\n",
-        f"{_IN_RUNS}compression.py::test_ranks_agree_and_learn[int8-]",
+        f"{_IN_RUNS}compression.py::test_the_norm_is_of_what_is_applied[signsgd]",
     ),
     Mutant(
         "the velocity of what was sent is not forgotten",

@@ -311,3 +311,19 @@ def test_residuals_follow_the_loss_scale(rank_pools: RankPools) -> None:
         assert losses == pytest.approx(others, rel=1e-3)  # activations underflow less at a larger scale
         for name, values in residuals.items():
             assert values.norm().item() == pytest.approx(wanted[name].norm().item(), rel=0.1)
+
+
+def norms(flags: str) -> tuple[float, float]:
+    """Return the norm that a step logs, and that of the gradients it has applied."""
+    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), **config.parallel.mesh_sizes)
+    trainer = gpt_trainer(config, open_data(config), mesh)
+    with trainer.loader:
+        logged = trainer.step().grad_norm
+    return logged, math.hypot(*(bucket.gradients.norm().item() for bucket in trainer.optimizer.buckets))
+
+
+@pytest.mark.parametrize("method", ["int8", "signsgd", "topk --compression-ratio 0.1"])
+def test_the_norm_is_of_what_is_applied(method: str, rank_pools: RankPools) -> None:
+    for logged, applied in rank_pools(2).run(norms, f"{SGD} --gradient-compression {method}"):
+        assert_number_close(logged, applied, "norm")
