@@ -205,7 +205,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one method took."""
+    """Cost of one method."""
 
     seconds: float | None
     """Time of the steps until the loss was reached; None: it was not."""

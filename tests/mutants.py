@@ -676,14 +676,14 @@ MUTANTS = (
     Mutant(
         "padding keeps the noise of signs",
         "megalite/synchronization/packer.py",
-        "            zero_padding(self._layout, self._left_out.view(-1), self._begin)\n",
+        "            zero(self._left_out.view(-1), self._padding)\n",
         "",
         f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[onebit-adam]",
     ),
     Mutant(
         "the norm is of the sum before it is packed",
         "megalite/synchronization/compressed.py",
-        "            shard.copy_(self._without_padding(restored[0]))\n",
+        "            shard.copy_(zero(restored[0], self._padding_of_slice))\n",
         "            pass\n",
         f"{_IN_RUNS}compression.py::test_the_norm_is_of_what_is_applied[signsgd]",
     ),

@@ -7,7 +7,7 @@ the double pass of arXiv:1905.05957). Between sites, packed slices are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import Group
-from megalite.synchronization.packer import Packer, zero_padding
+from megalite.synchronization.packer import Packer, padding, zero
 
 PackerOf = Callable[[BucketLayout, int, int], Packer]
 """Function that makes the packer of messages of a bucket's elements from the one number to the other."""
@@ -54,6 +54,7 @@ class CompressedReduction(Reduction):
         }
         self.packers = {name: packer for name, packer in packers.items() if packer is not None}
         """Packers by what they pack: the gradients, their sum, or the sums between sites."""
+        self._padding, self._padding_of_slice = padding(layout, 0, layout.length), padding(layout, *own)
 
     def _packer(self, name: str) -> Packer | None:
         """Return the packer of these messages, if they are packed in this step."""
@@ -72,7 +73,7 @@ class CompressedReduction(Reduction):
         received = collectives.all_to_all_rows_async(packer.pack(rows), each, each, shards)
 
         def total() -> Tensor:
-            summed = self._without_padding(packer.sum(received.wait(), rows.shape[1], rows.dtype))
+            summed = zero(packer.sum(received.wait(), rows.shape[1], rows.dtype), self._padding_of_slice)
             return summed if out is None else out.copy_(summed)
 
         return Pending(None, total)
@@ -81,7 +82,7 @@ class CompressedReduction(Reduction):
         packer = self._packer("sites")
         if packer is None:
             return super().sum_over_instances(shard)
-        return packed_sum(packer, shard, self.spec.layout, self.spec.owned[0], self.groups.instances).wait()
+        return packed_sum(packer, shard, self._padding_of_slice, self.groups.instances).wait()
 
     def complete(self, shard: Tensor) -> None:
         """Replace the sum by what is left of it after packing, which all ranks are going to apply."""
@@ -89,7 +90,7 @@ class CompressedReduction(Reduction):
         if packer is not None:
             self._packed_sum = packer.pack(shard.clone()[None])
             restored = packer.restore(self._packed_sum, len(shard), shard.dtype)
-            shard.copy_(self._without_padding(restored[0]))
+            shard.copy_(zero(restored[0], self._padding_of_slice))
 
     def apply(self) -> None:
         for packer in self.packers.values():
@@ -104,36 +105,33 @@ class CompressedReduction(Reduction):
 
         def restored() -> Tensor:
             rows = packer.restore(gathered.wait(), len(shard), shard.dtype)
-            return zero_padding(self.spec.layout, gradients.copy_(rows.view(-1)), 0)
+            return zero(gradients.copy_(rows.view(-1)), self._padding)
 
         return Pending(None, restored)
-
-    def _without_padding(self, shard: Tensor) -> Tensor:
-        return zero_padding(self.spec.layout, shard, self.spec.owned[0])
 
 
 class PackedSum:
     """Sum over replicas of what each of them has packed of a slice of a bucket."""
 
-    def __init__(self, packer: Packer, layout: BucketLayout, begin: int, replicas: Group) -> None:
-        """Describe the sum. The slice begins at element `begin` of the bucket."""
-        self.packer, self._layout, self._begin, self._replicas = packer, layout, begin, replicas
+    def __init__(self, packer: Packer, padding: Sequence[slice], replicas: Group) -> None:
+        """Describe the sum. `padding`: the elements of the slice that belong to no weight."""
+        self.packer, self._padding, self._replicas = packer, padding, replicas
 
     def __call__(self, values: Tensor, number: int) -> Pending:
         """Start to sum the values in place. `number`: that of this sum, which differs from those of others."""
         self.packer.begin_step(number, 1.0)
         if not self.packer.packs:
             return collectives.all_reduce_async_(values, self._replicas)
-        pending = packed_sum(self.packer, values, self._layout, self._begin, self._replicas)
+        pending = packed_sum(self.packer, values, self._padding, self._replicas)
         self.packer.keep()
         return pending
 
 
-def packed_sum(packer: Packer, values: Tensor, layout: BucketLayout, begin: int, group: Group) -> Pending:
-    """Start to sum the elements of a bucket from `begin` on, in place, of what each rank of a group packs."""
+def packed_sum(packer: Packer, values: Tensor, padding: Sequence[slice], group: Group) -> Pending:
+    """Start to sum a slice of a bucket, in place, of what each rank of a group packs, with zeros in its padding."""
     gathered = collectives.all_gather_async(packer.pack(values.clone()[None]), group)
 
     def total() -> Tensor:
-        return zero_padding(layout, values.copy_(packer.sum(gathered.wait(), len(values), values.dtype)), begin)
+        return zero(values.copy_(packer.sum(gathered.wait(), len(values), values.dtype)), padding)
 
     return Pending(None, total)

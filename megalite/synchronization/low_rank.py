@@ -13,9 +13,6 @@ from megalite.parallel.collectives import Pending, completed
 from megalite.synchronization import power
 from megalite.synchronization.packer import key_of
 
-FACTOR = "powersgd_q"
-"""Name of the factors with which the next step begins."""
-
 
 class LowRankReduction(Reduction):
     """Sum over the ranks of a shard group. Each rank's residual is what it has, less its part of the restored sum."""

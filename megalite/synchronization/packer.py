@@ -43,7 +43,7 @@ class Packer:
 
     def __init__(self, packing: Packing, layout: BucketLayout, begin: int, end: int) -> None:
         """Allocate the residual of messages of the elements [begin, end) of a bucket."""
-        self.packing, self._key, self._layout, self._begin = packing, key_of(layout), layout, begin
+        self.packing, self._key, self._padding = packing, key_of(layout), padding(layout, begin, end)
         self.state: dict[str, Tensor] = {}
         """State of this rank, by name: `residual`, without the loss scale."""
         if packing.residual_dtype is not None:
@@ -84,7 +84,7 @@ class Packer:
     def keep(self) -> None:
         """Keep what the message of this step, if there was one, has left out."""
         if len(self._left_out):
-            zero_padding(self._layout, self._left_out.view(-1), self._begin)
+            zero(self._left_out.view(-1), self._padding)
             self._keep(self._corrected, self._left_out)
             self._corrected = self._left_out = torch.empty(0)
 
@@ -110,21 +110,20 @@ def key_of(layout: BucketLayout) -> int:
     return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
 
 
-def zero_padding(layout: BucketLayout, values: Tensor, begin: int) -> Tensor:
-    """Set those of the elements [begin, begin + len(values)) of a bucket to zero, in place, that belong to no weight.
-
-    A compressor may have made noise of their zeros.
-    """
-    for start, stop in _gaps(layout.pieces(begin, begin + len(values)), begin, begin + len(values)):
-        values[start - begin : stop - begin].zero_()
-    return values
-
-
-def _gaps(pieces: Iterable[tuple[str, int, int]], begin: int, end: int) -> Iterable[tuple[int, int]]:
-    position = begin
-    for start, stop in sorted((start, stop) for _, start, stop in pieces):
+def padding(layout: BucketLayout, begin: int, end: int) -> list[slice]:
+    """Return those of the elements [begin, end) of a bucket that belong to no weight, counted from `begin`."""
+    found, position = [], begin
+    for start, stop in sorted((start, stop) for _, start, stop in layout.pieces(begin, end)):
         if position < start:
-            yield position, start
+            found.append(slice(position - begin, start - begin))
         position = stop
     if position < end:
-        yield position, end
+        found.append(slice(position - begin, end - begin))
+    return found
+
+
+def zero(values: Tensor, parts: Iterable[slice]) -> Tensor:
+    """Set parts to zero, in place. A compressor may have made noise of the zeros of padding."""
+    for part in parts:
+        values[part].zero_()
+    return values

@@ -21,11 +21,11 @@ from megalite.synchronization.local_update import Sum
 from megalite.synchronization.low_rank import LowRankReduction
 from megalite.synchronization.methods import make_compressor
 from megalite.synchronization.onebit_adam import MomentumPacker
-from megalite.synchronization.packer import CompressorAt, Packer, Packing
+from megalite.synchronization.packer import CompressorAt, Packer, Packing, padding
 from megalite.synchronization.warmup import WarmupReduction
 
 _SETS = ("topk", "threshold", "dgc", "count-sketch")
-"""Methods by which ranks choose elements of their own: the sum has up to as many as all of them together."""
+"""Methods by which ranks choose elements of their own."""
 
 
 def reduction_of(
@@ -61,10 +61,9 @@ def reduction_of(
             "dgc": partial(VelocityPacker, momentum),
             "onebit-adam": partial(MomentumPacker, beta1),
         }
-        own, again = (
-            packer(within, kind=kinds.get(within, Packer)),
-            packer(_again(within), groups.shards.size if within in _SETS else 1),
-        )
+        own = packer(within, kind=kinds.get(within, Packer))
+        # A sum of sets of elements has up to as many as all of them together.
+        again = packer("topk", groups.shards.size) if within in _SETS else packer(within)
         return CompressedReduction(own, again, packer(between), spec, groups)
 
     return reduction
@@ -80,7 +79,7 @@ def sums_over_replicas(config: SynchronizationConfig, shards: Sequence[Shard], r
         dtype = torch.promote_types(shard.owned_masters.dtype, torch.float32)
         compressors = compressor_at(config, dtype, config.compression_between)
         packing = Packing(compressors, config.compression_warmup_iters, dtype if config.error_feedback else None)
-        sums.append(PackedSum(Packer(packing, layout, begin, end), layout, begin, replicas))
+        sums.append(PackedSum(Packer(packing, layout, begin, end), padding(layout, begin, end), replicas))
     return sums
 
 
@@ -100,8 +99,3 @@ def compressor_at(config: SynchronizationConfig, dtype: torch.dtype, name: Compr
         return of_ratio(ratio_at(updates, warmup, ratio) if name == "dgc" else ratio)
 
     return at
-
-
-def _again(name: Compression) -> Compression:
-    """Return how a sum is compressed whose parts were compressed by the method."""
-    return "topk" if name in _SETS else name
