@@ -3,8 +3,10 @@
     python -m benchmarks.communicate_less [--rounds 9] [--only int8 threshold topk powersgd]
 
 A bucket of 2^24 fp32 elements in one part is packed and restored, without the residual and with it. PowerSGD of rank 4
-compresses eight matrices of 2048 x 1024, restored products included; it is compared with its four products alone. One
-thread, CPU time; all run in turn, round by round; a figure is the median of the ratios, with quartiles.
+compresses eight matrices of 2048 x 1024, restored products included; it is compared with its four products alone. "In
+a run" is a rank's whole reduction of such a bucket, without its messages: also error feedback, the copies into batches
+and out of them, and what is gathered. One thread, CPU time; all run in turn, round by round; a figure is the median of
+the ratios, with quartiles.
 """
 
 from __future__ import annotations
@@ -16,8 +18,15 @@ import torch
 
 from benchmarks.cpu_step import measure, quartiles, ratios
 from benchmarks.results import write_results
-from megalite.parallel.mesh import ParallelMesh
+from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketLayout, Slot
+from megalite.optim.reduction import ReductionGroups
+from megalite.parallel.mesh import Group, ParallelMesh, UnconnectedMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.placement import replicated
+from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.synchronization import power
+from megalite.synchronization.low_rank import LowRankReduction
 from megalite.synchronization.methods import make_compressor
 
 ELEMENTS, RATIO = 2**24, 0.01
@@ -56,7 +65,29 @@ def power_steps() -> dict[str, Step]:
         torch.bmm(columns, start.mT, out=target)
         target.baddbmm_(columns, start.mT, alpha=-1)
 
-    return {"powersgd": compress, "its products": multiply}
+    reduction, gradients = reduction_of_two(), torch.randn(ELEMENTS)
+    own = torch.empty(ELEMENTS // 2)
+
+    def reduce() -> None:
+        reduction.begin_step(1, 1.0)
+        reduction.begin(gradients, own).wait()
+        reduction.apply()
+        reduction.begin_gather(own, gradients).wait()
+
+    return {"powersgd": compress, "powersgd in a run": reduce, "its products": multiply}
+
+
+def reduction_of_two() -> LowRankReduction:
+    """Return the reduction of a bucket of these matrices on one of two ranks, of which the other has no process."""
+    mesh = UnconnectedMesh(rank=0, world_size=2)
+    slots = []
+    for number in range(MATRICES):
+        tensor = LogicalTensor(f"{number}", (ROWS, COLUMNS), Normal(1.0), weight_decay=False)
+        parameter = Parameter(replicated(mesh, tensor, grad_is_partial=False), torch.float32, mesh.device)
+        slots.append(Slot(parameter, number * ROWS * COLUMNS, (number + 1) * ROWS * COLUMNS))
+    spec = BucketShardSpec.of(BucketLayout(tuple(slots), ELEMENTS), 0, peers=2, position=0)
+    alone = Group((0,), 0)
+    return LowRankReduction(RANK, 0, torch.float32, True, spec, ReductionGroups(mesh.group("dp"), alone, alone))
 
 
 def main() -> None:
@@ -73,10 +104,10 @@ def main() -> None:
         steps |= power_steps() if name == "powersgd" else bucket_steps(name, values)
     times = measure(steps, arguments.rounds, ParallelMesh())
     names = [name for name in times if name not in ("copy", "its products")]
-    found = {name: ratios(times, name, "its products" if name == "powersgd" else "copy") for name in names}
+    found = {name: ratios(times, name, "its products" if name.startswith("powersgd") else "copy") for name in names}
     print(f"torch {torch.__version__}, {ELEMENTS:,} elements, ratio {RATIO}, {arguments.rounds} rounds, CPU time")
     for name in names:
-        of = "its products" if name == "powersgd" else "copies"
+        of = "its products" if name.startswith("powersgd") else "copies"
         target_words = f"  (target {TARGETS[name]})" if name in TARGETS else ""
         print(f"  {name:24} {quartiles(found[name])} {of}{target_words}")
     print("written to", write_results("communicate_less", {"ratios": found}))

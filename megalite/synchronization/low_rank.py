@@ -107,11 +107,12 @@ class LowRankReduction(Reduction):
         for factor, following in zip(self._factors, self._next, strict=True):
             factor.copy_(following)
         if "residual" in self.state:
-            residual = self.state["residual"].zero_()
             for start, stop in (each for ranges in self._shapes.values() for each in ranges):
-                part = slice(start, stop)
-                residual[part] = self._corrected[part] - self._total[part] / self.groups.shards.size
-            residual.div_(self._loss_scale)
+                part = self.state["residual"][start:stop]
+                torch.div(self._total[start:stop], self.groups.shards.size, out=part)
+                torch.sub(self._corrected[start:stop], part, out=part)
+            if self._loss_scale != 1.0:
+                self.state["residual"].div_(self._loss_scale)
         if self.spec.zero_stage:  # otherwise it is gathered next
             self._total = torch.empty(0)
 
