@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.flat import owned
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed
 from megalite.synchronization import power
-from megalite.synchronization.packer import key_of
+from megalite.synchronization.packer import key_of, padding, zero
 
 
 class LowRankReduction(Reduction):
@@ -40,17 +39,17 @@ class LowRankReduction(Reduction):
         """
         super().__init__(spec, groups)
         self._warmup, self._updates, self._loss_scale = warmup, 0, 1.0
-        self._total = torch.empty(0)
         device = spec.layout.slots[0].parameter.device
-        self._shapes = power.matrices_of(spec.layout, rank)
-        compressed = {start for ranges in self._shapes.values() for start, _ in ranges}
+        self._matrices = power.matrices_of(spec.layout, rank)
+        compressed = {start for matrices in self._matrices for start in matrices.starts}
         self._others = [(slot.start, slot.stop) for slot in spec.layout.slots if slot.start not in compressed]
-        sizes = [len(ranges) * columns * rank for (_, columns), ranges in self._shapes.items()]
+        self._padding = padding(spec.layout, *spec.owned)
+        sizes = [matrices.count * matrices.columns * rank for matrices in self._matrices]
         self.factor = torch.empty(sum(sizes), dtype=dtype, device=device)
         """Second factors of all matrices, one after the other, which the next step begins with."""
         self._factors = [
-            part.view(len(ranges), columns, rank)
-            for part, ((_, columns), ranges) in zip(self.factor.split(sizes), self._shapes.items(), strict=True)
+            part.view(matrices.count, matrices.columns, rank)
+            for part, matrices in zip(self.factor.split(sizes), self._matrices, strict=True)
         ]
         for number, factor in enumerate(self._factors):
             count, columns, _ = factor.shape
@@ -58,66 +57,74 @@ class LowRankReduction(Reduction):
         self.state: dict[str, Tensor] = {}
         if error_feedback and groups.shards.size > 1:
             self.state["residual"] = torch.zeros(spec.layout.length, dtype=dtype, device=device)
+        self._left: list[Tensor] = []
+        self._right: list[Tensor] = []
+        self._vectors: list[Tensor] = []
+        """The sum of this step: both factors of all matrices, and the values of the other parameters."""
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
         self._updates, self._loss_scale = updates, loss_scale
-        self._total = torch.empty(0)
+        self._left, self._right, self._vectors = [], [], []
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
-        if self._updates < self._warmup or not self._shapes or self.groups.shards.size == 1:
+        if self._updates < self._warmup or not self._matrices or self.groups.shards.size == 1:
             return super().begin(gradients, out)
         if "residual" in self.state:
             gradients.add_(self.state["residual"], alpha=self._loss_scale)
-        stacks = [self._stacked(gradients, shape) for shape in self._shapes]
-        left = [power.project(stack, factor) for stack, factor in zip(stacks, self._factors, strict=True)]
+        views = [matrices.of(gradients) for matrices in self._matrices]
+        left = [power.project(view, factor) for view, factor in zip(views, self._factors, strict=True)]
         flat = collectives.all_reduce_async_(_flat(left), self.groups.shards)
         self._corrected = gradients
 
         def total() -> Tensor:
-            mine = owned(self._restored(stacks, _parts(flat.wait(), left), gradients), self.groups.shards)
-            return mine if out is None else out.copy_(mine)
+            self._left = [power.orthogonalize(p) for p in _parts(flat.wait(), left)]
+            right = [power.project_back(view, p) for view, p in zip(views, self._left, strict=True)]
+            sent = [*right, *(gradients[start:stop] for start, stop in self._others)]
+            summed = _parts(collectives.all_reduce_(_flat(sent), self.groups.shards), sent)
+            self._right, self._vectors = summed[: len(right)], summed[len(right) :]
+            begin, end = self.spec.owned
+            return self._restore(gradients.new_empty(end - begin) if out is None else out, begin)
 
         return Pending(None, total)
 
-    def _restored(self, stacks: list[Tensor], left: list[Tensor], gradients: Tensor) -> Tensor:
-        """Return the sum over the ranks [length], from the sums of the first factors."""
-        left = [power.orthogonalize(p) for p in left]
-        right = [power.project_back(stack, p) for stack, p in zip(stacks, left, strict=True)]
-        sent = [*right, *(gradients[start:stop] for start, stop in self._others)]
-        summed = _parts(collectives.all_reduce_(_flat(sent), self.groups.shards), sent)
-        self._next = summed[: len(right)]
-        self._total = total = torch.zeros_like(gradients)
-        for (start, stop), values in zip(self._others, summed[len(right) :], strict=True):
-            total[start:stop] = values
-        for ranges, p, q in zip(self._shapes.values(), left, self._next, strict=True):
-            for (start, stop), matrix in zip(ranges, power.restored(p, q), strict=True):
-                total[start:stop] = matrix.reshape(-1)
-        return total
+    def _restore(self, out: Tensor, begin: int) -> Tensor:
+        """Write the elements of the sum from `begin` on to `out`."""
+        end = begin + len(out)
+        for (start, stop), values in zip(self._others, self._vectors, strict=True):
+            low, high = max(start, begin), min(stop, end)
+            if low < high:
+                out[low - begin : high - begin] = values[low - start : high - start]
+        for matrices, p, q in zip(self._matrices, self._left, self._right, strict=True):
+            for number, start in enumerate(matrices.starts):
+                low, high = max(start, begin), min(start + matrices.size, end)
+                if low < high:
+                    power.restore_from(low - start, p[number], q[number], out=out[low - begin : high - begin])
+        return zero(out, self._padding)
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
         """Start to gather the sum; or take what this rank has restored of it, if it has not changed since."""
-        total, self._total = self._total, torch.empty(0)
-        if len(total) and self.shards_have_all:
-            return completed(gradients.copy_(total))
+        if self._right and self.shards_have_all:
+            return completed(gradients)
         return super().begin_gather(shard, gradients)
 
     def apply(self) -> None:
-        if not len(self._total):
+        """Keep the factors and the residual, and restore the sum in place of the gradients."""
+        if not self._right:
             return
-        for factor, following in zip(self._factors, self._next, strict=True):
+        ranks = self.groups.shards.size
+        for factor, following in zip(self._factors, self._right, strict=True):
             factor.copy_(following)
-        if "residual" in self.state:
-            for start, stop in (each for ranges in self._shapes.values() for each in ranges):
-                part = self.state["residual"][start:stop]
-                torch.div(self._total[start:stop], self.groups.shards.size, out=part)
-                torch.sub(self._corrected[start:stop], part, out=part)
-            if self._loss_scale != 1.0:
-                self.state["residual"].div_(self._loss_scale)
-        if self.spec.zero_stage:  # otherwise it is gathered next
-            self._total = torch.empty(0)
-
-    def _stacked(self, gradients: Tensor, shape: tuple[int, int]) -> Tensor:
-        return torch.stack([gradients[start:stop].view(shape) for start, stop in self._shapes[shape]])
+        for (start, stop), values in zip(self._others, self._vectors, strict=True):
+            self._corrected[start:stop] = values
+        for matrices, p, q in zip(self._matrices, self._left, self._right, strict=True):
+            gradients = matrices.of(self._corrected)
+            if "residual" in self.state:
+                residual = matrices.of(self.state["residual"]).copy_(gradients)
+                residual.sub_(power.restore(p, q, out=gradients), alpha=1.0 / ranks)
+            else:
+                power.restore(p, q, out=gradients)
+        if "residual" in self.state and self._loss_scale != 1.0:
+            self.state["residual"].div_(self._loss_scale)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

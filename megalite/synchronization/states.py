@@ -84,8 +84,8 @@ def rank_states(
     if config.compression_within == "powersgd":
         for number, layout in enumerate(layouts):
             first = layout.slots[0].parameter
-            shapes = power.matrices_of(layout, config.compression_rank)
-            elements = sum(len(ranges) * columns * config.compression_rank for (_, columns), ranges in shapes.items())
+            matrices = power.matrices_of(layout, config.compression_rank)
+            elements = sum(each.count * each.columns for each in matrices) * config.compression_rank
             dtype = torch.promote_types(first.dtype, torch.float32)
             for use in range(len({use.chunk for use in first.sharding.uses})) if elements else ():
                 found[f"powersgd_q/{number}.{use}"] = ((elements,), dtype)

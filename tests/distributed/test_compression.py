@@ -177,9 +177,11 @@ class Loop:
                     flats[rank][start:stop] = gradients[name].reshape(-1)
                 flats[rank] += kept.get((number, rank), torch.zeros_like(flats[rank]))
             total = flats[0] + flats[1]
-            for kind, ((rows, columns), ranges) in enumerate(self.matrices[number].items()):
-                first = first_factor(len(ranges), columns, 2, self.keys[number] + kind, torch.float64, total.device)
-                for matrix, (start, stop) in enumerate(ranges):
+            for kind, batch in enumerate(self.matrices[number]):
+                rows, columns = batch.rows, batch.columns
+                first = first_factor(batch.count, columns, 2, self.keys[number] + kind, torch.float64, total.device)
+                for matrix, start in enumerate(batch.starts):
+                    stop = start + rows * columns
                     q = kept.get((number, kind, matrix), first[matrix])
                     own = [flat[start:stop].view(rows, columns) for flat in flats]
                     p = torch.linalg.qr(own[0] @ q + own[1] @ q).Q
@@ -188,8 +190,9 @@ class Loop:
                     total[start:stop] = (p @ q.T).reshape(-1)
             for rank, flat in enumerate(flats):
                 compressed = torch.zeros(len(flat), dtype=torch.bool)
-                for start, stop in (each for ranges in self.matrices[number].values() for each in ranges):
-                    compressed[start:stop] = True
+                for batch in self.matrices[number]:
+                    for start in batch.starts:
+                        compressed[start : start + batch.rows * batch.columns] = True
                 kept[number, rank] = torch.where(compressed, flat - total / 2, 0.0)
             for name, start, stop, _ in slots:
                 summed[name] = total[start:stop].view(ranks[0][name].shape)

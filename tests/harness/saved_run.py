@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint  # takes a second, which a forked process need not spend in each torch_dist save
 from torch import Tensor
 
 from megalite import checkpoint, storage

@@ -11,6 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.optim.layout import BucketLayout, Slot
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.placement import replicated
+from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.synchronization import power
 from megalite.synchronization.compressor import Compressor
 from megalite.synchronization.hashing import mixed, positions
@@ -363,7 +368,7 @@ def test_power_is_its_oracle(rows: int, columns: int) -> None:
     matrices = numbers(3, rows, columns, dtype=torch.float64)
     q = power.first_factor(3, columns, 2, KEY, torch.float64, torch.device("cpu"))
     p = power.orthogonalize(power.project(matrices, q))
-    back = power.restored(p, power.project_back(matrices, p))
+    back = power.restore(p, power.project_back(matrices, p), out=torch.empty_like(matrices))
     for matrix, start, found in zip(matrices.numpy(), q.numpy(), back.numpy(), strict=True):
         basis = np.linalg.qr(matrix @ start)[0]
         np.testing.assert_allclose(found, basis @ (basis.T @ matrix), atol=1e-12)
@@ -378,7 +383,8 @@ def test_full_rank_loses_nothing(rows: int, columns: int, scale: float) -> None:
     q = power.first_factor(2, columns, min(rows, columns), KEY, torch.float64, torch.device("cpu"))
     p = power.orthogonalize(power.project(matrices, q))
     q = power.project_back(matrices, p)
-    torch.testing.assert_close(power.restored(p, q), matrices, rtol=0.0, atol=1e-10 * scale)
+    back = power.restore(p, q, out=torch.empty_like(matrices))
+    torch.testing.assert_close(back, matrices, rtol=0.0, atol=1e-10 * scale)
 
 
 @given(seed=st.integers(0, 1000), exponent=st.integers(-15, 15))
@@ -388,8 +394,9 @@ def test_power_and_residual_are_the_gradient_up_to_rounding(seed: int, exponent:
     matrices = numbers(2, 30, 20, seed=seed) * 10.0**exponent
     p = power.orthogonalize(power.project(matrices, power.first_factor(2, 20, 3, seed, torch.float32, matrices.device)))
     q = power.project_back(matrices, p)
-    residual = power.subtract_restored_(matrices.clone(), p, q)
-    error = (power.restored(p.double(), q.double()) + residual.double() - matrices.double()).abs().max()
+    sent = power.restore(p, q, out=torch.empty_like(matrices))
+    residual = matrices - sent
+    error = (sent.double() + residual.double() - matrices.double()).abs().max()
     assert error <= 4 * 2.0**-24 * matrices.abs().max()
 
 
@@ -405,8 +412,34 @@ def test_power_hides_nothing(bad: float) -> None:
     matrices = numbers(2, 6, 4)
     matrices[1, 2, 3] = bad
     p = power.orthogonalize(power.project(matrices, power.first_factor(2, 4, 2, KEY, torch.float32, matrices.device)))
-    back = power.restored(p, power.project_back(matrices, p))
+    back = power.restore(p, power.project_back(matrices, p), out=torch.empty_like(matrices))
     assert back.isfinite().all((1, 2)).tolist() == [True, False]
+
+
+@given(rows=st.integers(1, 6), columns=st.integers(1, 6), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_any_part_of_a_product_is_restored(rows: int, columns: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, rows * columns - 1))
+    end = data.draw(st.integers(begin + 1, rows * columns))
+    p, q = numbers(rows, 3, dtype=torch.float64), numbers(columns, 3, dtype=torch.float64, seed=1)
+    found = torch.full((end - begin,), math.nan, dtype=torch.float64)
+    power.restore_from(begin, p, q, out=found)
+    torch.testing.assert_close(found, (p @ q.T).reshape(-1)[begin:end], rtol=0.0, atol=1e-14)
+
+
+@given(gaps=st.lists(st.sampled_from([0, 0, 64, 100]), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_matrices_at_any_distances_are_found(gaps: list[int]) -> None:
+    mesh, slots, end = ParallelMesh(), [], 0
+    for number, gap in enumerate(gaps):
+        tensor = LogicalTensor(f"{number}", (5, 7), Normal(1.0), weight_decay=False)
+        parameter = Parameter(replicated(mesh, tensor, grad_is_partial=False), torch.float32, mesh.device)
+        slots.append(Slot(parameter, end + gap, end + gap + 35))
+        end = slots[-1].stop
+    bucket = torch.arange(3 + end)[3:]
+    found = [matrix for each in power.matrices_of(BucketLayout(tuple(slots), end), 2) for matrix in each.of(bucket)]
+    for slot, matrix in zip(slots, found, strict=True):
+        assert torch.equal(matrix.reshape(-1), bucket[slot.start : slot.stop])
 
 
 def test_views_as_matrices() -> None:
