@@ -243,9 +243,9 @@ def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
     losses, weights = loop.train()
     for outcome in outcomes:
         for number, (ours, theirs) in enumerate(zip(outcome.losses, losses, strict=True)):
-            assert_number_close(ours, theirs, f"loss {number}", 1e-9)
+            assert_number_close(ours, theirs, f"loss {number}", 1e-10)
         for name, (_, values) in outcome.held.items():
-            assert_parameter_close(values, weights[name], RATE, name, 1e-8)
+            assert_parameter_close(values, weights[name], RATE, name, 1e-10)
 
 
 # ------------------------------------------------------------------------------------------------ skipped steps

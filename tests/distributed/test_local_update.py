@@ -222,11 +222,11 @@ def test_replicas_are_networks_that_exchange_weights(case: str, rank_pools: Rank
     losses, replicas = method.train()
     for rank, outcome in enumerate(outcomes):
         for number, (ours, theirs) in enumerate(zip(outcome.losses, losses, strict=True)):
-            assert_number_close(ours, theirs, f"loss {number}", 1e-9)
+            assert_number_close(ours, theirs, f"loss {number}", 1e-10)
         replica = rank % 2 if "--pp" in flags else rank * method.replicas // ranks
         for name, (box, values) in outcome.held.items():
             theirs = replicas[replica][name].detach()[box.slices()]
-            assert_parameter_close(values, theirs, RATE, f"{name} on rank {rank}", 1e-8)
+            assert_parameter_close(values, theirs, RATE, f"{name} on rank {rank}", 1e-10)
 
 
 @pytest.mark.parametrize("flags", ["", "--local-update-warmup-iters 2"])
@@ -250,7 +250,7 @@ def test_replicas_of_experts_train_alike_on_every_layout(rank_pools: RankPools) 
     for layout in ("--ep 2", "--ep 2 --use-distributed-optimizer", "--tp 2 --sequence-parallel --etp 1 --ep 2"):
         for ours, theirs in zip(rank_pools(4).run(run, f"{flags} {layout}"), plain, strict=True):
             for loss, other in zip(ours.losses, theirs.losses, strict=True):
-                assert_number_close(loss, other, layout, 1e-9)
+                assert_number_close(loss, other, layout, 1e-10)
 
 
 def test_copies_of_a_tied_weight_are_exchanged_together(rank_pools: RankPools) -> None:
@@ -279,6 +279,6 @@ def test_evaluations_are_of_the_weights_after_the_last_exchange(flags: str, rank
     data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1)).valid
     total, count = loss_of(replicas[0], data, [*range(2 * BATCH)])
     for (loss, held), outcome in zip(found, without, strict=True):
-        assert_number_close(loss, total.item() / count, "validation loss", 1e-8)
+        assert_number_close(loss, total.item() / count, "validation loss", 1e-10)
         for name, (_, values) in held.items():
             assert_bits_equal(values, outcome.held[name][1], name)
