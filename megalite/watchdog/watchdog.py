@@ -140,17 +140,20 @@ class Watchdog:
     def _link_up(self, host: str, port: int, secret: bytes) -> None:
         """Connect to the monitor. Raises OSError or LinkLost if it cannot be reached, or is not this run's."""
         link = connect(host, port, secret, _LINKING_SECONDS)
-        link.send(**asdict(self._peer()))
-        self._looked = time.monotonic()
-        deadline = self._looked + _LINKING_SECONDS
+        # From here on, a rank that is ended while it starts must not look like one that was killed.
+        last_words(partial(link.send, fails=EXIT_RESUMABLE))
         try:
+            link.send(**asdict(self._peer()))
+            self._looked = time.monotonic()
+            deadline = self._looked + _LINKING_SECONDS
             while self._first is None and time.monotonic() < deadline:  # the monitor answers at once
                 self._receive(link, _TICK_SECONDS)
         except Exception as error:  # what makes no sense does not come from the run's monitor
             raise LinkLost from error
+        except BaseException as error:  # a stop signal
+            link.send(fails=exit_code_of(error))
+            raise
         self._link = link
-        # A rank that is ended while it starts must not look like one that was killed.
-        last_words(partial(link.send, fails=EXIT_RESUMABLE))
 
     def _peer(self) -> Peer:
         return Peer(self._place.rank, host_name(), os.getpid(), start_of(os.getpid()), process_space(), **self._where())

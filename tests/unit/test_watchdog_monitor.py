@@ -541,3 +541,25 @@ def test_a_rank_starts_though_the_monitor_makes_no_sense(
         with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), store=store) as watchdog:
             assert not watchdog.linked
         speaker.join()
+
+
+def test_a_rank_that_is_requested_to_end_while_it_connects_is_not_told_as_dead(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGALITE_SECRET", SECRET.decode() * 2)
+    monkeypatch.setattr("tests.unit.test_watchdog_monitor.SECRET", SECRET * 2)
+    begun = watch((HERE,) * 2, missing=2)
+    store = HashStore()
+    store.set("megalite/watchdog", f"{begun.monitor.address[1]} ")
+    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(2, 2, 4), store=store)
+
+    def requested(message: Message) -> None:
+        raise SystemExit(85)
+
+    monkeypatch.setattr(watchdog, "_take", requested)
+    with pytest.raises(SystemExit):
+        watchdog.__enter__()
+    begun.ranks[1].dies()
+    assert begun.ranks[0].wait_for("end")["end"] == 85
+    assert "rank 1 (" in begun.message
+    assert "rank 2 (" not in begun.message
