@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -34,6 +33,7 @@ from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.process.host import host_name
 from megalite.storage import AnyPath
 
 _SHOWN = 8  # maximum number of problems in one message
@@ -217,7 +217,7 @@ def _needs(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool
 
 
 def _on_this_node(mesh: ParallelMesh) -> list[int]:
-    hosts = all_gather_json(os.uname().nodename, mesh)
+    hosts = all_gather_json(host_name(), mesh)
     return [rank for rank, host in enumerate(hosts) if host == hosts[mesh.rank]]
 
 

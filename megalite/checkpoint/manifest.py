@@ -32,7 +32,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from operator import add, gt
 from pathlib import Path
@@ -67,10 +67,12 @@ _LARGEST = 512 * MIB
 
 It is enough for three million boxes: 1,000 tensors with three states per tensor, on 750 ranks.
 """
+_BYTES_A_BOX = 120
+"""Minimum number of bytes per box."""
 _BYTES_A_MARK = 6
 """Minimum average number of bytes per brace, bracket, comma and colon in a large manifest.
 
-A box takes at least 120 bytes, which contain 15 to 17 of these characters.
+A box takes at least _BYTES_A_BOX bytes, which contain 15 to 17 of these characters.
 """
 
 
@@ -174,17 +176,12 @@ class Manifest:
     config: dict[str, Any]
     files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
-
-    @property
-    def checksum(self) -> int:
-        return _checksum(self._fields())
+    checksum: int | None = field(default=None, compare=False)
+    """Checksum of the manifest that was read; None if it was not read from a file."""
 
     def to_json(self) -> str:
-        fields = self._fields()
-        return json.dumps(fields | {"checksum": _checksum(fields)})
-
-    def _fields(self) -> dict[str, Any]:
-        return {
+        """Return the text. Raises CheckpointError if it is larger than what can be read."""
+        fields = {
             "format": "megalite",
             "version": VERSION,
             "training": asdict(self.training),
@@ -192,6 +189,10 @@ class Manifest:
             "files": {name: asdict(file) for name, file in self.files.items()},
             "tensors": {name: tensor_to_json(kind) for name, kind in self.tensors.items()},
         }
+        text = json.dumps(fields | {"checksum": _checksum(fields)})
+        if len(text) > _LARGEST:
+            raise too_many_boxes(sum(len(tensor.boxes) for tensor in self.tensors.values()))
+        return text
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
@@ -201,7 +202,8 @@ class Manifest:
         CheckpointError if it is of another version.
         """
         fields = parse_json(text, most_marks=max(MOST_MARKS, len(text) // _BYTES_A_MARK))
-        if fields.pop("checksum") != _checksum(fields):
+        checksum = fields.pop("checksum")
+        if checksum != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
             raise CheckpointError(f"its format version is not {VERSION}, the one this program reads")
@@ -210,6 +212,7 @@ class Manifest:
             _config_from_json(fields["config"]),
             {name: SavedFile(**file) for name, file in fields["files"].items()},
             {name: _tensor_from_json(name, tensor) for name, tensor in fields["tensors"].items()},
+            checksum,
         )
         for name, file in read.files.items():
             if not _FILE_NAME.fullmatch(name) or not _is_count(file.size):
@@ -226,6 +229,15 @@ class Manifest:
             if tensor.relayout is not None and sum(saved.box.size[0] for saved in tensor.boxes) > _MOST_IN_BOXES:
                 raise ValueError(f"{name} has too many replicas in its boxes")
         return read
+
+
+def too_many_boxes(count: int) -> CheckpointError:
+    """Return the error for a checkpoint with so many boxes that its manifest would be too large to be read."""
+    return CheckpointError(
+        f"a checkpoint of this layout has {count:,} boxes of tensors, but its {NAME} can describe about "
+        f"{_LARGEST // _BYTES_A_BOX:,}: fewer ranks must own slices (--num-distributed-optimizer-instances), or larger "
+        "ones (--tp, --pp)"
+    )
 
 
 def read_manifest(path: AnyPath) -> Manifest:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.errors import CommunicationError
+from megalite.process.place import ranks_text
 from megalite.torch_internals import Store, new_process_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -271,7 +272,7 @@ class ParallelMesh:
             return new_process_group(self.rank, ranks, unique_name, timeout)
         except RuntimeError as error:
             raise CommunicationError(
-                f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
+                f"{ranks_text(ranks)} could not connect to one another, or one of them has ended: "
                 f"{str(error).splitlines()[0]}"
             ) from error
 

@@ -21,6 +21,7 @@ from megalite.config import DataConfig, RunConfig, load_yaml
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
+from tests.harness.saved_run import SavedRun, litter
 from tests.unit.test_config_yaml import VALID
 
 MESH = ParallelMesh()
@@ -172,6 +173,17 @@ def test_a_manifest_of_many_boxes_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     files = {"rank_00000.safetensors": SavedFile(8192, 0)}
     made = Manifest(STATE, {}, files, {name: SavedTensor(shape, torch.bfloat16, boxes)})
     assert Manifest.from_json(made.to_json()).tensors == made.tensors
+
+
+def test_no_checkpoint_is_saved_that_could_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SavedRun()
+    run.save(tmp_path, 1, 1)
+    monkeypatch.setattr(manifest, "_LARGEST", len(tmp_path.joinpath("iter_0000001", "manifest.json").read_text()) - 1)
+    with pytest.raises(CheckpointError, match=r"this layout has \d+ boxes of tensors, .*--num-distributed-optimizer-"):
+        run.save(tmp_path, 2, 2)
+    monkeypatch.undo()
+    assert run.newest(tmp_path) == ((1, 1), ())
+    assert not litter(tmp_path)
 
 
 @pytest.mark.parametrize(
