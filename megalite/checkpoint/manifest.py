@@ -191,7 +191,12 @@ class Manifest:
         }
         text = json.dumps(fields | {"checksum": _checksum(fields)})
         if len(text) > _LARGEST:
-            raise too_many_boxes(sum(len(tensor.boxes) for tensor in self.tensors.values()))
+            count = sum(len(tensor.boxes) for tensor in self.tensors.values())
+            raise CheckpointError(
+                f"a checkpoint of this layout has {count:,} boxes of tensors, but its {NAME} can describe about "
+                f"{_LARGEST // _BYTES_A_BOX:,}: fewer ranks must own slices (--num-distributed-optimizer-instances), "
+                "or larger ones (--tp, --pp)"
+            )
         return text
 
     @staticmethod
@@ -229,15 +234,6 @@ class Manifest:
             if tensor.relayout is not None and sum(saved.box.size[0] for saved in tensor.boxes) > _MOST_IN_BOXES:
                 raise ValueError(f"{name} has too many replicas in its boxes")
         return read
-
-
-def too_many_boxes(count: int) -> CheckpointError:
-    """Return the error for a checkpoint with so many boxes that its manifest would be too large to be read."""
-    return CheckpointError(
-        f"a checkpoint of this layout has {count:,} boxes of tensors, but its {NAME} can describe about "
-        f"{_LARGEST // _BYTES_A_BOX:,}: fewer ranks must own slices (--num-distributed-optimizer-instances), or larger "
-        "ones (--tp, --pp)"
-    )
 
 
 def read_manifest(path: AnyPath) -> Manifest:
