@@ -6752,6 +6752,13 @@ MUTANTS = (
         f"{_LIBRARY}an_error_is_reported_once_with_its_code[loss]",
     ),
     Mutant(
+        "an option for modules that is true by default is accepted for a GPT, and never used",
+        "megalite/library/trainer.py",
+        "if getattr(options, name) != getattr(plain, name)]",
+        "if getattr(options, name) and not getattr(plain, name)]",
+        "tests/unit/test_library_settings.py::test_what_is_for_modules_is_refused_for_a_gpt",
+    ),
+    Mutant(
         "wrong settings of a program of one's own are reported by each rank",
         "megalite/library/trainer.py",
         "        if place.world_size > 1 or save is not None:\n            report_uncaught()\n",
