@@ -112,7 +112,7 @@ class Optimizer:
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = {}
-        """State beside the update rule's: for each bucket, one flat tensor per part (see `bucket_parts`)."""
+        """Extra state: for each bucket, one flat tensor per part (see `bucket_parts`)."""
         self.rank_states: dict[str, Tensor] = {}
         """Private state of this rank and its data-parallel peers, which have the same. A checkpoint has that of the
         first of them. A load that finds none of this shape and dtype keeps the values."""

@@ -98,8 +98,8 @@ def make_local_update(config: TaskConfig, optimizer: Optimizer) -> LocalUpdate |
     return LocalUpdate(config.synchronization, shards, mesh.counterparts, mesh.device, sums)
 
 
-def show_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate | None) -> None:
-    """Show the optimizer the state beside its own, so that checkpoints have it."""
+def register_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate | None) -> None:
+    """Register extra state at the optimizer, so that checkpoints have it."""
     chosen, mesh = config.synchronization, optimizer.mesh
     if not (chosen.compresses or chosen.has_replicas):
         return
@@ -115,7 +115,7 @@ def show_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate 
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """State beside the optimizer's own, as a checkpoint's plan gets it."""
+    """Extra state of the optimizer, as a checkpoint's plan gets it."""
 
     bucket_states: Sequence[BucketState] = ()
     rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {}
@@ -123,7 +123,7 @@ class PlannedStates:
 
 
 def planned_states(config: TaskConfig, mesh: ParallelMesh) -> PlannedStates:
-    """Return what `show_states` shows, of any rank. `mesh`: that of all ranks."""
+    """Return what `register_states` registers, of any rank. `mesh`: that of all ranks."""
     chosen = config.synchronization
     if not (chosen.compresses or chosen.has_replicas):
         return PlannedStates()
