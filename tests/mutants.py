@@ -2487,10 +2487,10 @@ MUTANTS = (
         "tests/distributed/test_modules.py::test_ranks_may_use_different_parameters[2]",
     ),
     Mutant(
-        "replicas with several uses of a weight sum its gradient for each",
+        "ranks with several uses of a weight sum its partial gradients for each",
         "megalite/optim/buckets.py",
-        "        yield first.sum_over_replicas()\n",
-        "        for accumulator in self.accumulators:\n            yield accumulator.sum_over_replicas()\n",
+        "        yield first.sum_partial()\n",
+        "        for accumulator in self.accumulators:\n            yield accumulator.sum_partial()\n",
         "tests/distributed/test_modules.py::test_modules_train_as_a_plain_loop[tied in V]",
     ),
     Mutant(
@@ -6570,7 +6570,7 @@ MUTANTS = (
     Mutant(
         "copies of a weight that have the same values are taken for replicas",
         "megalite/optim/replica.py",
-        "if not record.replica_group:",
+        "if not record.partial_group:",
         "if False:",
         f"{_RELAID}[Layout(dp=1, tp=2, pp=1, zero=0, instances=1)-Layout(dp=1, tp=1, pp=1, zero=0, instances=1)]",
     ),

@@ -162,7 +162,7 @@ def check_tied_buckets(buckets: Sequence[ParameterBucket], mesh: ParallelMesh) -
         MegaliteError: they do not, so that gradients of different weights would be added, or parts saved twice.
     """
     own = [
-        (bucket.layout.slots[0].parameter.sharding.replica_group, list(bucket.layout.pieces(0, bucket.length)))
+        (bucket.layout.slots[0].parameter.sharding.partial_group, list(bucket.layout.pieces(0, bucket.length)))
         for bucket in buckets
     ]
     first: dict[tuple[int, ...], object] = {}

@@ -218,7 +218,7 @@ class Bucket(ParameterBucket):
         for other in self.accumulators[1:]:
             yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
         first = self.accumulators[0]
-        yield first.sum_over_replicas()
+        yield first.sum_partial()
         yield Collective("what is applied", (), partial(first.reduction.complete, self.gradient_shard))
 
     def apply(self) -> None:
@@ -263,7 +263,7 @@ def make_buckets(
     for layout in plan_buckets(networks, mesh, options, blocks=blocks):
         first = layout.slots[0].parameter
         peers = mesh.ranks(*first.sharding.data_parallel_axes)
-        groups = _reduction_groups(mesh, peers, options.instances, first.sharding.replica_group)
+        groups = _reduction_groups(mesh, peers, options.instances, first.sharding.partial_group)
         shard_spec, uses = _shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
         buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
     return buckets
@@ -354,7 +354,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
 
 
 def _reduction_groups(
-    mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, replicas: tuple[int, ...]
+    mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, partial_group: tuple[int, ...]
 ) -> ReductionGroups:
     """Divide the data-parallel `ranks` into instances of hybrid sharding, and return this rank's groups.
 
@@ -368,5 +368,5 @@ def _reduction_groups(
     return ReductionGroups(
         shards=mesh.group_of(ranks[instance * size : (instance + 1) * size]),
         instances=mesh.group_of(ranks[position::size]),
-        replicas=mesh.group_of(replicas or (mesh.rank,)),
+        partial=mesh.group_of(partial_group or (mesh.rank,)),
     )

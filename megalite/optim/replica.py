@@ -97,7 +97,7 @@ def bucket_parts(spec: BucketShardSpec, state: BucketState, outer: Replica | Non
         yield BucketPart(None, held, _divided(spec.owned, count, index))
         return
     same, copy = 1, 0
-    if not record.replica_group:
+    if not record.partial_group:
         same = len(record.replica_ranks)
         copy, instance = divmod(spec.replica, instances)
         index, count = site * instances + instance, sites * instances
