@@ -2545,7 +2545,7 @@ MUTANTS = (
     Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/accumulator.py",
-        '        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
+        '        yield StepCollective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
         "",
         _one_step("tp1-dp4"),
     ),

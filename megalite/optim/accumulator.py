@@ -27,7 +27,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
-class Collective(Generic[Result]):
+class StepCollective(Generic[Result]):
     """Collective operation that runs after a step's list of actions, among some of the ranks."""
 
     name: str
@@ -226,21 +226,21 @@ class Accumulator:
         if self._rounds < micro_batches // self._micro_batches_per_round:
             self._launch_reduction()
 
-    def completion(self) -> Iterator[Collective[object]]:
+    def completion(self) -> Iterator[StepCollective[object]]:
         """Yield the operations that complete this chunk's slice, once per step, after its last reduction."""
         groups = self.reduction.groups
-        yield Collective("wait for the gradients' reduction", groups.shards.ranks, self._finish)
+        yield StepCollective("wait for the gradients' reduction", groups.shards.ranks, self._finish)
         summed = partial(self.reduction.sum_over_instances, self.gradient_shard)
-        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)
+        yield StepCollective("sum of the gradients over instances", groups.instances.ranks, summed)
 
-    def sum_partial(self) -> Collective[object]:
+    def sum_partial(self) -> StepCollective[object]:
         """Return the operation that sums the slices of a partial group, once they have the uses in all chunks.
 
         Its ranks may have different numbers of uses.
         """
         group = self.reduction.groups.partial
         summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)
-        return Collective("sum of the partial gradients", group.ranks, summed)
+        return StepCollective("sum of the partial gradients", group.ranks, summed)
 
     def _finish(self) -> None:
         if self._rounds < self._rounds_due:
