@@ -59,13 +59,16 @@ def reduction_of(config: TaskConfig, mesh: ParallelMesh, dtype: torch.dtype) -> 
         from megalite.synchronization.all_reduce import RingReduction, TreeReduction
 
         return RingReduction if chosen.all_reduce_algorithm == "ring" else TreeReduction
-    warms_up = chosen.has_replicas and chosen.local_update_warmup_iters > 0
-    if not (warms_up or chosen.compression_within != "none" or (chosen.compresses and not chosen.has_replicas)):
+    if chosen.has_replicas and chosen.local_update_warmup_iters > 0:
+        from megalite.synchronization.warmup import WarmupReduction
+
+        return partial(WarmupReduction, mesh.counterparts)
+    if chosen.compression_within == "none" and (chosen.has_replicas or not chosen.compresses):
         return Reduction
-    from megalite.synchronization import reductions
+    from megalite.synchronization.reductions import compressed_reduction
 
     momentum, beta1 = config.optimizer.sgd_momentum, config.optimizer.adam_beta1
-    return reductions.reduction_of(chosen, dtype, mesh.counterparts, momentum=momentum, beta1=beta1)
+    return compressed_reduction(chosen, dtype, momentum=momentum, beta1=beta1)
 
 
 def optimizer_config(config: TaskConfig) -> OptimizerConfig:
