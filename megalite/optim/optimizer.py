@@ -114,8 +114,8 @@ class Optimizer:
         self.bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = {}
         """Extra state: for each bucket, one flat tensor per part (see `bucket_parts`)."""
         self.rank_states: dict[str, Tensor] = {}
-        """Private state of this rank and its data-parallel peers, which have the same. A checkpoint has that of the
-        first of them. A load that finds none of this shape and dtype keeps the values."""
+        """State that differs between stages and tensor-parallel ranks and is equal over data-parallel ranks; saved by
+        the first of these; kept unchanged if the checkpoint has none that fits."""
         self.replica: Replica | None = None
         """This rank's replica, if each replica has weights and state of its own."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
