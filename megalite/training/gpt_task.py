@@ -16,7 +16,6 @@ from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.storage import AnyPath
 from megalite.training import builder, summary
 from megalite.training.batches import BUSIEST, Cutting, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
@@ -141,10 +140,3 @@ class GPTTask(GPTNetworkTask):
         own = torch.tensor(self.cutting.busiest(micro_batches), dtype=torch.float64, device=self.mesh.device)
         most, mean = collectives.all_reduce_(own, self.mesh.group("dp")).tolist()
         return float(most / mean)
-
-
-def gpt_trainer(
-    config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None, **options: Any
-) -> Trainer:
-    """Return the trainer of a run that pre-trains a GPT. `options` are those of `Trainer`."""
-    return Trainer(config, GPTTask(config, data, mesh), mesh, directory, **options)
