@@ -2487,10 +2487,10 @@ MUTANTS = (
         "tests/distributed/test_modules.py::test_ranks_may_use_different_parameters[2]",
     ),
     Mutant(
-        "replicas with several uses of a weight sum its gradient for each",
+        "ranks with several uses of a weight sum its partial gradients for each",
         "megalite/optim/buckets.py",
-        "        yield first.sum_over_replicas()\n",
-        "        for accumulator in self.accumulators:\n            yield accumulator.sum_over_replicas()\n",
+        "        yield first.sum_partial()\n",
+        "        for accumulator in self.accumulators:\n            yield accumulator.sum_partial()\n",
         "tests/distributed/test_modules.py::test_modules_train_as_a_plain_loop[tied in V]",
     ),
     Mutant(
@@ -2545,7 +2545,7 @@ MUTANTS = (
     Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/accumulator.py",
-        '        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
+        '        yield StepCollective("sum of the gradients over instances", groups.instances.ranks, summed)\n',
         "",
         _one_step("tp1-dp4"),
     ),
@@ -6570,7 +6570,7 @@ MUTANTS = (
     Mutant(
         "copies of a weight that have the same values are taken for replicas",
         "megalite/optim/replica.py",
-        "if not record.replica_group:",
+        "if not record.partial_group:",
         "if False:",
         f"{_RELAID}[Layout(dp=1, tp=2, pp=1, zero=0, instances=1)-Layout(dp=1, tp=1, pp=1, zero=0, instances=1)]",
     ),
@@ -6750,6 +6750,13 @@ MUTANTS = (
         "        sys.stderr = stream  #",
         "        #",
         f"{_LIBRARY}an_error_is_reported_once_with_its_code[loss]",
+    ),
+    Mutant(
+        "an option for modules that is true by default is accepted for a GPT, and never used",
+        "megalite/library/trainer.py",
+        "if getattr(options, name) != getattr(plain, name)]",
+        "if getattr(options, name) and not getattr(plain, name)]",
+        "tests/unit/test_library_settings.py::test_what_is_for_modules_is_refused_for_a_gpt",
     ),
     Mutant(
         "wrong settings of a program of one's own are reported by each rank",

@@ -24,7 +24,7 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.relayout import Origin, is_beside, notes, origin, saved_name, without_replica
+from megalite.checkpoint.relayout import Origin, is_extra, notes, origin, saved_name, without_replica
 from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -146,7 +146,7 @@ def relayout_notes(
     parts = [region.part for region in held_regions(module, optimizer)]
     if not state:
         return notes(
-            manifest, [part for part in parts if plain_name(part.name).startswith((MODEL, STATE))], beside=False
+            manifest, [part for part in parts if plain_name(part.name).startswith((MODEL, STATE))], extra=False
         )
     return notes(manifest, parts)
 
@@ -182,7 +182,7 @@ def _origin(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> Or
     name = _finest(manifest, part, plain) if casts else plain
     if not has(name) and has(earlier := STATE + name.removeprefix(MODEL)):
         return origin(manifest, earlier, part, state=state)
-    if is_beside(name) and not has(name):
+    if is_extra(name) and not has(name):
         return None
     loaded = state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER))
     return origin(manifest, name, part, state=state) if loaded else None
@@ -227,7 +227,7 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
     def listed(kinds: set[str]) -> str:
         return ", ".join(sorted(kinds)) or "nothing"
 
-    plain = [plain_name(name) for name in manifest.tensors if not is_beside(name)]
+    plain = [plain_name(name) for name in manifest.tensors if not is_extra(name)]
     saved = {name.split("/")[1] for name in plain if name.startswith(OPTIMIZER)}
     kinds = optimizer.state_kinds
     if not state or not optimizer.shards:  # without shards, the optimizer cannot tell whether there are masters
@@ -299,7 +299,7 @@ def _check_all_used(
     optional: Container[str],
 ) -> None:
     """Raise CheckpointError on every rank if the checkpoint holds a tensor that no rank loads."""
-    names = {name: plain_name(name) for name in manifest.tensors if not is_beside(name)}
+    names = {name: plain_name(name) for name in manifest.tensors if not is_extra(name)}
     names = {name: plain for name, plain in names.items() if plain.startswith(prefixes) and plain not in optional}
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
     used = torch.tensor([plain in ours for plain in names.values()], dtype=torch.int32, device=mesh.device)

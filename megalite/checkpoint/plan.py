@@ -124,11 +124,11 @@ class Plan:
         return self._completed(rank, parts + _state_parts(self._look(rank).states), saved=False)
 
     def _completed(self, rank: int, parts: Iterable[TensorBox], *, saved: bool) -> list[TensorBox]:
-        """Return the parts as those of the rank's replica, followed by its state beside the update rule's."""
+        """Return the parts as those of the rank's replica, followed by its extra state."""
         replica = self._replica_of(rank)
         specs = [spec for spec in self._shard_specs(rank) if not spec.layout.frozen] if self._bucket_states else []
-        beside = (each.part for each in _beside(self._bucket_states, specs, replica, saved=saved))
-        return [*(of_replica(part, replica) for part in parts), *beside, *self._private(rank, saved=saved)]
+        extra = (each.part for each in _extra_parts(self._bucket_states, specs, replica, saved=saved))
+        return [*(of_replica(part, replica) for part in parts), *extra, *self._private(rank, saved=saved)]
 
     def _private(self, rank: int, *, saved: bool) -> list[TensorBox]:
         seen = self._look(rank)
@@ -246,11 +246,11 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
             yield piece.tensor, box, first + position
 
 
-# ---------------------------------------------------------------------------------- state beside the update rule's
+# ------------------------------------------------------------------------------------------------ extra state
 
 
 @dataclass(frozen=True)
-class _BesidePart:
+class _ExtraPart:
     """Part of a tensor of `Optimizer.bucket_states`, which is elements [start, stop) of a flat tensor."""
 
     part: TensorBox
@@ -261,9 +261,9 @@ class _BesidePart:
     stop: int
 
 
-def _beside(
+def _extra_parts(
     states: Iterable[BucketState], specs: Sequence[BucketShardSpec], outer: Replica | None, *, saved: bool
-) -> Iterator[_BesidePart]:
+) -> Iterator[_ExtraPart]:
     """Yield the parts of a rank's state that it saves, or holds.
 
     `specs`: the slices of its trained buckets. `outer`: its replica, if each has weights of its own.
@@ -275,10 +275,10 @@ def _beside(
                 for tensor, box, position in boxes(slot.parameter, start, stop):
                     part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
                     first = slot.start + position - kept.held[0]
-                    yield _BesidePart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
+                    yield _ExtraPart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
                     if saved and state.name == ANCHOR:
                         part = TensorBox(MODEL + tensor.name, tensor.shape, slot.parameter.dtype, box)
-                        yield _BesidePart(part, state, bucket, flat, first, first + box.numel)
+                        yield _ExtraPart(part, state, bucket, flat, first, first + box.numel)
 
 
 def _private_owner(mesh: ParallelMesh) -> int:
@@ -332,7 +332,7 @@ def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[st
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """Return `held_slices`, `held_states` and the state beside the update rule's as regions."""
+    """Return `held_slices`, `held_states` and the extra state as regions."""
     regions = _regions(held_slices(module, optimizer), held_states(module, optimizer))
     return _completed(regions, optimizer, saved=False) if optimizer is not None else regions
 
@@ -347,11 +347,11 @@ def saved_regions(optimizer: Optimizer) -> list[Region]:
 
 
 def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) -> list[Region]:
-    """Return the regions as those of the rank's replica, followed by its state beside the update rule's."""
+    """Return the regions as those of the rank's replica, followed by its extra state."""
     replica, mesh = optimizer.replica, optimizer.mesh
     found = [replace(region, part=of_replica(region.part, replica)) for region in regions]
     specs = [bucket.shard_spec for bucket in optimizer.buckets] if optimizer.bucket_states else []
-    for each in _beside(optimizer.bucket_states, specs, replica, saved=saved):
+    for each in _extra_parts(optimizer.bucket_states, specs, replica, saved=saved):
         flat = optimizer.bucket_states[each.state][each.bucket][each.flat]
         kept: Tensor | View = flat[each.start : each.stop]
         if flat.dtype != each.part.dtype:

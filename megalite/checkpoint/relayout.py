@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, REPLICA, Manifest, SavedTensor, plain_name, split_name
 from megalite.checkpoint.tensors import TensorBox
 from megalite.errors import CheckpointError
-from megalite.optim.replica import ANCHOR, BESIDE, Relayout, Replica, sources
+from megalite.optim.replica import ANCHOR, EXTRA_STATE, Relayout, Replica, sources
 from megalite.parallel.sharding import Box
 
 _DONE = {"sum": "summed into", "average": "averaged into", "drop": "dropped, and start as zeros for"}
@@ -37,10 +37,10 @@ def _without_axis(box: Box) -> Box:
     return Box(box.offset[1:], box.size[1:])
 
 
-def is_beside(tensor: str) -> bool:
-    """Return whether a tensor is state beside the update rule's, which a checkpoint or a run may lack."""
+def is_extra(tensor: str) -> bool:
+    """Return whether a tensor is extra state, which a checkpoint or a run may lack."""
     plain = plain_name(tensor)
-    return plain.startswith(OPTIMIZER) and plain.split("/")[1] in BESIDE
+    return plain.startswith(OPTIMIZER) and plain.split("/")[1] in EXTRA_STATE
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ def _count(replicas: int | None) -> str:
     return "all replicas together" if replicas is None else f"{replicas} replica{'s' * (replicas != 1)}"
 
 
-def notes(manifest: Manifest, parts: Iterable[TensorBox], *, beside: bool = True) -> tuple[str, ...]:
+def notes(manifest: Manifest, parts: Iterable[TensorBox], *, extra: bool = True) -> tuple[str, ...]:
     """Return a line for each kind of state that a load drops, leaves out, begins or changes to other replicas.
 
-    `parts`: those that a rank loads. `beside`: whether state beside the update rule's is loaded.
+    `parts`: those that a rank loads. `extra`: whether extra state is loaded.
     """
     lines: dict[str, None] = {}
     wanted: set[str] = set()
@@ -118,13 +118,13 @@ def notes(manifest: Manifest, parts: Iterable[TensorBox], *, beside: bool = True
         kind = _kind(plain)
         wanted.add(kind)
         saved = manifest.tensors.get(saved_name(manifest, plain, part))
-        if saved is None and is_beside(plain):
+        if saved is None and is_extra(plain):
             begins = "with the weights" if kind == ANCHOR else "as zeros"
             lines[f"note: the checkpoint has no {kind} for some weights: it begins {begins}"] = None
         if saved is not None and (before := replicas_of(saved)) != (now := replicas_of(part)):
             done = _done(part.relayout or saved.relayout, before)
             lines[f"note: {kind} of {_count(before)}: {done} {_count(now)}"] = None
-    unused = {_kind(plain_name(name)) for name in manifest.tensors if beside and is_beside(name)} - wanted
+    unused = {_kind(plain_name(name)) for name in manifest.tensors if extra and is_extra(name)} - wanted
     return (*lines, *(f"note: this run has no {kind}: the checkpoint's is left out" for kind in sorted(unused)))
 
 

@@ -466,8 +466,9 @@ def window_from_layer() -> Keys:
     return Keys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
-def window_pattern(full_every: int, default: int = 4096) -> Keys:
+def window_pattern(full_every: int) -> Keys:
     """Return the entry for Gemma: in each group of `full_every` layers, the last one has no window."""
+    default = 4096
 
     def read(config: Json) -> dict[str, Any]:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern")) or full_every

@@ -159,7 +159,7 @@ class TokenMethods:
         whole = to_micro_batches(
             rollouts,
             micro_batch_size=len(rollouts),
-            sequence_length=task.run_config.data.seq_length,
+            sequence_length=task.config.data.seq_length,
             dtype=task.dtype,
             device=self._run.mesh.device,
         )[0]
@@ -180,7 +180,7 @@ class TokenMethods:
         No rank holds more than one tensor in addition to its own part. Called by all ranks together.
         """
         task = self._gpt()
-        length = task.run_config.data.seq_length
+        length = task.config.data.seq_length
         export_weights(task.chunks, self._trainer.optimizer, to, sequence_length=length)
 
     def _gpt(self) -> TokenTask:

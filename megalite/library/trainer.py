@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -173,19 +173,27 @@ class Trainer(TokenMethods):
                 save=None if save is None else str(save), resume=None if save is None else "auto"
             ),
         }
-        of_modules = {
-            "stages": stages,
-            "metrics": metrics,
-            "sequence_dims": sequence_dims,
-            "terms": terms,
-            "initial": initial,
-            "buffers": buffers,
-            "recompute": recompute,
-            "allow_unused": allow_unused,
-            "messages": messages,
-        }
+        if (model is None) == (stages is None):
+            raise ConfigurationError("give Trainer a model, or stages=[...] in place of it")
+        options = ModuleOptions(
+            stages=list(stages) if model is None else [model],  # type: ignore[arg-type, list-item]
+            loss=loss,
+            count=count,
+            metrics=metrics or {},
+            sequence_dims=sequence_dims or {},
+            terms=terms,
+            initial=initial,
+            decays=decays,
+            buffers=buffers or {},
+            recompute=recompute,
+            allow_unused=allow_unused,
+            messages=messages,
+            costs=costs,
+        )
         if isinstance(model, ModelConfig):
-            if given := [name for name, value in of_modules.items() if value]:
+            plain = ModuleOptions(options.stages, loss, count)
+            names = [each.name for each in fields(plain)]
+            if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
                 raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
             if seq_length is None:
                 raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
@@ -209,23 +217,6 @@ class Trainer(TokenMethods):
                 TokenTask, config, train=train, valid=valid, loss=loss, count=count
             )
         else:
-            if (model is None) == (stages is None):
-                raise ConfigurationError("give Trainer a model, or stages=[...] in place of it")
-            options = ModuleOptions(
-                stages=list(stages) if model is None else [model],  # type: ignore[arg-type]
-                loss=loss,
-                count=count,
-                metrics=metrics or {},
-                sequence_dims=sequence_dims or {},
-                terms=terms,
-                initial=initial,
-                decays=decays,
-                buffers=buffers or {},
-                recompute=recompute,
-                allow_unused=allow_unused,
-                messages=messages,
-                costs=costs,
-            )
             make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
         self._files = ExitStack()
         self._run = self._files.enter_context(Run(config, make_task, place, startup))

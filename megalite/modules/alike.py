@@ -22,7 +22,7 @@ SAME_SEED = (
 )
 
 
-def check_alike(modules: Iterable[nn.Module], mesh: ParallelMesh, *, advice: str = SAME_SEED) -> None:
+def check_alike(modules: Iterable[nn.Module], mesh: ParallelMesh) -> None:
     """Check that all ranks with a parameter or buffer have the same values of it. Called by all ranks together.
 
     Tensors that ranks draw or split by a `Sharding` are left out. All modules have their records (`give_records`).
@@ -30,7 +30,7 @@ def check_alike(modules: Iterable[nn.Module], mesh: ParallelMesh, *, advice: str
     Raises:
         MegaliteError: a tensor differs; the message names it, and is the same on all ranks.
     """
-    check_same({name: tensor for module in modules for name, tensor in _whole(module)}, mesh, advice)
+    check_same({name: tensor for module in modules for name, tensor in _whole(module)}, mesh, SAME_SEED)
 
 
 def check_same(tensors: Mapping[str, Tensor], mesh: ParallelMesh, advice: str) -> None:

@@ -19,6 +19,8 @@ from megalite.parallel.device import synchronize
 
 OPERATIONS_PER_PARAMETER = 8
 """Cost of a parameter's update, in operations."""
+REPEATS = 5
+"""Number of times that a layer is measured, after the first one, which warms up."""
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
@@ -62,13 +64,13 @@ def counted_costs(layers: Sequence[nn.Module], values: Any) -> list[float]:
     return costs
 
 
-def measured_costs(layers: Sequence[nn.Module], values: Any, *, repeats: int = 5) -> list[float]:
+def measured_costs(layers: Sequence[nn.Module], values: Any) -> list[float]:
     """Measure the time of forward and backward of each layer for a micro-batch, in seconds."""
     costs, inputs = [], dict[str, Tensor]()
     for number, layer in enumerate(layers):
         by_position, by_name, _ = arguments(number, layer, inputs, values)
         times = []
-        for _ in range(repeats + 1):
+        for _ in range(REPEATS + 1):
             began = time.perf_counter()
             found = results(number, layer, layer(*by_position, **by_name))
             ends = [tensor for tensor in found.values() if tensor.requires_grad]
@@ -78,7 +80,7 @@ def measured_costs(layers: Sequence[nn.Module], values: Any, *, repeats: int = 5
                 )
             synchronize(next(iter(found.values())).device)
             times.append(time.perf_counter() - began)
-        costs.append(statistics.median(times[1:]))  # the first one warms up
+        costs.append(statistics.median(times[1:]))
         inputs = {name: tensor for name, tensor in inputs.items() if not goes_by_position(name)} | found
         inputs = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()}
     return costs

@@ -28,14 +28,7 @@ class KeptBuffers(nn.Module):
     The module sees its buffers as before, and may change them in place or assign others.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        mesh: ParallelMesh,
-        rules: Mapping[str, Rule] | None = None,
-        *,
-        name_prefix: str = "",
-    ) -> None:
+    def __init__(self, module: nn.Module, mesh: ParallelMesh, rules: Mapping[str, Rule] | None = None) -> None:
         """Make a `State` of each persistent buffer.
 
         Args:
@@ -56,10 +49,10 @@ class KeptBuffers(nn.Module):
         persistent = module.state_dict(keep_vars=True).keys()
         for path, owner in module.named_modules():
             for key, buffer in list(owner.named_buffers(recurse=False)):
-                local = f"{path}.{key}" if path else key
-                if local not in persistent:
+                name = f"{path}.{key}" if path else key
+                if name not in persistent:
                     continue
-                name, matching = name_prefix + local, [each for each in rules if fnmatchcase(local, each)]
+                matching = [each for each in rules if fnmatchcase(name, each)]
                 unused -= set(matching)
                 rule: Rule = rules[matching[0]] if matching else "first rank"
                 state = _state(name, buffer, rule, mesh)

@@ -62,9 +62,7 @@ def give_records(
     mesh: ParallelMesh,
     stages: Stages | None = None,
     *,
-    name_prefix: str = "",
     weight_decay: Callable[[str, Tensor], bool] = decays,
-    matrices: Callable[[nn.Module, Tensor], str | None] = matrix_pattern,
     initial: Initial | None = None,
     seed: int = 0,
     splits_sequences: bool = False,
@@ -93,7 +91,7 @@ def give_records(
     if len(modules) != stages.count:
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
     check_apart(modules)
-    holders = _holders(modules, name_prefix)
+    holders = _holders(modules)
     for each in holders.values():
         old = each.parameter
         plain_and_trained = old.requires_grad and not isinstance(old, Parameter)
@@ -108,13 +106,13 @@ def give_records(
     found = []
     for number in own:
         uses = dict[str, int]()
-        for owner, key, name, old in _parameters_of(modules[number], name_prefix):
+        for owner, key, name, old in _parameters_of(modules[number]):
             where = holders[id(old)]
             if isinstance(old, Parameter) and id(old) not in made:
                 old.sharding = _by_rules(old, weight_decay, initial)
                 continue
             if id(old) not in made:
-                decay, pattern = weight_decay(where.name, old), matrices(owner, old)
+                decay, pattern = weight_decay(where.name, old), matrix_pattern(owner, old)
                 is_drawn = initial is not None and (old.requires_grad or old.is_meta)
                 draw = _drawn(initial, where.name, old.shape) if initial and is_drawn else AsBuilt()
                 is_table = isinstance(owner, EMBEDDINGS)
@@ -127,8 +125,8 @@ def give_records(
             setattr(owner, key, made[id(old)][1])
             before = [stage for stage in own if stage in where.stages].index(number)
             if before and old.requires_grad:
-                uses[name.removeprefix(name_prefix)] = before
-        _fill_buffers(modules[number], mesh, initial, seed, name_prefix)
+                uses[name] = before
+        _fill_buffers(modules[number], mesh, initial, seed)
         found.append(uses)
     return found
 
@@ -164,7 +162,7 @@ def check_tied_buckets(buckets: Sequence[ParameterBucket], mesh: ParallelMesh) -
         MegaliteError: they do not, so that gradients of different weights would be added, or parts saved twice.
     """
     own = [
-        (bucket.layout.slots[0].parameter.sharding.replica_group, list(bucket.layout.pieces(0, bucket.length)))
+        (bucket.layout.slots[0].parameter.sharding.partial_group, list(bucket.layout.pieces(0, bucket.length)))
         for bucket in buckets
     ]
     first: dict[tuple[int, ...], object] = {}
@@ -191,11 +189,11 @@ class _Holders:
     places: int = 0
 
 
-def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
+def _holders(modules: Sequence[nn.Module]) -> dict[int, _Holders]:
     found: dict[int, _Holders] = {}
     named: dict[str, tuple[int, int]] = {}
     for stage, module in enumerate(modules):
-        for _, _, name, parameter in _parameters_of(module, prefix):
+        for _, _, name, parameter in _parameters_of(module):
             where = found.setdefault(id(parameter), _Holders(parameter, name, []))
             where.stages += [stage] if stage not in where.stages else []
             where.places += 1
@@ -215,12 +213,12 @@ def _holders(modules: Sequence[nn.Module], prefix: str) -> dict[int, _Holders]:
     return found
 
 
-def _parameters_of(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+def _parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
     """Yield every place of every parameter: the module and the attribute, with the parameter's first name."""
     first: dict[int, str] = {}
     for path, owner in module.named_modules():
         for key, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            name = first.setdefault(id(parameter), f"{prefix}{path}.{key}" if path else f"{prefix}{key}")
+            name = first.setdefault(id(parameter), f"{path}.{key}" if path else key)
             if isinstance(parameter, UninitializedParameter):
                 raise MegaliteError(f"{name} of a lazy module has no shape yet: call the module once before")
             yield owner, key, name, parameter
@@ -291,10 +289,10 @@ def _values(name: str, old: Tensor, mesh: ParallelMesh, initial: Initial | None,
     return initial_values(tensor, Box.whole(shape), seed).to(mesh.device, old.dtype)
 
 
-def _fill_buffers(module: nn.Module, mesh: ParallelMesh, initial: Initial | None, seed: int, prefix: str) -> None:
+def _fill_buffers(module: nn.Module, mesh: ParallelMesh, initial: Initial | None, seed: int) -> None:
     for path, owner in module.named_modules():
         for key, buffer in list(owner.named_buffers(recurse=False)):
-            name = f"{prefix}{path}.{key}" if path else prefix + key
+            name = f"{path}.{key}" if path else key
             if buffer.device.type != mesh.device.type:
                 setattr(owner, key, _values(name, buffer, mesh, initial, seed))
 

@@ -27,7 +27,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True)
-class Collective(Generic[Result]):
+class StepCollective(Generic[Result]):
     """Collective operation that runs after a step's list of actions, among some of the ranks."""
 
     name: str
@@ -42,7 +42,7 @@ class Accumulator:
     single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round, so a tied weight's
     gradients from one use are added first, whether its uses are on the same rank or not. Before the reduction, the sums
     of the later uses in this chunk are added to the sum of the first one. Uses in other chunks have an accumulator of
-    their own, and are added after the reduction: by `Bucket.completion` on the same rank, otherwise over the replicas.
+    their own, and are added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
     """
 
     def __init__(
@@ -226,21 +226,21 @@ class Accumulator:
         if self._rounds < micro_batches // self._micro_batches_per_round:
             self._launch_reduction()
 
-    def completion(self) -> Iterator[Collective[object]]:
+    def completion(self) -> Iterator[StepCollective[object]]:
         """Yield the operations that complete this chunk's slice, once per step, after its last reduction."""
         groups = self.reduction.groups
-        yield Collective("wait for the gradients' reduction", groups.shards.ranks, self._finish)
+        yield StepCollective("wait for the gradients' reduction", groups.shards.ranks, self._finish)
         summed = partial(self.reduction.sum_over_instances, self.gradient_shard)
-        yield Collective("sum of the gradients over instances", groups.instances.ranks, summed)
+        yield StepCollective("sum of the gradients over instances", groups.instances.ranks, summed)
 
-    def sum_over_replicas(self) -> Collective[object]:
-        """Return the operation that sums the slice over the replicas, once it has the uses in all chunks.
+    def sum_partial(self) -> StepCollective[object]:
+        """Return the operation that sums the slices of a partial group, once they have the uses in all chunks.
 
-        Replicas may have different numbers of uses.
+        Its ranks may have different numbers of uses.
         """
-        replicas = self.reduction.groups.replicas
-        summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, replicas)
-        return Collective("sum of the gradients over replicas", replicas.ranks, summed)
+        group = self.reduction.groups.partial
+        summed = partial(collectives.all_reduce_in_rank_order_, self.gradient_shard, group)
+        return StepCollective("sum of the partial gradients", group.ranks, summed)
 
     def _finish(self) -> None:
         if self._rounds < self._rounds_due:

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.accumulator import Accumulator, Collective
+from megalite.optim.accumulator import Accumulator, StepCollective
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
@@ -98,9 +98,9 @@ class ParameterBucket:
         if set_values is not None:
             set_values(parameter)
 
-    def parameter_gather(self) -> Collective[None]:
+    def parameter_gather(self) -> StepCollective[None]:
         """Return the collective that starts to gather the parameters."""
-        return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
+        return StepCollective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
@@ -211,25 +211,25 @@ class Bucket(ParameterBucket):
                 if self._allow_unused:
                     self.free_parameters()
 
-    def completion(self) -> Iterator[Collective[object]]:
+    def completion(self) -> Iterator[StepCollective[object]]:
         """Yield the operations that complete this rank's slice of the gradients, summed over the uses in all chunks."""
         for accumulator in self.accumulators:
             yield from accumulator.completion()
         for other in self.accumulators[1:]:
-            yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
+            yield StepCollective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
         first = self.accumulators[0]
-        yield first.sum_over_replicas()
-        yield Collective("what is applied", (), partial(first.reduction.complete, self.gradient_shard))
+        yield first.sum_partial()
+        yield StepCollective("what is applied", (), partial(first.reduction.complete, self.gradient_shard))
 
     def apply(self) -> None:
         """Keep what the messages of this step have left out: its update will be applied."""
         for accumulator in self.accumulators:
             accumulator.reduction.apply()
 
-    def gradient_gather(self) -> Collective[collectives.Pending]:
+    def gradient_gather(self) -> StepCollective[collectives.Pending]:
         """Return the collective that starts to gather the gradients from the ranks' slices."""
         gather = partial(self.accumulators[0].reduction.begin_gather, self.gradient_shard, self.gradients)
-        return Collective("gather of gradients", self.shard_group.ranks, gather)
+        return StepCollective("gather of gradients", self.shard_group.ranks, gather)
 
 
 def _take_ordinary_gradient(parameter: Tensor) -> None:
@@ -263,7 +263,7 @@ def make_buckets(
     for layout in plan_buckets(networks, mesh, options, blocks=blocks):
         first = layout.slots[0].parameter
         peers = mesh.ranks(*first.sharding.data_parallel_axes)
-        groups = _reduction_groups(mesh, peers, options.instances, first.sharding.replica_group)
+        groups = _reduction_groups(mesh, peers, options.instances, first.sharding.partial_group)
         shard_spec, uses = _shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
         buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
     return buckets
@@ -354,7 +354,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
 
 
 def _reduction_groups(
-    mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, replicas: tuple[int, ...]
+    mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, partial_group: tuple[int, ...]
 ) -> ReductionGroups:
     """Divide the data-parallel `ranks` into instances of hybrid sharding, and return this rank's groups.
 
@@ -368,5 +368,5 @@ def _reduction_groups(
     return ReductionGroups(
         shards=mesh.group_of(ranks[instance * size : (instance + 1) * size]),
         instances=mesh.group_of(ranks[position::size]),
-        replicas=mesh.group_of(replicas or (mesh.rank,)),
+        partial=mesh.group_of(partial_group or (mesh.rank,)),
     )

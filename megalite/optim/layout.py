@@ -1,8 +1,8 @@
 """Layout of parameters in flat buckets: a pure function of their sizes and `Sharding` records.
 
-Parameters of one kind (dtype, data-parallel peers, replicas, uses, chunks) are placed consecutively, in reverse order
-of registration. This is approximately the order in which backward reaches them. All ranks of a shard group or of a
-replica group get the same layout.
+Parameters of one kind (dtype, data-parallel peers, partial group, uses, chunks) are placed consecutively, in reverse
+order of registration. This is approximately the order in which backward reaches them. All ranks of a shard group or of
+a partial group get the same layout.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.optim import statistics
-from megalite.optim.accumulator import Collective
+from megalite.optim.accumulator import StepCollective
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.optim.elementwise import elementwise_rule
@@ -58,7 +58,7 @@ class StepResult:
         return not math.isfinite(self.gradient_norm)
 
 
-class Exchange(Protocol):
+class ReplicaExchange(Protocol):
     """Exchange of weights between replicas that otherwise update their own."""
 
     def agreed(self, is_finite: bool) -> bool:
@@ -112,15 +112,15 @@ class Optimizer:
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = {}
-        """State beside the update rule's: for each bucket, one flat tensor per part (see `bucket_parts`)."""
+        """Extra state: for each bucket, one flat tensor per part (see `bucket_parts`)."""
         self.rank_states: dict[str, Tensor] = {}
-        """Private state of this rank and its data-parallel peers, which have the same. A checkpoint has that of the
-        first of them. A load that finds none of this shape and dtype keeps the values."""
+        """State that differs between stages and tensor-parallel ranks and is equal over data-parallel ranks; saved by
+        the first of these; kept unchanged if the checkpoint has none that fits."""
         self.replica: Replica | None = None
         """This rank's replica, if each replica has weights and state of its own."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self.rules = make_rules(self.shards, mesh, config)
-        self.exchange: Exchange | None = None
+        self.exchange: ReplicaExchange | None = None
         """Exchange with other replicas, which have optimizers of their own; None: all ranks have the same weights."""
 
     @property
@@ -265,28 +265,28 @@ class Optimizer:
         All gathers of one kind start before the first of them is waited for. A wait may find that its collective has
         already ended: under ZeRO 2 and 3 most reductions end within the list of actions.
         """
-        own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
+        own: list[StepCollective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self.rules for part in rule.collectives()]
         later = [*self._counting(), *self._parameter_gathers()]
         every = [*((part.name, part.ranks) for part in own), *rules, *((part.name, part.ranks) for part in later)]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
-    def _completion(self) -> Iterator[Collective[object]]:
+    def _completion(self) -> Iterator[StepCollective[object]]:
         for bucket in self.buckets:
             yield from bucket.completion()
 
-    def _norms(self) -> Collective[dict[str, float]]:
+    def _norms(self) -> StepCollective[dict[str, float]]:
         owned = [(bucket, bucket.gradient_shard) for bucket in self.buckets]
-        return Collective("norm", self.mesh.world().ranks, partial(statistics.norms, owned, self.mesh))
+        return StepCollective("norm", self.mesh.world().ranks, partial(statistics.norms, owned, self.mesh))
 
-    def _gradient_gathers(self) -> list[Collective[Pending]]:
+    def _gradient_gathers(self) -> list[StepCollective[Pending]]:
         return [bucket.gradient_gather() for bucket in self.buckets if bucket.zero_stage == 0]
 
-    def _parameter_gathers(self) -> list[Collective[None]]:
+    def _parameter_gathers(self) -> list[StepCollective[None]]:
         return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.zero_stage in (1, 2)]
 
-    def _counting(self) -> list[Collective[None]]:
-        return [Collective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
+    def _counting(self) -> list[StepCollective[None]]:
+        return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0

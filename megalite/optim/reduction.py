@@ -20,10 +20,10 @@ class ReductionGroups:
     """Ranks among which the bucket is sharded. The gradients are summed by a reduce-scatter."""
     instances: Group
     """Ranks that own the same slice, one per instance of hybrid sharding."""
-    replicas: Group
+    partial: Group
     """Ranks that have the same parameters but compute only a part of the gradient each.
 
-    Example: the first and the last pipeline stage, if both have a replica of a tied embedding.
+    Example: the first and the last pipeline stage, if both have a tied embedding.
     """
 
 
@@ -44,10 +44,10 @@ class Reduction:
 
     @property
     def shards_have_all(self) -> bool:
-        """True if the sum over the shard group is the whole sum, without instances, replicas or other uses."""
+        """True if the sum over the shard group is the whole sum, without instances, partial gradients or other uses."""
         record = self.spec.layout.slots[0].parameter.sharding
         one_use = len({use.chunk for use in record.uses}) == 1
-        return one_use and self.groups.instances.size == self.groups.replicas.size == 1
+        return one_use and self.groups.instances.size == self.groups.partial.size == 1
 
     def begin_step(self, updates: int, loss_scale: float) -> None:
         """Tell the number of updates before this step, and the factor that the gradients have."""

@@ -1,4 +1,4 @@
-"""State that differs between replicas, the rule by which it follows another layout, and state beside the update rule's.
+"""State that differs between replicas, the rule by which it follows another layout, and extra state.
 
 Everything here is a pure function of the mesh and of the parameters' `Sharding` records, as in `bucket_shard.py`.
 """
@@ -23,7 +23,7 @@ Relayout = Literal["sum", "average", "drop", "refuse"]
 RELAYOUTS: tuple[Relayout, ...] = get_args(Relayout)
 ANCHOR = "anchor"
 """Name of the weights after the last exchange between replicas. A checkpoint has them as weights, too."""
-BESIDE = (
+EXTRA_STATE = (
     *("residual", "velocity", "residual_of_sum", "residual_of_sites", "residual_of_replicas"),
     *(ANCHOR, "outer_momentum", "exchanged"),
 )
@@ -41,7 +41,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class BucketState:
-    """State beside the update rule's, with one number per element of a bucket's trained parameters.
+    """Extra state: not the update rule's, and with one number per element of a bucket's trained parameters.
 
     Its dtype is that of the parameters, or fp32 if that is wider. A rank has it in flat tensors, as `bucket_parts`
     describes.
@@ -59,8 +59,8 @@ class BucketState:
 
     def __post_init__(self) -> None:
         """Raise ValueError if no checkpoint may lack a state of this name."""
-        if self.name not in BESIDE:
-            raise ValueError(f"{self.name} is not one of {BESIDE}")
+        if self.name not in EXTRA_STATE:
+            raise ValueError(f"{self.name} is not one of {EXTRA_STATE}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def bucket_parts(spec: BucketShardSpec, state: BucketState, outer: Replica | Non
         yield BucketPart(None, held, _divided(spec.owned, count, index))
         return
     same, copy = 1, 0
-    if not record.replica_group:
+    if not record.partial_group:
         same = len(record.replica_ranks)
         copy, instance = divmod(spec.replica, instances)
         index, count = site * instances + instance, sites * instances

@@ -254,7 +254,7 @@ class Sharding:
     uses: tuple[Use, ...] = (Use(),)
 
     @property
-    def replica_group(self) -> tuple[int, ...]:
+    def partial_group(self) -> tuple[int, ...]:
         """The ranks over which the gradient must still be summed; empty if it is complete on each rank."""
         return self.replica_ranks if self.grad_is_partial and len(self.replica_ranks) > 1 else ()
 

@@ -33,7 +33,7 @@ MicroBatch = TypeVar("MicroBatch")
 Stage = Callable[[Mapping[str, Tensor], MicroBatch], StageOutput]
 
 
-class Gradients(Protocol):
+class GradientReceiver(Protocol):
     """Receiver of the stages' gradients."""
 
     def deferring(self, chunk: int) -> AbstractContextManager[DeferredGradients]:
@@ -106,7 +106,7 @@ class PipelineEngine(Generic[MicroBatch]):
         actions: Iterable[Action],
         micro_batches: Sequence[MicroBatch],
         loss_multipliers: Mapping[str, float] | None = None,
-        gradients: Gradients | None = None,
+        gradients: GradientReceiver | None = None,
         observer: StepObserver | None = None,
     ) -> dict[str, Tensor]:
         """Execute `actions`; backward differentiates the sum of all terms of the loss, each times its multiplier.
@@ -208,7 +208,7 @@ class _Step(Generic[MicroBatch]):
         engine: PipelineEngine[MicroBatch],
         micro_batches: Sequence[MicroBatch],
         loss_multipliers: Mapping[str, float],
-        gradients: Gradients | None,
+        gradients: GradientReceiver | None,
     ) -> None:
         self.engine, self.micro_batches = engine, micro_batches
         self.loss_multipliers, self.gradients = loss_multipliers, gradients

@@ -22,7 +22,6 @@ from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 from megalite.process.place import ranks_text
 
-"""Largest number of ranks in an error message."""
 _LONGEST = 2000
 """Largest number of characters of an error message that are sent to other ranks."""
 

@@ -36,8 +36,6 @@ class AsRank:
     """Median of the steps after the first one."""
     all_seconds: Sequence[float]
     peak_bytes: int
-    tokens_per_step: int
-    """Tokens of the whole step, over all ranks."""
 
     def lines(self) -> Iterator[str]:
         """Yield the results as text."""
@@ -99,5 +97,4 @@ def run_as_rank(config: RunConfig, world_size: int, rank: int, steps: int = STEP
         statistics.median(times[1:]),
         times,
         devices.peak_memory_bytes(device),
-        trainer.batch_size.final * config.data.seq_length,
     )

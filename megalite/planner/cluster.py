@@ -269,14 +269,3 @@ def _measured(link: Link, lines: Mapping[str, tuple[int, Link]]) -> Link:
     if not betas:
         return link
     return Link(sum(alphas) / len(alphas), sum(betas) / len(betas), multicast=False)
-
-
-def with_constants(cluster: Cluster, constants: Mapping[str, float]) -> Cluster:
-    """Return a cluster whose GPU has some other constants, for example those that a sweep of products gave.
-
-    Raises:
-        ConfigurationError: it has no such constant.
-    """
-    _only(constants, _NUMBERS, "constants of the GPU")
-    changed = {name: _number(constants, name, "constants of the GPU") for name in constants}
-    return replace(cluster, gpu=replace(cluster.gpu, **changed))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the network that is trained, and steps with a loss that is a function of them.
 
-    sums = forward_backward(engine, schedules.training(n), micro_batches, loss_fn, optimizer, {LOSS: 1 / count})
-    figures = totals(sums, mesh)
+    gradients = trainer.forward_backward(with_loss(micro_batches, loss_fn), terms, Multipliers)
+    figures = totals(gradients.sums, mesh)
     outputs = log_probabilities(chunks, engine, schedules.evaluation(n), micro_batches)
 
 The labels of a micro-batch are the tokens that are scored: `log_probabilities[i, j]` is that of `labels[i, j]` after
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.model.batch import MicroBatch, TokenLoss
 from megalite.model.gpt import GPT
-from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import TermSums
@@ -95,34 +94,6 @@ def _token_loss(loss_fn: LossFunction, batch: Any, entropies: bool) -> TokenLoss
         return {name: value if name == LOSS else value.detach() for name, value in wide.items()}
 
     return TokenLoss(sums, entropies)
-
-
-def forward_backward(
-    engine: PipelineEngine[MicroBatch],
-    actions: Iterable[Action],
-    micro_batches: Sequence[MicroBatch],
-    loss_fn: LossFunction,
-    optimizer: Optimizer,
-    multipliers: Mapping[str, float],
-    *,
-    batches: Sequence[Any] | None = None,
-    entropies: bool = False,
-) -> dict[str, Tensor]:
-    """Add the gradients of a loss function to the optimizer's buffers, and return this rank's sums by name, in fp64.
-
-    All ranks call it together. `optimizer.step` follows.
-
-    Args:
-        actions: the rank's list for a training step of this number of micro-batches.
-        multipliers: what `LOSS` is multiplied by before it is differentiated, for example 1 / (number of scored tokens
-            in the global batch), and the multipliers of the network's own terms, such as those that balance experts.
-        batches: the second argument of `loss_fn` for each micro-batch; None: the micro-batch itself.
-
-    Raises ConfigurationError as `with_loss` does.
-    """
-    micro_batches = with_loss(micro_batches, loss_fn, batches, entropies=entropies)
-    optimizer.begin_step(len(micro_batches))
-    return engine.run(actions, micro_batches, Multipliers(multipliers), optimizer)
 
 
 def totals(sums: Mapping[str, Tensor], mesh: ParallelMesh, without: Collection[str] = ()) -> dict[str, float]:

@@ -180,7 +180,6 @@ def to_micro_batches(
     dtype: torch.dtype,
     device: torch.device,
     micro_batches: int | None = None,
-    seed: int = 0,
 ) -> list[RolloutBatch]:
     """Return rollouts as micro-batches in the shape of training, in order. Missing tokens and samples are padding.
 
@@ -188,7 +187,6 @@ def to_micro_batches(
         dtype: dtype of the network. Masks and scores have at least fp32.
         micro_batches: number of micro-batches, which must be the same on all ranks; None: as many as there are samples
             for.
-        seed: seed of dropout.
 
     Raises ConfigurationError if a rollout, or their number, is too long.
     """
@@ -220,7 +218,7 @@ def to_micro_batches(
 
     def batch(start: int) -> RolloutBatch:
         part = slice(start, start + micro_batch_size)
-        key = RandomKey(seed, tuple(range(start, start + micro_batch_size)))
+        key = RandomKey(0, tuple(range(start, start + micro_batch_size)))
         micro_batch = MicroBatch(
             tokens[part], positions[part], None, labels[part], mask[part], key, padding=padding[part]
         )

@@ -31,7 +31,7 @@ class CompressedReduction(Reduction):
     def __init__(
         self,
         within: PackerOf | None,
-        again: PackerOf | None,
+        of_sum: PackerOf | None,
         between: PackerOf | None,
         spec: BucketShardSpec,
         groups: ReductionGroups,
@@ -40,7 +40,7 @@ class CompressedReduction(Reduction):
 
         Args:
             within: makes the one of the gradients, between the ranks of `groups.shards`; None: they are not packed.
-            again: makes the one of their sum, which is gathered under ZeRO 0.
+            of_sum: makes the one of their sum, which is gathered under ZeRO 0.
             between: makes the one of the sums between sites, `groups.instances`.
             spec: the bucket's layout and this rank's slices of it.
             groups: the ranks.
@@ -49,7 +49,7 @@ class CompressedReduction(Reduction):
         layout, own, several = spec.layout, spec.owned, groups.shards.size > 1
         packers = {
             "gradients": within(layout, 0, layout.length) if within and several else None,
-            "sum": again(layout, *own) if again and several and spec.zero_stage == 0 else None,
+            "sum": of_sum(layout, *own) if of_sum and several and spec.zero_stage == 0 else None,
             "sites": between(layout, *own) if between and groups.instances.size > 1 else None,
         }
         self.packers = {name: packer for name, packer in packers.items() if packer is not None}

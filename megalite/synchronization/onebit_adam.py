@@ -63,7 +63,7 @@ class OneBitAdam(UpdateRule):
             for packer in reduction.packers.values() if isinstance(reduction, CompressedReduction) else ():
                 if isinstance(packer, MomentumPacker):
                     packer.segments = shard.segments
-                    packer.shares = groups.shards.size * groups.replicas.size
+                    packer.shares = groups.shards.size * groups.partial.size
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         if step <= self._warmup:

@@ -22,25 +22,22 @@ from megalite.synchronization.low_rank import LowRankReduction
 from megalite.synchronization.methods import make_compressor
 from megalite.synchronization.onebit_adam import MomentumPacker
 from megalite.synchronization.packer import CompressorAt, Packer, Packing, padding
-from megalite.synchronization.warmup import WarmupReduction
 
 _SETS = ("topk", "threshold", "dgc", "count-sketch")
 """Methods by which ranks choose elements of their own."""
 
 
-def reduction_of(
-    config: SynchronizationConfig, dtype: torch.dtype, replicas: Group, *, momentum: float, beta1: float
+def compressed_reduction(
+    config: SynchronizationConfig, dtype: torch.dtype, *, momentum: float, beta1: float
 ) -> ReductionOf:
-    """Return how gradients are summed.
+    """Return how gradients that travel packed are summed.
 
     Args:
         config: the options.
         dtype: the dtype of the sums of gradients.
-        replicas: the ranks that own the same slices, one per replica with weights of its own.
         momentum: that of sgd, for dgc.
         beta1: that of adam, for onebit-adam.
     """
-
     within, between = config.compression_within, config.compression_between
     residual_dtype = dtype if config.error_feedback else None
     warmup = 0 if within == "dgc" else config.compression_warmup_iters
@@ -53,8 +50,6 @@ def reduction_of(
         return partial(kind, Packing(compressor_at(config, dtype, name, peers), warmup, residual_dtype))
 
     def reduction(spec: BucketShardSpec, groups: ReductionGroups) -> Reduction:
-        if config.has_replicas and config.local_update_warmup_iters:
-            return WarmupReduction(replicas, spec, groups)
         if within == "powersgd":
             return LowRankReduction(config.compression_rank, warmup, dtype, config.error_feedback, spec, groups)
         kinds: dict[str, Callable[[Packing, BucketLayout, int, int], Packer]] = {
@@ -63,8 +58,8 @@ def reduction_of(
         }
         own = packer(within, kind=kinds.get(within, Packer))
         # A sum of sets of elements has up to as many as all of them together.
-        again = packer("topk", groups.shards.size) if within in _SETS else packer(within)
-        return CompressedReduction(own, again, packer(between), spec, groups)
+        of_sum = packer("topk", groups.shards.size) if within in _SETS else packer(within)
+        return CompressedReduction(own, of_sum, packer(between), spec, groups)
 
     return reduction
 

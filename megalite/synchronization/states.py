@@ -1,4 +1,4 @@
-"""State beside the update rule's that a checkpoint has: which there is, as a function of the flags, and where it is.
+"""Extra state that a checkpoint has: which there is, as a function of the flags, and where it is.
 
 Residuals are what is left of gradients, so they are summed when the number of ranks changes. Replicas' own weights and
 moments are averaged (`Optimizer.replica`).

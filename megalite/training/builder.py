@@ -225,16 +225,16 @@ def make_plan(
         return Contents.of(chunks, mesh, data_parallel(config, mesh, stages), blocks=blocks)
 
     options = data_parallel(config, mesh, stages)
-    beside = planned_states(config, mesh)
+    planned = planned_states(config, mesh)
     return Plan(
         mesh,
         contents_at,
         optimizer_config(config),
         zero_stage=options.zero_stage,
         instances=options.instances,
-        bucket_states=beside.bucket_states,
-        rank_states=beside.rank_states,
-        replicas=beside.replicas,
+        bucket_states=planned.bucket_states,
+        rank_states=planned.rank_states,
+        replicas=planned.replicas,
     )
 
 

@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from megalite import checkpoint
-from megalite.checkpoint import Manifest
 from megalite.config import RunConfig
-from megalite.conversion.opened import OpenedModel, states_of_training
-from megalite.conversion.upcycling import upcycled
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchArrays, MicroBatchLoader
 from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
-from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter
-from megalite.pipeline.stages import Stages
-from megalite.storage import AnyPath
 from megalite.training import builder, summary
 from megalite.training.batches import BUSIEST, Cutting, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.experts import expert_loads, node_notes, with_dispatcher
 from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.kernels import compile_layers
+from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.metrics import THROUGHPUT
-from megalite.training.resume import open_initial_model
 from megalite.training.routing_recorder import RoutingRecorder
-from megalite.training.task import Figures, Task
+from megalite.training.task import Figures
 from megalite.training.trainer import Trainer
 
 
@@ -58,7 +47,7 @@ class _Loader:
         self.arrays.__exit__(*error)
 
 
-class GPTTask(Task):
+class GPTTask(GPTNetworkTask):
     """Pre-training of a GPT on this rank. Create it on all ranks together."""
 
     loss_name = LM_LOSS.name
@@ -74,26 +63,8 @@ class GPTTask(Task):
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
         self.tokens_per_sample = config.data.seq_length
         self.cutting: Cutting = builder.make_cutting(config, mesh)
-        self.chunks: list[GPT] = []
-        """This rank's stages, once they are made."""
+        self.chunks = []
         self._recorder: RoutingRecorder | None = None
-
-    # ------------------------------------------------------------------------------------------------ the network
-
-    def stages(self) -> Stages:
-        return builder.make_stages(self.config)
-
-    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-        chunks = builder.make_chunks(self.config, self.model, mesh, stages)
-        if not self.chunks:  # the first ones are this rank's
-            self.chunks = chunks
-            if self.config.kernels.compile:
-                compile_layers(chunks)
-        return chunks
-
-    @property
-    def set_values(self) -> Callable[[Parameter], None]:
-        return partial(set_initial_values, seed=self.config.training.seed)
 
     # ------------------------------------------------------------------------------------------------ the data
 
@@ -138,23 +109,6 @@ class GPTTask(Task):
     def order_notes(self, remembered: Sequence[Sequence[int]]) -> tuple[str, ...]:
         return order_notes(self.data.train, remembered)
 
-    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
-        checkpoint.check_compatible(path, described.config, self.model)
-
-    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
-        """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
-        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
-
-    def open_weights(self, path: AnyPath) -> OpenedModel:
-        opened = open_initial_model(path)
-        if self.config.checkpoint.moe_use_upcycling:
-            opened = upcycled(opened, self.model, self.config.training.seed)
-        return opened
-
-    def check_weights(self, opened: OpenedModel) -> set[str]:
-        checkpoint.check_same_function(opened.what, opened.config, self.model)
-        return states_of_training(self.model)
-
     # ------------------------------------------------------------------------------------------------ reports
 
     def summary(self, trainer: Trainer) -> dict[str, object]:
@@ -186,10 +140,3 @@ class GPTTask(Task):
         own = torch.tensor(self.cutting.busiest(micro_batches), dtype=torch.float64, device=self.mesh.device)
         most, mean = collectives.all_reduce_(own, self.mesh.group("dp")).tolist()
         return float(most / mean)
-
-
-def gpt_trainer(
-    config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None, **options: Any
-) -> Trainer:
-    """Return the trainer of a run that pre-trains a GPT. `options` are those of `Trainer`."""
-    return Trainer(config, GPTTask(config, data, mesh), mesh, directory, **options)

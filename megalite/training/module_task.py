@@ -64,6 +64,12 @@ class ModuleOptions:
     messages: Sequence[Message] | None = None
     costs: Costs = "counted"
 
+    def __post_init__(self) -> None:
+        if self.count is not None and self.loss is None:
+            raise ConfigurationError("count is for a loss of one's own: give Trainer(loss=...), too")
+        if isinstance(self.costs, str) and self.costs not in ("counted", "measured"):
+            raise ConfigurationError(f"costs={self.costs!r}: choose counted or measured, or give numbers")
+
 
 class ModuleTask(DatasetTask):
     """Training of a model of one's own on this rank. Create it on all ranks together."""

@@ -59,13 +59,16 @@ def reduction_of(config: TaskConfig, mesh: ParallelMesh, dtype: torch.dtype) -> 
         from megalite.synchronization.all_reduce import RingReduction, TreeReduction
 
         return RingReduction if chosen.all_reduce_algorithm == "ring" else TreeReduction
-    warms_up = chosen.has_replicas and chosen.local_update_warmup_iters > 0
-    if not (warms_up or chosen.compression_within != "none" or (chosen.compresses and not chosen.has_replicas)):
+    if chosen.has_replicas and chosen.local_update_warmup_iters > 0:
+        from megalite.synchronization.warmup import WarmupReduction
+
+        return partial(WarmupReduction, mesh.counterparts)
+    if chosen.compression_within == "none" and (chosen.has_replicas or not chosen.compresses):
         return Reduction
-    from megalite.synchronization import reductions
+    from megalite.synchronization.reductions import compressed_reduction
 
     momentum, beta1 = config.optimizer.sgd_momentum, config.optimizer.adam_beta1
-    return reductions.reduction_of(chosen, dtype, mesh.counterparts, momentum=momentum, beta1=beta1)
+    return compressed_reduction(chosen, dtype, momentum=momentum, beta1=beta1)
 
 
 def optimizer_config(config: TaskConfig) -> OptimizerConfig:
@@ -98,8 +101,8 @@ def make_local_update(config: TaskConfig, optimizer: Optimizer) -> LocalUpdate |
     return LocalUpdate(config.synchronization, shards, mesh.counterparts, mesh.device, sums)
 
 
-def show_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate | None) -> None:
-    """Show the optimizer the state beside its own, so that checkpoints have it."""
+def register_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate | None) -> None:
+    """Register extra state at the optimizer, so that checkpoints have it."""
     chosen, mesh = config.synchronization, optimizer.mesh
     if not (chosen.compresses or chosen.has_replicas):
         return
@@ -115,7 +118,7 @@ def show_states(config: TaskConfig, optimizer: Optimizer, exchange: LocalUpdate 
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """State beside the optimizer's own, as a checkpoint's plan gets it."""
+    """Extra state of the optimizer, as a checkpoint's plan gets it."""
 
     bucket_states: Sequence[BucketState] = ()
     rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {}
@@ -123,7 +126,7 @@ class PlannedStates:
 
 
 def planned_states(config: TaskConfig, mesh: ParallelMesh) -> PlannedStates:
-    """Return what `show_states` shows, of any rank. `mesh`: that of all ranks."""
+    """Return what `register_states` registers, of any rank. `mesh`: that of all ranks."""
     chosen = config.synchronization
     if not (chosen.compresses or chosen.has_replicas):
         return PlannedStates()

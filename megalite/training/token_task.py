@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite import checkpoint
-from megalite.checkpoint import Manifest
 from megalite.config import RunConfig
-from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, DataError
@@ -21,18 +17,15 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.modules.sequences import layout_of
-from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.post_training.log_probabilities import LOSS, LossFunction, with_loss
-from megalite.storage import AnyPath
 from megalite.training import builder
 from megalite.training.builder import count_parameters
 from megalite.training.dataset_task import DatasetTask
-from megalite.training.resume import open_initial_model
+from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.trainer import Trainer
 
 
@@ -47,12 +40,14 @@ class TokenBatch(MicroBatch):
         return self.fields or {}
 
 
-class TokenTask(DatasetTask):
+class TokenTask(GPTNetworkTask, DatasetTask):
     """Training of a GPT on samples of one's own, on this rank. Create it on all ranks together.
 
     A sample has the field `tokens` [sequence], and may have `labels` (by default the next tokens), `loss_mask`,
     `positions`, and fields for the loss.
     """
+
+    config: RunConfig
 
     def __init__(
         self,
@@ -70,31 +65,21 @@ class TokenTask(DatasetTask):
                 f"Layout(cp={mesh.size('cp')}) cuts samples, and a loss of one's own for a GPT needs whole ones: "
                 "leave out cp, or loss"
             )
-        self.run_config, self.model = config, config.model
+        self.model, self.chunks = config.model, []
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
         self._loss = loss
         self.term = LM_LOSS if loss is None else LossTerm(LOSS, self.counted(count))
         self.loss_name, self.evaluated = self.term.name, (self.term,)
-        self.chunks: list[GPT] = []
-
-    def stages(self) -> Stages:
-        return builder.make_stages(self.run_config)
 
     def stages_for(self, micro_batch: TokenBatch) -> Stages:
-        training = replace(self.run_config.training, micro_batch_size=len(micro_batch.sample_ids))
-        return builder.make_stages(replace(self.run_config, training=training))
+        training = replace(self.config.training, micro_batch_size=len(micro_batch.sample_ids))
+        return builder.make_stages(replace(self.config, training=training))
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-        chunks = builder.make_chunks(self.run_config, self.model, mesh, stages)
+        chunks = super().make_chunks(mesh, stages)
         for chunk in chunks:
             chunk.main_term = self.term
-        if mesh is self.mesh:
-            self.chunks = chunks
         return chunks
-
-    @property
-    def set_values(self) -> Callable[[Parameter], None]:
-        return partial(set_initial_values, seed=self.config.training.seed)
 
     @staticmethod
     def counted(count: Callable[[Mapping[str, Any]], Any] | None) -> Callable[[TokenBatch], Tensor]:
@@ -121,7 +106,7 @@ class TokenTask(DatasetTask):
             )
         fields = self.on_device(values)
         tokens = fields["tokens"]
-        length = self.run_config.data.seq_length
+        length = self.config.data.seq_length
         if tokens.dim() != 2 or tokens.shape[1] != length or tokens.dtype != torch.int64:
             raise DataError(
                 f"the tokens of a batch are {tuple(tokens.shape)} of {tokens.dtype}: they must be int64 [batch, "
@@ -163,30 +148,17 @@ class TokenTask(DatasetTask):
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
-        own = {"model": asdict(self.model), "data": asdict(self.run_config.data)}
+        own = {"model": asdict(self.model), "data": asdict(self.config.data)}
         return {**super().saved_config(consumed_samples), **own}
 
     def model_section(self) -> dict[str, Any]:
         return asdict(self.model)
 
-    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
-        checkpoint.check_compatible(path, described.config, self.model)
-
-    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
-        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
-
-    def open_weights(self, path: AnyPath) -> OpenedModel:
-        return open_initial_model(path)
-
-    def check_weights(self, opened: OpenedModel) -> set[str]:
-        checkpoint.check_same_function(opened.what, opened.config, self.model)
-        return states_of_training(self.model)
-
     # ------------------------------------------------------------------------------------------------ reports
 
     def summary(self, trainer: Trainer) -> Mapping[str, object]:
         count = self.config.training.micro_batch_size
-        length = self.run_config.data.seq_length
+        length = self.config.data.seq_length
         tokens = (torch.arange(count * length) % (self.model.vocab_size or 1)).view(count, length)
         batch = replace(self.micro_batch({"tokens": tokens}, range(count)), token_loss=None)
         model = f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {self.model.num_layers} layers, hidden"

@@ -41,7 +41,7 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.synchronization import make_local_update, replica_mesh, show_states
+from megalite.training.synchronization import make_local_update, register_states, replica_mesh
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -102,7 +102,7 @@ class Trainer:
             config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
         )
         self.local_update = self.optimizer.exchange = make_local_update(config, self.optimizer)
-        show_states(config, self.optimizer, self.local_update)
+        register_states(config, self.optimizer, self.local_update)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)

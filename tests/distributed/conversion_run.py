@@ -16,8 +16,8 @@ from megalite.inference.network import logits, make_network
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.gpt_task import gpt_trainer
 from megalite.training.resume import saved_fields
+from tests.harness.gpt_trainer import gpt_trainer
 
 
 def mesh_of(tp: int, pp: int) -> ParallelMesh:

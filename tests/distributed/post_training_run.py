@@ -30,10 +30,11 @@ from megalite.post_training import receivers
 from megalite.post_training.export import export_weights
 from megalite.post_training.log_probabilities import (
     LOSS,
+    Multipliers,
     TokenOutputs,
-    forward_backward,
     log_probabilities,
     totals,
+    with_loss,
 )
 from megalite.post_training.reference import Reference, load_teacher
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
@@ -101,6 +102,14 @@ def loss_of(log_probabilities: Tensor, entropies: Tensor, tokens: Tensor, mask: 
     return {LOSS: loss, "ratio": (ratio * mask).sum()}
 
 
+def forward_backward(policy: Policy) -> dict[str, Tensor]:
+    """Add the gradients of the tests' loss function to the optimizer's buffers. Returns this rank's sums by name."""
+    micro_batches = with_loss(policy.micro_batches, clipped_loss, entropies=True)
+    actions = policy.schedules.training(len(micro_batches))
+    policy.optimizer.begin_step(len(micro_batches))
+    return policy.engine.run(actions, micro_batches, Multipliers({LOSS: 0.1}), policy.optimizer)
+
+
 @dataclass(frozen=True)
 class PolicyResult:
     """Result of a policy's step on a rank."""
@@ -127,11 +136,7 @@ def _policy_step(policy: Policy) -> PolicyResult:
         torch.testing.assert_close(one.log_probabilities, other.log_probabilities, rtol=1e-12, atol=1e-12)
         assert one.entropies is None
     network.train()
-    actions = policy.schedules.training(count)
-    multipliers = {LOSS: 0.1}
-    sums = forward_backward(
-        policy.engine, actions, micro_batches, clipped_loss, policy.optimizer, multipliers, **options
-    )
+    sums = forward_backward(policy)
     policy.optimizer.complete()
     gradients = whole_gradients(network, policy.mesh, policy.optimizer.buckets)
     outputs: dict[int, tuple[Tensor, Tensor]] = {}
@@ -242,10 +247,7 @@ def exports(cells: Sequence[Cell], directory: Path, box: int) -> list[tuple[Path
 def training_step(policy: Policy) -> None:
     """Run a step on the tests' loss function."""
     nn.ModuleList(policy.chunks).train()
-    micro_batches = policy.micro_batches
-    actions = policy.schedules.training(len(micro_batches))
-    factors = {LOSS: 0.1}
-    forward_backward(policy.engine, actions, micro_batches, clipped_loss, policy.optimizer, factors, entropies=True)
+    forward_backward(policy)
     policy.optimizer.step(rates(policy.cell, 0))
 
 

@@ -21,11 +21,11 @@ from megalite.parallel import deep_ep
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.training.data import open_data
-from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_dispatch import CHOICES, TOKENS, WHICH, sent_by
 from tests.harness import deep_ep as stand_in
 from tests.harness.close import assert_bits_equal
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 CPU, HIDDEN, STEPS = torch.device("cpu"), 16, 2

@@ -22,9 +22,9 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.dry_run import DryRun, dry_run
 from megalite.planner.recording import Recorder
 from megalite.training.data import open_data
-from megalite.training.gpt_task import gpt_trainer
 from megalite.training.summary import measured_memory
 from tests.distributed.test_memory import live_storages
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 62 --make-vocab-size-divisible-by 4 --num-layers 4

@@ -26,9 +26,9 @@ from megalite.training import experts as training_experts
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.evaluation import evaluate
-from megalite.training.gpt_task import gpt_trainer
 from megalite.training.resume import find_resume_point
 from tests.distributed.layout_expected import on_ranks
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 STEPS, SKIPPED, EXPERTS, TOPK, LENGTH, BATCH = 3, 1, 4, 2, 8, 4

@@ -19,11 +19,11 @@ from megalite.synchronization.packer import key_of
 from megalite.synchronization.power import matrices_of
 from megalite.training.data import open_data
 from megalite.training.evaluation import evaluate
-from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_trainer import BATCH, LENGTH, NETWORK, batch
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.oracle import Oracle, loss_sum_and_count
 

@@ -25,10 +25,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.training.data import open_data
-from megalite.training.gpt_task import gpt_trainer
 from megalite.training.metrics import is_figure
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 STEPS, BATCH, LENGTH = 3, 4, 8

@@ -9,9 +9,10 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
-from megalite.training.gpt_task import GPTTask, gpt_trainer
+from megalite.training.gpt_task import GPTTask
 from megalite.training.memory import Memory
 from megalite.training.summary import expected_memory, measured_memory
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 128

@@ -25,8 +25,8 @@ from megalite.parallel.state import State, states_of
 from megalite.parallel.tally import Tally
 from megalite.training.data import open_data
 from megalite.training.evaluation import evaluate
-from megalite.training.gpt_task import gpt_trainer
 from tests.distributed.layout_expected import on_ranks
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 STEPS, BATCH, LENGTH, LAYERS = 3, 4, 8, 4

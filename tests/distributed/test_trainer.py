@@ -21,10 +21,10 @@ from megalite.pipeline.simulator import ScheduleError
 from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
 from megalite.training.data import open_data
 from megalite.training.evaluation import evaluate
-from megalite.training.gpt_task import gpt_trainer
 from megalite.training.metrics import StepMetrics
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.initial_weights import Network
 from tests.oracle import Dropout, Oracle, loss_sum_and_count

@@ -90,7 +90,7 @@ def sent_in_a_step(cell: Cell) -> dict[str, Any]:
         run.step()
     used = [bucket.length * len(bucket.accumulators) for bucket in run.optimizer.buckets]
     whole = [bucket.length for bucket in run.optimizer.buckets]
-    shared = [bucket.length for bucket in run.optimizer.buckets if bucket.slots[0].parameter.sharding.replica_group]
+    shared = [bucket.length for bucket in run.optimizer.buckets if bucket.slots[0].parameter.sharding.partial_group]
     counts = {"elements": sum(whole), "used": sum(used), "shared": sum(shared)}
     return counts | {"sent": dict(sent), "peers": run.mesh.ranks("dp")}
 

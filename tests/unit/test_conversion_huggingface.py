@@ -41,9 +41,9 @@ from megalite.parallel.sharding import Box
 from megalite.parallel.state import states_of
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.gpt_task import gpt_trainer
 from tests.harness import huggingface as theirs
 from tests.harness.checkpoints import write as write_checkpoint
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.huggingface import CONFIGS
 from tests.harness.tool import Ended, run_tool
 

@@ -28,6 +28,9 @@ GPT = megalite.GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=1, voc
         ({"micro_batch_size": 3, "global_batch_size": 4}, "--global-batch-size 4 is not a multiple"),
         ({"precision": "int8"}, "precision='int8': choose one of fp32"),
         ({"layout": Layout(tp=2)}, "1 ranks cannot be divided into groups of 2"),
+        ({"costs": "nonsense"}, "costs='nonsense': choose counted or measured, or give numbers"),
+        ({"loss": None, "count": len}, "count is for a loss"),
+        ({"stages": [nn.Linear(2, 2)]}, "give Trainer a model, or stages"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_named(settings: dict[str, Any], told: str) -> None:
@@ -35,16 +38,21 @@ def test_a_setting_that_does_not_fit_is_named(settings: dict[str, Any], told: st
         megalite.Trainer(nn.Linear(2, 2), **{"optimizer": AdamW(lr=1.0), "micro_batch_size": 1, **MODULES, **settings})
 
 
-def test_what_is_for_modules_is_refused_for_a_gpt() -> None:
-    with pytest.raises(megalite.MegaliteError, match="metrics, recompute: these are for modules"):
-        megalite.Trainer(
-            GPT,
-            seq_length=4,
-            micro_batch_size=1,
-            optimizer=SGD(lr=1.0),
-            recompute=True,
-            metrics={"accuracy": lambda outputs, batch: outputs.sum()},
-        )
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"recompute": True, "metrics": {"accuracy": lambda outputs, batch: outputs.sum()}},
+            "metrics, recompute: these are for modules",
+        ),
+        ({"decays": lambda name, values: False}, "decays: these are for modules"),
+        ({"costs": "measured"}, "costs: these are for modules"),
+        ({"count": len}, "count is for a loss"),
+    ],
+)
+def test_what_is_for_modules_is_refused_for_a_gpt(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(megalite.MegaliteError, match=told):
+        megalite.Trainer(GPT, seq_length=4, micro_batch_size=1, optimizer=SGD(lr=1.0), quiet=True, **settings)
 
 
 def test_lists_of_settings_name_fields_of_their_sections() -> None:

@@ -14,9 +14,9 @@ from megalite.config.validate import resolve
 from megalite.conversion.megatron import open_megatron
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
-from megalite.training.gpt_task import gpt_trainer
 from tests.end_to_end.runs import words
 from tests.harness import megatron_training
+from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.megatron_commands.scale import DENSE, FILES, PATHS, SPARSE, command, scaled
 

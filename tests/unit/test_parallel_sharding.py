@@ -46,7 +46,7 @@ def test_split_boxes_tile_the_tensor_and_its_local_matrices(
             piece.view(local).copy_(whole[piece.box.slices()])
             assert torch.equal(local.flatten(), whole.chunk(ranks, dimension)[rank].flatten())
             assert piece.splits == ((dimension, "tp"),)
-            assert (sharding.replica_ranks, sharding.replica_group) == ((rank,), ())
+            assert (sharding.replica_ranks, sharding.partial_group) == ((rank,), ())
             seen[piece.box.slices()] += 1
         assert (seen == 1).all()
 
@@ -132,12 +132,12 @@ def test_a_dimension_that_does_not_divide_is_refused() -> None:
     assert split(mesh, logical((6, 4)), {0: ("tp",)}, padded=8).local_shape == (2, 4)
 
 
-def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> None:
+def test_replicated_has_a_partial_group_only_where_its_gradient_is_partial() -> None:
     mesh = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=4)
-    assert replicated(mesh, logical((6,)), grad_is_partial=False).replica_group == ()
-    assert replicated(mesh, logical((6,)), grad_is_partial=True).replica_group == (4, 5, 6, 7)
+    assert replicated(mesh, logical((6,)), grad_is_partial=False).partial_group == ()
+    assert replicated(mesh, logical((6,)), grad_is_partial=True).partial_group == (4, 5, 6, 7)
     alone = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=1)
-    assert replicated(alone, logical((6,)), grad_is_partial=True).replica_group == ()
+    assert replicated(alone, logical((6,)), grad_is_partial=True).partial_group == ()
 
 
 def test_stacked_pieces_stand_one_under_the_other() -> None:

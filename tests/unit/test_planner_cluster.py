@@ -13,7 +13,7 @@ import pytest
 
 from megalite.errors import ConfigurationError
 from megalite.planner import cluster
-from megalite.planner.cluster import find_cluster, find_stack, with_constants, with_doctor
+from megalite.planner.cluster import find_cluster, find_stack, with_doctor
 
 FILE = """
 nodes = 4
@@ -179,13 +179,6 @@ def test_times_that_do_not_grow_with_the_bytes_say_nothing_of_a_link() -> None:
 def test_file_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="doctor"):
         with_doctor(find_cluster("A100-SXM-80GB"), {"timings": [{}]})
-
-
-def test_measured_constants_replace_those_of_the_table() -> None:
-    cluster = with_constants(find_cluster("A100-SXM-80GB"), {"efficiency": 0.7, "half": 90})
-    assert (cluster.gpu.efficiency, cluster.gpu.half) == (0.7, 90.0)
-    with pytest.raises(ConfigurationError, match="speed"):
-        with_constants(cluster, {"speed": 1.0})
 
 
 def test_intervals_are_those_of_the_validation() -> None:

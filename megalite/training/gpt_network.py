@@ -1,0 +1,64 @@
+"""Part that tasks with a GPT share: its stages, their initial values, and what a checkpoint must fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from megalite import checkpoint
+from megalite.checkpoint import Manifest
+from megalite.config import ModelConfig, RunConfig
+from megalite.conversion.opened import OpenedModel, states_of_training
+from megalite.conversion.upcycling import upcycled
+from megalite.model.gpt import GPT
+from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.pipeline.stages import Stages
+from megalite.storage import AnyPath
+from megalite.training import builder
+from megalite.training.kernels import compile_layers
+from megalite.training.resume import open_initial_model
+from megalite.training.task import Task
+
+
+class GPTNetworkTask(Task):
+    """Task whose network is a GPT."""
+
+    config: RunConfig
+    model: ModelConfig
+    """The network, with the size of its vocabulary."""
+    chunks: list[GPT]
+    """This rank's stages; empty before they are made."""
+
+    def stages(self) -> Stages:
+        return builder.make_stages(self.config)
+
+    def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
+        chunks = builder.make_chunks(self.config, self.model, mesh, stages)
+        if not self.chunks:  # the first ones are this rank's
+            self.chunks = chunks
+            if self.config.kernels.compile:
+                compile_layers(chunks)
+        return chunks
+
+    @property
+    def set_values(self) -> Callable[[Parameter], None]:
+        return partial(set_initial_values, seed=self.config.training.seed)
+
+    def check_compatible(self, path: AnyPath, described: Manifest) -> None:
+        checkpoint.check_compatible(path, described.config, self.model)
+
+    def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
+        """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
+        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
+
+    def open_weights(self, path: AnyPath) -> OpenedModel:
+        opened = open_initial_model(path)
+        if self.config.checkpoint.moe_use_upcycling:
+            opened = upcycled(opened, self.model, self.config.training.seed)
+        return opened
+
+    def check_weights(self, opened: OpenedModel) -> set[str]:
+        checkpoint.check_same_function(opened.what, opened.config, self.model)
+        return states_of_training(self.model)
