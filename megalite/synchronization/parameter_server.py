@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 
@@ -27,7 +28,7 @@ from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Com
 HEARTBEAT_SECONDS = 30.0
 """Time after which the first server calls the others, which would otherwise take it for lost."""
 _PATIENCE_MINUTES = 60 * 24 * 365
-"""Time limit of a message. The watchdog notices earlier that a rank has ended or hangs."""
+"""Time for which a server waits for a worker, which may evaluate. A worker waits for a server as in a collective."""
 _NUMBERS, _ANSWER = len(fields(Message)), 3 + len(fields(Figures))
 """Numbers of a message and of an answer."""
 
@@ -42,8 +43,10 @@ class Link:
     @staticmethod
     def to(mesh: ParallelMesh, worker: int, server: int) -> Link:
         """Connect two ranks, of which this is one. All ranks make their links in the order of (worker, server)."""
-        there, back = (mesh.link(a, b, _PATIENCE_MINUTES) for a, b in ((worker, server), (server, worker)))
-        return Link(there, back) if mesh.rank == worker else Link(back, there)
+        is_worker = mesh.rank == worker
+        there = mesh.link(worker, server, None if is_worker else _PATIENCE_MINUTES)
+        back = mesh.link(server, worker)
+        return Link(there, back) if is_worker else Link(back, there)
 
     @property
     def peer(self) -> int:
@@ -63,7 +66,7 @@ class Link:
         if not tensor.numel():
             return tensor
         work = launch(dist.ProcessGroup.recv, self.incoming.process_group, [tensor], 0, 0)
-        return Pending(work, lambda: tensor).wait("waited for a message from rank %d", self.peer)
+        return Pending(work, lambda: tensor, self.incoming.waits).wait("waited for a message from rank %d", self.peer)
 
 
 def slice_of(layout: BucketLayout, server: int, servers: int) -> slice:
@@ -194,28 +197,25 @@ class Server:
         except BaseException as error:
             self._inbox.put((worker, error))
 
-    def _take(self, seconds: float | None) -> bool:
-        """Take the next message; False if the time is over before there is one."""
+    def _take(self, seconds: float | None) -> None:
+        """Take the next message, if there is one before the time is over."""
         try:
             worker, message = self._inbox.get(timeout=seconds)
         except queue.Empty:
-            return False
+            return
         if isinstance(message, BaseException):
             raise message
         self._arrived[worker] = message
         if self.group.rank == 0:
             self.order.arrive(worker, message)
-        return True
 
     def _command(self) -> Command:
         """Return what all servers do next, as the first one decides."""
         count, command = len(self.workers), Command()
         if self.group.rank == 0:
-            while (found := self.order.next()) is None:
-                left = self.order.seconds_left()
-                wait = HEARTBEAT_SECONDS if left is None else min(left, HEARTBEAT_SECONDS)
-                if not self._take(wait) and wait == HEARTBEAT_SECONDS:
-                    break
+            until = time.monotonic() + HEARTBEAT_SECONDS
+            while (found := self.order.next()) is None and (left := until - time.monotonic()) > 0.0:
+                self._take(min(left, self.order.seconds_left()))
             command = found or command
         numbers = [0] * (2 * count + 2)
         for offset, chosen in ((0, command.apply), (count, command.answer)):
