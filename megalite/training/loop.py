@@ -270,8 +270,7 @@ class TrainingLoop:
         left = self.startup.job_end - time.time()
         due = trainer.evaluation_due(trainer.iteration + 1)
         evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0
-        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
-        self._why = why_stop(left, self._pace.step, evaluation, save) or ""
+        self._why = why_stop(left, self._pace.step, evaluation, trainer.save_seconds()) or ""
         return bool(self._why)
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:

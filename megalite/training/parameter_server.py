@@ -109,6 +109,7 @@ class WorkerTrainer(_PartTrainer):
         self._meets = True
         self._flags: list[bool] = []
         self._server_stops = False
+        self._longest_save = self._estimated_save = 0.0
 
     def _divisors(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
         """Return 1: a worker's gradients are of the sum of the loss, and servers divide by the count."""
@@ -192,11 +193,17 @@ class WorkerTrainer(_PartTrainer):
 
     def save(self, display: Display, *, last: bool) -> None:
         """Let the servers save. All workers have the same step."""
+        began = time.perf_counter()
         said = self.worker.ask(
             Message(SAVE, self.iteration, meets=last, asks=self.evaluation_left, count=self.consumed_samples)
         )
+        self._longest_save = max(self._longest_save, time.perf_counter() - began)
         for line in said.splitlines():
             display.message(line)
+
+    def save_seconds(self) -> float:
+        """Return the longest time for which servers have saved; before the first save, what they expect."""
+        return self._longest_save or self._estimated_save
 
     def notes(self) -> tuple[str, ...]:
         """Return the messages of any trainer, and one on the servers."""
@@ -208,6 +215,7 @@ class WorkerTrainer(_PartTrainer):
 
     def run(self, loop: TrainingLoop) -> int:
         """Run the loop, and tell the servers that it has ended."""
+        self._estimated_save = max(all_gather_json(0.0, self.mesh.whole))
         code = super().run(loop)
         self.worker.ask(Message(END, code))
         return code
@@ -228,6 +236,10 @@ class ServerTrainer(_PartTrainer):
     def num_micro_batches(self, batch_size: int) -> int:
         """Return any number: a server has no samples."""
         return 1
+
+    def summary(self) -> Mapping[str, object]:
+        """Return nothing: rank 0 shows the layout of the workers."""
+        return {}
 
     def serve(self, stop: StopRequest | None = None) -> int:
         """Serve the workers until they end. Returns their exit code."""
@@ -256,10 +268,13 @@ class ServerTrainer(_PartTrainer):
 
     def run(self, loop: TrainingLoop) -> int:
         """Serve, instead of running the loop."""
+        all_gather_json(self.save_seconds(), self.mesh.whole)
         with StopRequest() as stop:
             loop.startup.over()
             loop.log_progress("continues" if self.iteration else "begins")
             code = self.serve(stop)
+            if code:
+                stop.answered()
         loop.log_progress("stopped" if code else "finished")
         if self.checkpoints is not None:
             self.checkpoints.close()

@@ -297,6 +297,10 @@ class Trainer:
         )
         self.checkpoints.save(state, self.task.saved_config(self.consumed_samples), display, last=last)
 
+    def save_seconds(self) -> float:
+        """Return the duration of the longest save, an estimate before the first one; 0 if nothing is saved."""
+        return 0.0 if self.checkpoints is None else self.checkpoints.seconds
+
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint of this model, which may have been written under any layout.
 
@@ -422,6 +426,10 @@ class Trainer:
         if self.config.logging.log_num_zeros_in_grad:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.replica)
         return figures
+
+    def summary(self) -> Mapping[str, object]:
+        """Return names and values for the display. Called by all ranks together."""
+        return self.task.summary(self)
 
     def notes(self) -> tuple[str, ...]:
         """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""

@@ -332,7 +332,7 @@ RUN = (*MOCK, *GPT2, *words("--fp64 --global-batch-size 4 --micro-batch-size 1 -
 def test_checkpoints_are_those_of_a_plain_run_and_continue_bit_for_bit(
     spawn: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """A step has 64 tokens."""
+    """A step has 64 tokens, of 4 samples, which 3 servers do not divide."""
     plain, served, both = tmp_path / "plain", tmp_path / "served", tmp_path / "both"
 
     def train(steps: int, directory: Path, flags: str = "", ranks: int = 2) -> str:
@@ -340,9 +340,9 @@ def test_checkpoints_are_those_of_a_plain_run_and_continue_bit_for_bit(
         return ended(spawn([PRETRAIN, *RUN, *words(course)], ranks)).stdout
 
     train(6, plain)
-    servers = f"{SERVERS} --num-servers 2 --load {plain} --ckpt-step 2"
-    assert f"saved {served / 'iter_0000004'}" in train(4, served, servers, ranks=4)
-    train(6, served, servers, ranks=4)
+    servers = f"{SERVERS} --num-servers 3 --load {plain} --ckpt-step 2"
+    assert f"saved {served / 'iter_0000004'}" in train(4, served, servers, ranks=5)
+    train(6, served, servers, ranks=5)
     train(6, both, f"--load {served} --ckpt-step 4")
     assert losses(served) == losses(plain)[2:]
     assert losses(both) == losses(plain)[4:]
@@ -374,6 +374,14 @@ def test_a_stop_of_a_worker_or_server_ends_all_at_the_same_step(
     job.kill(told, signal.SIGTERM)
     said = ended(job, 85).stdout
     assert f"stopped after step {latest_iteration(tmp_path / 'run')}" in said
+
+
+def test_a_run_whose_job_ends_soon_leaves_time_for_the_saves_of_servers(
+    spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    flags = (*RUN, *words(f"{SERVERS} --train-iters 100000 --save {tmp_path / 'run'}"))
+    soon = str(int(time.time()) + 10)
+    assert "2 saves of 5.0 s" in ended(spawn([PRETRAIN, *flags], 3, SLURM_JOB_END_TIME=soon), 85).stdout
 
 
 def test_servers_and_workers_fall_back_to_the_same_checkpoint(spawn: Callable[..., Job], tmp_path: Path) -> None:
