@@ -135,7 +135,7 @@ class Server:
         optimizer: Optimizer,
         workers: Sequence[Link],
         order: Order,
-        asked_to_stop: Callable[[], bool] = lambda: False,
+        told_to_stop: Callable[[], int] = lambda: 0,
     ) -> None:
         """Allocate memory for the gradients of each worker.
 
@@ -143,9 +143,9 @@ class Server:
             optimizer: of the servers, which are ZeRO-1 shards.
             workers: the links to the workers, in rank order.
             order: the order of updates, which the first server asks.
-            asked_to_stop: tells whether this server was asked to end the run.
+            told_to_stop: returns the signal by which this server was told to end the run, or 0.
         """
-        self.optimizer, self.workers, self.order, self._asked_to_stop = optimizer, workers, order, asked_to_stop
+        self.optimizer, self.workers, self.order, self._told_to_stop = optimizer, workers, order, told_to_stop
         self.group, self._device = optimizer.mesh.world(), optimizer.mesh.device
         self._stops = False
         self._own = []
@@ -221,7 +221,7 @@ class Server:
         for offset, chosen in ((0, command.apply), (count, command.answer)):
             for worker in chosen:
                 numbers[offset + worker] = 1
-        numbers[-2:] = command.kind, int(self._asked_to_stop())
+        numbers[-2:] = command.kind, self._told_to_stop()
         shared = collectives.all_reduce_(torch.tensor(numbers, device=self._device), self.group).tolist()
         self._stops = self._stops or shared[-1] > 0
         apply, answer = (tuple(w for w in range(count) if shared[start + w]) for start in (0, count))

@@ -106,7 +106,7 @@ class WorkerTrainer(_PartTrainer):
                 "this network has other terms or state, such as those of experts"
             )
         self.worker = Worker(self.optimizer, _links(config, mesh))
-        self._meets = True
+        self._meets = True  # all of them begin at the same step
         self._flags: list[bool] = []
         self._server_stops = False
         self._longest_save = self._estimated_save = 0.0
@@ -241,8 +241,8 @@ class ServerTrainer(_PartTrainer):
         """Return nothing: rank 0 shows the layout of the workers."""
         return {}
 
-    def serve(self, stop: StopRequest | None = None) -> int:
-        """Serve the workers until they end. Returns their exit code."""
+    def serve(self, told_to_stop: Callable[[], int] = lambda: 0) -> int:
+        """Serve the workers until they end. Returns their exit code. `told_to_stop`: returns the signal, or 0."""
         chosen = self.config.synchronization
         order = Order(
             len(self.workers),
@@ -252,8 +252,7 @@ class ServerTrainer(_PartTrainer):
             chosen.drop_stragglers_after,
             listener=self.listener,
         )
-        server = Server(self.optimizer, self.workers, order, lambda: stop is not None and stop.local_request() > 0)
-        return server.serve(self._save)
+        return Server(self.optimizer, self.workers, order, told_to_stop).serve(self._save)
 
     def _save(self, message: Message) -> str:
         """Save a checkpoint after the step of a message. Returns what rank 0 shows."""
@@ -272,10 +271,8 @@ class ServerTrainer(_PartTrainer):
         with StopRequest() as stop:
             loop.startup.over()
             loop.log_progress("continues" if self.iteration else "begins")
-            code = self.serve(stop)
+            code = self.serve(stop.local_request)
             if code:
                 stop.answered()
         loop.log_progress("stopped" if code else "finished")
-        if self.checkpoints is not None:
-            self.checkpoints.close()
         return code
