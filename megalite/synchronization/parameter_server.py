@@ -110,10 +110,13 @@ class Worker:
             sent.wait("sent gradients to ranks %s", ", ".join(str(server.peer) for server in self.servers))
 
     def ask(self, message: Message) -> str:
-        """Send a `SAVE` or an `END`, and wait until it has been done. Returns what the first server says of it."""
+        """Send a `SAVE` or an `END`, and wait until all servers have done it. Returns what the first says of it."""
         self.tell(message)
-        length, *_ = self.servers[0].receive(torch.zeros(_ANSWER, dtype=torch.float64)).tolist()
-        return bytes(self.servers[0].receive(torch.zeros(int(length), dtype=torch.uint8)).tolist()).decode()
+        said = []
+        for server in self.servers:
+            length = int(server.receive(torch.zeros(1, dtype=torch.int64)).item())
+            said.append(bytes(server.receive(torch.zeros(length, dtype=torch.uint8)).tolist()).decode())
+        return said[0]
 
     def exchange(self, message: Message) -> Answer:
         """Push the gradients of a step, and get the weights of the next one."""
@@ -128,7 +131,7 @@ class Worker:
 
 
 class Server:
-    """Side of a server. A thread per worker receives its messages, one at a time."""
+    """Side of a server. A thread per worker receives its messages, and notices if it ends without one."""
 
     def __init__(
         self,
@@ -156,7 +159,6 @@ class Server:
         self._gradients = [[torch.empty_like(g, device="cpu") for g, _ in self._own] for _ in workers]
         self._arrived: dict[int, Message] = {}
         self._inbox: queue.Queue[tuple[int, Message | BaseException]] = queue.Queue()
-        self._next_message = [threading.Semaphore(0) for _ in workers]
 
     def serve(self, save: Callable[[Message], str]) -> int:
         """Serve until all workers have ended. Returns their exit code. `save`: saves a checkpoint, and says so."""
@@ -175,14 +177,13 @@ class Server:
                 message = self._arrived.pop(worker)
                 if command.kind == PUSH:
                     self._answer(worker)
-                elif self.group.rank == 0:
+                else:
                     self._say(worker, said)
-                self._next_message[worker].release()
             if command.kind == END:
                 return int(message.step)
 
     def _listen(self, worker: int) -> None:
-        """Receive a worker's messages. Each is answered before the next one: its memory is used again."""
+        """Receive a worker's messages. It sends the next one after all servers' answers: memory may be used again."""
         link = self.workers[worker]
         try:
             while True:
@@ -193,7 +194,6 @@ class Server:
                 self._inbox.put((worker, message))
                 if message.kind == END:
                     return
-                self._next_message[worker].acquire()
         except BaseException as error:
             self._inbox.put((worker, error))
 
@@ -263,5 +263,5 @@ class Server:
     def _say(self, worker: int, text: str) -> None:
         """Send a worker a text."""
         link, encoded = self.workers[worker], list(text.encode())
-        link.send(torch.tensor([len(encoded), *[0] * (_ANSWER - 1)], dtype=torch.float64)).wait()
+        link.send(torch.tensor([len(encoded)])).wait()
         link.send(torch.tensor(encoded, dtype=torch.uint8)).wait()

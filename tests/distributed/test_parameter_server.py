@@ -48,6 +48,7 @@ from tests.end_to_end.runs import (
     words,
 )
 from tests.harness.close import assert_number_close, assert_parameter_close
+from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 
@@ -360,6 +361,18 @@ def test_a_killed_worker_or_server_is_named(killed: int, spawn: Callable[..., Jo
     assert codes == [-signal.SIGKILL if rank == killed else 85 for rank in range(3)]
     said = "".join(map(job.stderr, range(3)))
     assert said.startswith(f"error: rank {killed} (process {job.ranks[killed].process.pid} on ")
+
+
+def test_a_server_notices_the_end_of_a_worker_that_waits_for_it(spawn: Callable[..., Job]) -> None:
+    """Worker 1 is suspended, so that worker 0 gets no answer. There is no watchdog."""
+    job = spawn([PRETRAIN, *RUN, "--train-iters", "100000", "--no-watchdog", *words(SERVERS)], 3)
+    job.wait_for_output(0, " 2/100000 ")
+    job.kill(1, signal.SIGSTOP)
+    time.sleep(0.5)
+    job.kill(0)
+    assert not wait_for_exit([job.ranks[2]], 20.0)
+    assert job.ranks[2].exit_code == 85
+    assert "waited for a message from rank 0" in job.stderr(2)
 
 
 @pytest.mark.parametrize(
