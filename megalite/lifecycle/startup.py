@@ -49,7 +49,8 @@ class Startup:
         """
         if self._place.rank != 0:
             return
-        model, where = config.model, config.parallel.layout(self._place.world_size)
+        model = config.model
+        where = config.parallel.layout(config.synchronization.workers(self._place.world_size))
         try:
             print(f"starting: {model.num_layers} layers, hidden {model.hidden_size}, on {where}", flush=True)
         except BrokenPipeError:

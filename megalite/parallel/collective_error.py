@@ -16,12 +16,13 @@ _EXPECTED = (OSError, SafetensorError, MegaliteError)  # any other error is a bu
 
 
 @contextmanager
-def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
+def raise_on_all_ranks(mesh: ParallelMesh, doing: str | None, advice: str = "") -> Iterator[None]:
     """Run the block on every rank. If it fails on one rank, all ranks raise, and none waits for the failed rank.
 
     Every rank raises the same CheckpointError. Its message names the work (`doing`), the lowest rank that failed, the
-    reason, and `advice`. If every failure is damage, the error is a CorruptCheckpointError. Otherwise a failure that is
-    not damage is reported. The block itself must not communicate.
+    reason, and `advice`; with None for `doing` the reason says what failed, and where. If every failure is damage, the
+    error is a CorruptCheckpointError. Otherwise a failure that is not damage is reported. The block itself must not
+    communicate.
     """
     failure: Exception | None = None
     try:
@@ -30,9 +31,9 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
         failure = error
     report = None
     if failure is not None:
-        where = f" on rank {mesh.rank}" if mesh.world_size > 1 else ""
+        where = f" on rank {mesh.whole.rank}" if mesh.whole.world_size > 1 else ""
         why = str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
-        report = isinstance(failure, CorruptCheckpointError), f"{doing} failed{where}: {why}"
+        report = isinstance(failure, CorruptCheckpointError), why if doing is None else f"{doing} failed{where}: {why}"
     reports = all_gather_json(report, mesh)
     if failure is not None and not isinstance(failure, _EXPECTED):
         raise failure

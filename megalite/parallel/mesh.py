@@ -116,6 +116,8 @@ class ParallelMesh:
             if size < 1 or world_size % size:
                 raise ValueError(f"a world of {world_size} ranks cannot be divided by {name} = {size}")
         self.rank, self.world_size = rank, world_size
+        self.whole: ParallelMesh = self
+        """Mesh of all ranks of the run, if this is one of a part of them."""
         self.device = device or torch.device("cpu")
         sizes = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
         expert_sizes = {"pp": pp, "edp": world_size // (etp * ep * pp), "ep": ep, "etp": etp}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 
@@ -27,7 +28,7 @@ from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Com
 HEARTBEAT_SECONDS = 30.0
 """Time after which the first server calls the others, which would otherwise take it for lost."""
 _PATIENCE_MINUTES = 60 * 24 * 365
-"""Time limit of a message. The watchdog notices earlier that a rank has ended or hangs."""
+"""Time for which a server waits for a worker, which may evaluate. A worker waits for a server as in a collective."""
 _NUMBERS, _ANSWER = len(fields(Message)), 3 + len(fields(Figures))
 """Numbers of a message and of an answer."""
 
@@ -42,8 +43,10 @@ class Link:
     @staticmethod
     def to(mesh: ParallelMesh, worker: int, server: int) -> Link:
         """Connect two ranks, of which this is one. All ranks make their links in the order of (worker, server)."""
-        there, back = (mesh.link(a, b, _PATIENCE_MINUTES) for a, b in ((worker, server), (server, worker)))
-        return Link(there, back) if mesh.rank == worker else Link(back, there)
+        is_worker = mesh.rank == worker
+        there = mesh.link(worker, server, None if is_worker else _PATIENCE_MINUTES)
+        back = mesh.link(server, worker)
+        return Link(there, back) if is_worker else Link(back, there)
 
     @property
     def peer(self) -> int:
@@ -63,7 +66,7 @@ class Link:
         if not tensor.numel():
             return tensor
         work = launch(dist.ProcessGroup.recv, self.incoming.process_group, [tensor], 0, 0)
-        return Pending(work, lambda: tensor).wait("waited for a message from rank %d", self.peer)
+        return Pending(work, lambda: tensor, self.incoming.waits).wait("waited for a message from rank %d", self.peer)
 
 
 def slice_of(layout: BucketLayout, server: int, servers: int) -> slice:
@@ -107,10 +110,13 @@ class Worker:
             sent.wait("sent gradients to ranks %s", ", ".join(str(server.peer) for server in self.servers))
 
     def ask(self, message: Message) -> str:
-        """Send a `SAVE` or an `END`, and wait until it has been done. Returns what the first server says of it."""
+        """Send a `SAVE` or an `END`, and wait until all servers have done it. Returns what the first says of it."""
         self.tell(message)
-        length, *_ = self.servers[0].receive(torch.zeros(_ANSWER, dtype=torch.float64)).tolist()
-        return bytes(self.servers[0].receive(torch.zeros(int(length), dtype=torch.uint8)).tolist()).decode()
+        said = []
+        for server in self.servers:
+            length = int(server.receive(torch.zeros(1, dtype=torch.int64)).item())
+            said.append(bytes(server.receive(torch.zeros(length, dtype=torch.uint8)).tolist()).decode())
+        return said[0]
 
     def exchange(self, message: Message) -> Answer:
         """Push the gradients of a step, and get the weights of the next one."""
@@ -125,14 +131,14 @@ class Worker:
 
 
 class Server:
-    """Side of a server. A thread per worker receives its messages, one at a time."""
+    """Side of a server. A thread per worker receives its messages, and notices if it ends without one."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         workers: Sequence[Link],
         order: Order,
-        asked_to_stop: Callable[[], bool] = lambda: False,
+        told_to_stop: Callable[[], int] = lambda: 0,
     ) -> None:
         """Allocate memory for the gradients of each worker.
 
@@ -140,9 +146,9 @@ class Server:
             optimizer: of the servers, which are ZeRO-1 shards.
             workers: the links to the workers, in rank order.
             order: the order of updates, which the first server asks.
-            asked_to_stop: tells whether this server was asked to end the run.
+            told_to_stop: returns the signal by which this server was told to end the run, or 0.
         """
-        self.optimizer, self.workers, self.order, self._asked_to_stop = optimizer, workers, order, asked_to_stop
+        self.optimizer, self.workers, self.order, self._told_to_stop = optimizer, workers, order, told_to_stop
         self.group, self._device = optimizer.mesh.world(), optimizer.mesh.device
         self._stops = False
         self._own = []
@@ -153,7 +159,6 @@ class Server:
         self._gradients = [[torch.empty_like(g, device="cpu") for g, _ in self._own] for _ in workers]
         self._arrived: dict[int, Message] = {}
         self._inbox: queue.Queue[tuple[int, Message | BaseException]] = queue.Queue()
-        self._next_message = [threading.Semaphore(0) for _ in workers]
 
     def serve(self, save: Callable[[Message], str]) -> int:
         """Serve until all workers have ended. Returns their exit code. `save`: saves a checkpoint, and says so."""
@@ -172,14 +177,13 @@ class Server:
                 message = self._arrived.pop(worker)
                 if command.kind == PUSH:
                     self._answer(worker)
-                elif self.group.rank == 0:
+                else:
                     self._say(worker, said)
-                self._next_message[worker].release()
             if command.kind == END:
                 return int(message.step)
 
     def _listen(self, worker: int) -> None:
-        """Receive a worker's messages. Each is answered before the next one: its memory is used again."""
+        """Receive a worker's messages. It sends the next one after all servers' answers: memory may be used again."""
         link = self.workers[worker]
         try:
             while True:
@@ -190,38 +194,34 @@ class Server:
                 self._inbox.put((worker, message))
                 if message.kind == END:
                     return
-                self._next_message[worker].acquire()
         except BaseException as error:
             self._inbox.put((worker, error))
 
-    def _take(self, seconds: float | None) -> bool:
-        """Take the next message; False if the time is over before there is one."""
+    def _take(self, seconds: float | None) -> None:
+        """Take the next message, if there is one before the time is over."""
         try:
             worker, message = self._inbox.get(timeout=seconds)
         except queue.Empty:
-            return False
+            return
         if isinstance(message, BaseException):
             raise message
         self._arrived[worker] = message
         if self.group.rank == 0:
             self.order.arrive(worker, message)
-        return True
 
     def _command(self) -> Command:
         """Return what all servers do next, as the first one decides."""
         count, command = len(self.workers), Command()
         if self.group.rank == 0:
-            while (found := self.order.next()) is None:
-                left = self.order.seconds_left()
-                wait = HEARTBEAT_SECONDS if left is None else min(left, HEARTBEAT_SECONDS)
-                if not self._take(wait) and wait == HEARTBEAT_SECONDS:
-                    break
+            until = time.monotonic() + HEARTBEAT_SECONDS
+            while (found := self.order.next()) is None and (left := until - time.monotonic()) > 0.0:
+                self._take(min(left, self.order.seconds_left()))
             command = found or command
         numbers = [0] * (2 * count + 2)
         for offset, chosen in ((0, command.apply), (count, command.answer)):
             for worker in chosen:
                 numbers[offset + worker] = 1
-        numbers[-2:] = command.kind, int(self._asked_to_stop())
+        numbers[-2:] = command.kind, self._told_to_stop()
         shared = collectives.all_reduce_(torch.tensor(numbers, device=self._device), self.group).tolist()
         self._stops = self._stops or shared[-1] > 0
         apply, answer = (tuple(w for w in range(count) if shared[start + w]) for start in (0, count))
@@ -263,5 +263,5 @@ class Server:
     def _say(self, worker: int, text: str) -> None:
         """Send a worker a text."""
         link, encoded = self.workers[worker], list(text.encode())
-        link.send(torch.tensor([len(encoded), *[0] * (_ANSWER - 1)], dtype=torch.float64)).wait()
+        link.send(torch.tensor([len(encoded)])).wait()
         link.send(torch.tensor(encoded, dtype=torch.uint8)).wait()

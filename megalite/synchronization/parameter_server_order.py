@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -107,12 +108,12 @@ class Order:
         elif self._deadline is None and self.drop_after is not None and len(self._seconds) >= self.workers:
             self._deadline = self.clock() + self.drop_after * statistics.median_low(self._seconds)
         self._seconds.append(message.seconds)
-        if message.asks and self.meeting <= min(self.done):
+        if message.asks and self.meeting < message.step:
             self.meeting = self._begun
 
-    def seconds_left(self) -> float | None:
-        """Return the time after which the step no longer waits for late workers; None: it waits."""
-        return None if self._deadline is None else max(self._deadline - self.clock(), 0.0)
+    def seconds_left(self) -> float:
+        """Return the time after which the step no longer waits for late workers."""
+        return math.inf if self._deadline is None else max(self._deadline - self.clock(), 0.0)
 
     def next(self) -> Command | None:
         """Return what to do now. None: nothing, before another message arrives or the time is over."""
@@ -151,7 +152,7 @@ class Order:
         for figures in self.figures:
             figures.applied += len(taken)
             figures.dropped += every - len(taken)
-            figures.gradient_norm = gradient_norm
+            figures.gradient_norm = gradient_norm if taken else figures.gradient_norm
             for worker in taken:
                 figures.loss += self.arrived[worker].loss
                 figures.count += self.arrived[worker].count

@@ -37,7 +37,7 @@ class Checkpoints:
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )
-        self._world_size = plan.mesh.world_size
+        self._world_size = plan.mesh.whole.world_size
         self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
         self._newest: AnyPath | None = None

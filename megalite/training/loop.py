@@ -86,7 +86,7 @@ class TrainingLoop:
                 self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
             self.startup.over()
-            self._progress("continues" if trainer.iteration else "begins")
+            self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.over)
             if self.config.training.manual_gc:
@@ -135,7 +135,7 @@ class TrainingLoop:
         """Run the evaluation on test data, and wait for the removal of old checkpoints."""
         self._test()
         self._settle()
-        self._progress("finished")
+        self.log_progress("finished")
 
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
@@ -229,7 +229,7 @@ class TrainingLoop:
         self._save(last=True)
         self._settle()
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
-        self._progress("stopped")
+        self.log_progress("stopped")
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
 
     # ------------------------------------------------------------------------------------------------ decisions
@@ -270,8 +270,7 @@ class TrainingLoop:
         left = self.startup.job_end - time.time()
         due = trainer.evaluation_due(trainer.iteration + 1)
         evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0
-        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
-        self._why = why_stop(left, self._pace.step, evaluation, save) or ""
+        self._why = why_stop(left, self._pace.step, evaluation, trainer.save_seconds()) or ""
         return bool(self._why)
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
@@ -286,7 +285,8 @@ class TrainingLoop:
         with self.sections(AGREEMENT):
             return gather_timing(self.sections.take(), steps, self.mesh)
 
-    def _progress(self, what: str) -> None:
+    def log_progress(self, what: str) -> None:
+        """Append a line to DIR/progress.txt, if `--log-progress` is given: what has happened to the run."""
         if self.trainer.checkpoints is not None:
             self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
 

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.config.synchronization import SynchronizationConfig
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.optim.optimizer import StepResult
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import PartMesh
-from megalite.parallel.stage import LossTerm
-from megalite.pipeline.engine import StepObserver
+from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath
 from megalite.synchronization.parameter_server import Link, Server, Worker
 from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
 from megalite.training import loss_terms
 from megalite.training.display import Display
-from megalite.training.load_report import load_notes
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
@@ -72,7 +72,26 @@ def _links(config: TaskConfig, mesh: PartMesh) -> list[Link]:
     return [Link.to(whole, *pair) for pair in pairs if whole.rank in pair]
 
 
-class WorkerTrainer(Trainer):
+class _PartTrainer(Trainer):
+    """Trainer of a worker or a server: what both do."""
+
+    mesh: PartMesh
+
+    def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
+        """Continue from a checkpoint, or fail, on all ranks. Rank 0 shows the notes of the first server."""
+        failure: CheckpointError | None = None
+        try:
+            super().load(path, described, resume_point)
+        except CheckpointError as error:
+            failure = error
+        with raise_on_all_ranks(self.mesh.whole, None):
+            if failure is not None:
+                raise failure
+        notes = all_gather_json(self._load_notes, self.mesh.whole)
+        self._load_notes = tuple(notes[-self.config.synchronization.num_servers])
+
+
+class WorkerTrainer(_PartTrainer):
     """Trainer of a worker: its optimizer has the gradients and the weights of its own rank, and no state."""
 
     def __init__(
@@ -87,19 +106,14 @@ class WorkerTrainer(Trainer):
                 "this network has other terms or state, such as those of experts"
             )
         self.worker = Worker(self.optimizer, _links(config, mesh))
-        self._meets = False
+        self._meets = True  # all of them begin at the same step
         self._flags: list[bool] = []
+        self._server_stops = False
+        self._longest_save = self._estimated_save = 0.0
 
-    def forward_backward(
-        self,
-        micro_batches: Sequence[Any] | None = None,
-        terms: Sequence[LossTerm] | None = None,
-        multipliers: Callable[[Totals], Totals] = dict,
-        observer: StepObserver | None = None,
-    ) -> Gradients:
-        """Compute the gradients of the sum of the loss over this rank's samples: servers divide by the count."""
-        (term,) = self.terms
-        return super().forward_backward(micro_batches, terms, lambda _: {term.name: term.weight}, observer)
+    def _divisors(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
+        """Return 1: a worker's gradients are of the sum of the loss, and servers divide by the count."""
+        return dict.fromkeys(counts, 1.0)
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
         """Push the gradients and get the weights of the next step, which may not be the following one.
@@ -131,21 +145,22 @@ class WorkerTrainer(Trainer):
             self.consumed_samples += self.batch_size.at(self.consumed_samples)
             self.iteration += 1
         self._meets = self._is_meeting(self.iteration) or self.iteration == answer.meeting
-        if answer.stops:
-            self._flags = [True, *self._flags[1:]]
+        self._server_stops = answer.stops
         self.skips_in_a_row = 0 if of_servers.applied else self.skips_in_a_row + 1
-        self.empty_terms.add(gradients.counts)
-        mean = of_servers.loss / of_servers.count if of_servers.count else math.nan
+        loss: Totals = {name: math.nan}
+        norm, counts = math.nan, {name: of_servers.count}
+        if of_servers.applied:
+            loss, norm = loss_terms.means({name: of_servers.loss}, counts), of_servers.gradient_norm
+            self.empty_terms.add(counts)
         extra = {
             "staleness/mean": of_servers.staleness_sum / max(of_servers.applied, 1),
             "staleness/max": of_servers.staleness_max,
             "dropped_gradients": of_servers.dropped,
             **figures,
         }
-        norm = of_servers.gradient_norm if of_servers.applied else math.nan
         sent, size = self.mesh.traffic.bytes_sent - gradients.bytes_sent, gradients.batch_size
         seconds = time.perf_counter() - gradients.began
-        return self._metrics(name, {name: mean}, StepResult({"all": norm}), rates, 1.0, size, seconds, sent, extra)
+        return self._metrics(name, loss, StepResult({"all": norm}), rates, 1.0, size, seconds, sent, extra)
 
     def _is_meeting(self, step: int) -> bool:
         """Tell whether all workers meet after this step, as they know without being told."""
@@ -159,7 +174,9 @@ class WorkerTrainer(Trainer):
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
         """Keep the flags of this rank until all workers meet; then return for each whether it is set on any of them."""
-        self._flags = [new or kept for new, kept in zip(flags, self._flags or [False] * len(flags), strict=False)]
+        stop, *others = flags
+        flags = [stop or self._server_stops, *others]
+        self._flags = [new or kept for new, kept in zip(flags, self._flags or flags, strict=True)]
         if not self._meets:
             return [False] * len(flags)
         flags, self._flags = self._flags, []
@@ -172,17 +189,21 @@ class WorkerTrainer(Trainer):
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint. The servers load the state of the optimizer."""
         super().load(path, described, replace(resume_point, optimizer=False))
-        position, optimizer = resume_point.position, resume_point.optimizer
-        state, self.expected_records = described.training, None  # steps that were done without rank 0 have no record
-        self._load_notes = load_notes(described.config, self.config, state, position=position, optimizer=optimizer)
+        self.expected_records = None  # steps that were done without rank 0 have no record
 
     def save(self, display: Display, *, last: bool) -> None:
         """Let the servers save. All workers have the same step."""
+        began = time.perf_counter()
         said = self.worker.ask(
             Message(SAVE, self.iteration, meets=last, asks=self.evaluation_left, count=self.consumed_samples)
         )
+        self._longest_save = max(self._longest_save, time.perf_counter() - began)
         for line in said.splitlines():
             display.message(line)
+
+    def save_seconds(self) -> float:
+        """Return the longest time for which servers have saved; before the first save, what they expect."""
+        return self._longest_save or self._estimated_save
 
     def notes(self) -> tuple[str, ...]:
         """Return the messages of any trainer, and one on the servers."""
@@ -194,12 +215,13 @@ class WorkerTrainer(Trainer):
 
     def run(self, loop: TrainingLoop) -> int:
         """Run the loop, and tell the servers that it has ended."""
+        self._estimated_save = max(all_gather_json(0.0, self.mesh.whole))
         code = super().run(loop)
         self.worker.ask(Message(END, code))
         return code
 
 
-class ServerTrainer(Trainer):
+class ServerTrainer(_PartTrainer):
     """Trainer of a server: its optimizer has this server's shard of the weights and of the state. It runs no steps."""
 
     def __init__(
@@ -215,8 +237,12 @@ class ServerTrainer(Trainer):
         """Return any number: a server has no samples."""
         return 1
 
-    def serve(self, stop: StopRequest | None = None) -> int:
-        """Serve the workers until they end. Returns their exit code."""
+    def summary(self) -> Mapping[str, object]:
+        """Return nothing: rank 0 shows the layout of the workers."""
+        return {}
+
+    def serve(self, told_to_stop: Callable[[], int] = lambda: 0) -> int:
+        """Serve the workers until they end. Returns their exit code. `told_to_stop`: returns the signal, or 0."""
         chosen = self.config.synchronization
         order = Order(
             len(self.workers),
@@ -226,8 +252,7 @@ class ServerTrainer(Trainer):
             chosen.drop_stragglers_after,
             listener=self.listener,
         )
-        server = Server(self.optimizer, self.workers, order, lambda: stop is not None and stop.local_request() > 0)
-        return server.serve(self._save)
+        return Server(self.optimizer, self.workers, order, told_to_stop).serve(self._save)
 
     def _save(self, message: Message) -> str:
         """Save a checkpoint after the step of a message. Returns what rank 0 shows."""
@@ -242,9 +267,12 @@ class ServerTrainer(Trainer):
 
     def run(self, loop: TrainingLoop) -> int:
         """Serve, instead of running the loop."""
+        all_gather_json(self.save_seconds(), self.mesh.whole)
         with StopRequest() as stop:
             loop.startup.over()
-            code = self.serve(stop)
-        if self.checkpoints is not None:
-            self.checkpoints.close()
+            loop.log_progress("continues" if self.iteration else "begins")
+            code = self.serve(stop.local_request)
+            if code:
+                stop.answered()
+        loop.log_progress("stopped" if code else "finished")
         return code

@@ -181,7 +181,7 @@ class Run:
                 if not self._shown:
                     for note in self.trainer.notes():
                         display.message(note)
-                    display.summary("megalite", {**self.task.summary(self.trainer), "start": self.how})
+                    display.summary("megalite", {**self.trainer.summary(), "start": self.how})
                     self._shown = True
                 if self.directory is not None and self.mesh.rank == 0:
                     _record_run(self.directory, self.config)

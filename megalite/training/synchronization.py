@@ -140,7 +140,7 @@ def synchronization_line(config: TaskConfig, optimizer: Optimizer) -> str | None
     """Return in words how data-parallel ranks communicate less, and what a rank keeps for it; None if they do not."""
     chosen = config.synchronization
     within, between = chosen.compression_within, chosen.compression_between
-    replicas = optimizer.mesh.counterparts.size
+    replicas = optimizer.mesh.counterparts.size if chosen.has_replicas else 1
     parts = [
         f"gradients in {within}" if within != "none" else "",
         f"{replicas} replicas, {chosen.local_update} every {chosen.local_update_period} steps" if replicas > 1 else "",

@@ -168,22 +168,23 @@ class Trainer:
         terms = self.terms if terms is None else terms
         own_counts = loss_terms.counted(terms, micro_batches, self.mesh.device)
         counts = loss_terms.total_counts(terms, own_counts, self.together)
-        of_replica = counts if self.local_update is None else self._counts_of_replica(terms, own_counts, counts)
+        divisors = self._divisors(terms, own_counts, counts)
 
         self.network.train()
         loss_scale = self.loss_scale.value
         self.optimizer.begin_step(len(micro_batches), loss_scale)
         actions = self.schedules.training(len(micro_batches))
-        scaled = multipliers(loss_terms.loss_multipliers(terms, of_replica, loss_scale))
+        scaled = multipliers(loss_terms.loss_multipliers(terms, divisors, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
         return Gradients(began, bytes_sent, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
 
-    def _counts_of_replica(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
-        """Return the counts by which this replica's gradients are divided, and begin its step."""
-        assert self.local_update is not None
+    def _divisors(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
+        """Return the counts by which this rank's gradients are divided, and begin the step of a replica."""
+        if self.local_update is None:
+            return counts
         of_replica = loss_terms.total_counts(terms, own, self.replica)
         self.local_update.begin_step(self.iteration, of_replica[terms[0].name])
         return of_replica if self.local_update.is_local else counts
@@ -295,6 +296,10 @@ class Trainer:
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
         self.checkpoints.save(state, self.task.saved_config(self.consumed_samples), display, last=last)
+
+    def save_seconds(self) -> float:
+        """Return the duration of the longest save, an estimate before the first one; 0 if nothing is saved."""
+        return 0.0 if self.checkpoints is None else self.checkpoints.seconds
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint of this model, which may have been written under any layout.
@@ -421,6 +426,10 @@ class Trainer:
         if self.config.logging.log_num_zeros_in_grad:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.replica)
         return figures
+
+    def summary(self) -> Mapping[str, object]:
+        """Return names and values for the display. Called by all ranks together."""
+        return self.task.summary(self)
 
     def notes(self) -> tuple[str, ...]:
         """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import time
@@ -20,20 +21,34 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.errors import CommunicationError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.synchronization.parameter_server_order import END, PUSH, Message, Order
+from megalite.synchronization.parameter_server import Link
+from megalite.synchronization.parameter_server_order import END, PUSH, Command, Message, Order
 from megalite.torch_internals import default_store
 from megalite.training.data import open_data
 from megalite.training.gpt_task import GPTTask
 from megalite.training.metrics import StepMetrics
 from megalite.training.run import make_trainer
 from megalite.training.synchronization import part_mesh
+from megalite.training.trainer import Trainer
 from tests.distributed.test_local_update import adam, clone, loss_of
 from tests.distributed.test_trainer import BATCH, NETWORK
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, assert_same_checkpoint, ended, latest_iteration, losses, words
+from tests.end_to_end.runs import (
+    GPT2,
+    MOCK,
+    PRETRAIN,
+    assert_same_checkpoint,
+    ended,
+    iterations,
+    latest_iteration,
+    losses,
+    words,
+)
 from tests.harness.close import assert_number_close, assert_parameter_close
+from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 
@@ -46,15 +61,24 @@ Event = tuple[int, int]
 
 @dataclass
 class Outcome:
-    """Outcome of a run on one rank: records, weights by name, and the order of a server."""
+    """Outcome of a run on one rank: records, weights by name, seconds of waiting, and the order of a server."""
 
     steps: list[StepMetrics] = field(default_factory=list)
     weights: Tensors = field(default_factory=dict)
     order: list[tuple[str, int, int]] = field(default_factory=list)
+    waited: float = 0.0
 
     @property
     def losses(self) -> list[float]:
         return [step.loss for step in self.steps]
+
+
+def made(flags: str, steps: int = STEPS) -> Trainer:
+    """Return the trainer of this rank."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(f"{FLAGS} --train-iters {steps} {flags}".split()).config, size)
+    mesh = part_mesh(config, ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
+    return make_trainer(config)(config, GPTTask(config, open_data(config), mesh), mesh)
 
 
 def run(
@@ -73,10 +97,7 @@ def run(
         broken: steps whose gradients are not finite.
         name: a name of the run, if it has `after`.
     """
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = resolve(parse_arguments(f"{FLAGS} --train-iters {steps} {flags}".split()).config, size)
-    mesh = part_mesh(config, ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
-    trainer = make_trainer(config)(config, GPTTask(config, open_data(config), mesh), mesh)
+    trainer, rank = made(flags, steps), dist.get_rank() if dist.is_initialized() else 0
     outcome, store = Outcome(), default_store() if after else None
     if hasattr(trainer, "serve"):
         trainer.listener = lambda *event: outcome.order.append(event)
@@ -95,9 +116,10 @@ def run(
                 if event in broken:
                     trainer.optimizer.buckets[0].gradients[0] = math.nan
                 outcome.steps.append(trainer.update(gradients))
-        if config.synchronization.has_servers:
+        if trainer.config.synchronization.has_servers:
             trainer.worker.ask(Message(END, 0))
         held = [(piece, parameter) for parameter, piece in named_pieces(trainer.network)]
+        outcome.waited = trainer.mesh.waits.seconds
         outcome.weights = {piece.tensor.name: piece.view(p.detach()).clone() for piece, p in held}
     return outcome
 
@@ -208,6 +230,12 @@ def test_staleness_has_its_bound_and_updates_are_those_of_a_replay(servers: int,
     assert outcomes[0].steps[-1].extra["dropped_gradients"] == 0.0
 
 
+def test_waiting_for_a_straggler_is_counted(rank_pools: RankPools) -> None:
+    """Worker 1 begins step 3 half a second late."""
+    outcomes = rank_pools(3).run(run, SERVERS, after={(1, 3): (0, 3)}, name=str(uuid4()))
+    assert outcomes[0].waited > outcomes[1].waited + 0.25
+
+
 def test_backup_workers_are_not_waited_for(rank_pools: RankPools) -> None:
     flags = f"{SERVERS} --backup-workers 1 --global-batch-size 6"
     outcomes = rank_pools(4).run(run, flags, after={(2, 1): (0, 3)}, name=str(uuid4()))
@@ -243,13 +271,69 @@ def test_a_server_asserts_the_bound() -> None:
         order.answered(0)
 
 
+def agree_at_once() -> list[bool]:
+    """Agree before the first step, with a flag that is set on rank 0."""
+    trainer, agreed = made(SERVERS), list[bool]()
+    if hasattr(trainer, "serve"):
+        trainer.serve()
+    else:
+        agreed = trainer.agree([dist.get_rank() == 0, False])
+        trainer.worker.ask(Message(END, 0))
+    return agreed
+
+
+def test_workers_agree_before_their_first_step(rank_pools: RankPools) -> None:
+    """A run may continue with an evaluation, during which it is told to stop."""
+    assert rank_pools(3).run(agree_at_once) == [[True, False], [True, False], []]
+
+
+def test_a_late_worker_asks_for_the_meeting_at_which_the_others_wait() -> None:
+    """All three have been told to stop. Two have made step 1, and wait for the third, which is late."""
+    order = Order(workers=3, step=0, backup_workers=1)
+    for worker in (0, 1):
+        order.arrive(worker, Message(PUSH, 1, asks=True))
+    assert order.next() == Command(apply=(0, 1), answer=(0, 1))
+    assert [order.answered(worker)[0] for worker in (0, 1)] == [order.meeting] * 2 == [1, 1]
+    order.arrive(2, Message(PUSH, 1, asks=True))
+    assert order.next() == Command(answer=(2,))
+    assert order.answered(2)[0] == order.meeting == 1
+
+
+def test_the_norm_is_of_the_last_gradient_that_was_applied() -> None:
+    order = Order(workers=2, step=0, max_staleness=1)
+    for worker, norm in ((0, 1.5), (1, math.nan)):
+        order.arrive(worker, Message(PUSH, 1, is_finite=math.isfinite(norm)))
+        order.next()
+        order.applied((worker,), norm, math.isfinite(norm))
+    _, figures = order.answered(0)
+    assert (figures.applied, figures.dropped, figures.gradient_norm) == (1, 1, 1.5)
+
+
+def wait_longer_than_a_collective() -> None:
+    """Wait for the other rank, which does not send: on rank 0 as a worker, on rank 1 as a server."""
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=2, timeout=timedelta(seconds=1.0))
+    link = Link.to(mesh, 0, 1)
+    if mesh.rank == 0:
+        with pytest.raises(CommunicationError, match="waited for a message from rank 1"):
+            link.receive(torch.zeros(1))
+        time.sleep(1.0)
+        link.send(torch.ones(1)).wait()
+    else:
+        assert link.receive(torch.zeros(1)).item() == 1.0
+
+
+def test_a_worker_waits_for_a_server_as_in_a_collective(rank_pools: RankPools) -> None:
+    """Without the watchdog nothing else ends a run whose server, or another worker, is suspended."""
+    rank_pools(2).run(wait_longer_than_a_collective)
+
+
 RUN = (*MOCK, *GPT2, *words("--fp64 --global-batch-size 4 --micro-batch-size 1 --adam-eps 1e-6"))
 
 
 def test_checkpoints_are_those_of_a_plain_run_and_continue_bit_for_bit(
     spawn: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """A step has 64 tokens."""
+    """A step has 64 tokens, of 4 samples, which 3 servers do not divide."""
     plain, served, both = tmp_path / "plain", tmp_path / "served", tmp_path / "both"
 
     def train(steps: int, directory: Path, flags: str = "", ranks: int = 2) -> str:
@@ -257,9 +341,9 @@ def test_checkpoints_are_those_of_a_plain_run_and_continue_bit_for_bit(
         return ended(spawn([PRETRAIN, *RUN, *words(course)], ranks)).stdout
 
     train(6, plain)
-    servers = f"{SERVERS} --num-servers 2 --load {plain} --ckpt-step 2"
-    assert f"saved {served / 'iter_0000004'}" in train(4, served, servers, ranks=4)
-    train(6, served, servers, ranks=4)
+    servers = f"{SERVERS} --num-servers 3 --load {plain} --ckpt-step 2"
+    assert f"saved {served / 'iter_0000004'}" in train(4, served, servers, ranks=5)
+    train(6, served, servers, ranks=5)
     train(6, both, f"--load {served} --ckpt-step 4")
     assert losses(served) == losses(plain)[2:]
     assert losses(both) == losses(plain)[4:]
@@ -279,13 +363,66 @@ def test_a_killed_worker_or_server_is_named(killed: int, spawn: Callable[..., Jo
     assert said.startswith(f"error: rank {killed} (process {job.ranks[killed].process.pid} on ")
 
 
-@pytest.mark.parametrize("told", [1, 2])
+def test_a_server_notices_the_end_of_a_worker_that_waits_for_it(spawn: Callable[..., Job]) -> None:
+    """Worker 1 is suspended, so that worker 0 gets no answer. There is no watchdog."""
+    job = spawn([PRETRAIN, *RUN, "--train-iters", "100000", "--no-watchdog", *words(SERVERS)], 3)
+    job.wait_for_output(0, " 2/100000 ")
+    job.kill(1, signal.SIGSTOP)
+    time.sleep(0.5)
+    job.kill(0)
+    assert not wait_for_exit([job.ranks[2]], 20.0)
+    assert job.ranks[2].exit_code == 85
+    assert "waited for a message from rank 0" in job.stderr(2)
+
+
+@pytest.mark.parametrize(
+    ("told", "flags"), [(1, "--max-staleness 3"), (2, "--max-staleness 3"), (2, "--save-interval 1")]
+)
 def test_a_stop_of_a_worker_or_server_ends_all_at_the_same_step(
-    told: int, spawn: Callable[..., Job], tmp_path: Path
+    told: int, flags: str, spawn: Callable[..., Job], tmp_path: Path
 ) -> None:
-    flags = (*RUN, "--train-iters", "100000", *words(SERVERS), "--max-staleness", "3", "--save", str(tmp_path / "run"))
-    job = spawn([PRETRAIN, *flags], 3)
+    course = f"--train-iters 100000 {SERVERS} {flags} --save {tmp_path / 'run'}"
+    job = spawn([PRETRAIN, *RUN, *words(course)], 3)
     job.wait_for_output(0, " 2/100000 ")
     job.kill(told, signal.SIGTERM)
     said = ended(job, 85).stdout
     assert f"stopped after step {latest_iteration(tmp_path / 'run')}" in said
+
+
+def test_a_run_whose_job_ends_soon_leaves_time_for_the_saves_of_servers(
+    spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    flags = (*RUN, *words(f"{SERVERS} --train-iters 100000 --save {tmp_path / 'run'}"))
+    soon = str(int(time.time()) + 10)
+    assert "2 saves of 5.0 s" in ended(spawn([PRETRAIN, *flags], 3, SLURM_JOB_END_TIME=soon), 85).stdout
+
+
+def test_servers_and_workers_fall_back_to_the_same_checkpoint(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    """Only servers read the moments of the newest checkpoint, in which one byte has changed."""
+    directory = tmp_path / "run"
+
+    def train(steps: int, seed: int = 1234) -> str:
+        flags = f"{SERVERS} --num-servers 2 --save {directory} --resume auto --save-interval 2 --log-progress"
+        job = spawn([PRETRAIN, *RUN, *words(f"{flags} --train-iters {steps} --seed {seed}")], 4)
+        return ended(job, timeout=30.0).stdout
+
+    assert "exchange" not in train(4)
+    spoil(directory / "iter_0000004", "optimizer/exp_avg/embedding.word")
+    said = train(6, seed=5)
+    assert f"WARNING: fell back to {directory / 'iter_0000002'}: 2 steps are repeated" in said
+    assert "note: sample 0, consumed before this checkpoint, is another now" in said
+    assert iterations(directory) == [1, 2, 3, 4, 5, 6]
+    lines = [line.split("\t")[2:] for line in (directory / "progress.txt").read_text().splitlines()]
+    texts = ["begins after step 0", *(saved := ["saved iter_0000002", "saved iter_0000004"]), "finished after step 4"]
+    texts += ["continues after step 2", saved[1], "saved iter_0000006", "finished after step 6"]
+    assert lines == [["4 ranks", text] for text in texts]
+
+
+def spoil(checkpoint: Path, name: str) -> None:
+    """Change the last byte of the first box of a tensor."""
+    box = json.loads((checkpoint / "manifest.json").read_text())["tensors"][name]["boxes"][0]
+    data = bytearray((checkpoint / box["file"]).read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    _, end = json.loads(data[8:start])[f"{name}@{','.join(map(str, box['offset']))}"]["data_offsets"]
+    data[start + end - 1] ^= 1
+    (checkpoint / box["file"]).write_bytes(data)
