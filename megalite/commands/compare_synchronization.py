@@ -15,7 +15,6 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.planner.synchronization_methods import METHODS, PLAIN, Method
+from megalite.process.host import cores
 
 if TYPE_CHECKING:
     from megalite.planner.synchronization_comparison import Curve, Outcome
@@ -97,7 +97,7 @@ def main() -> None:
         print(f"{name} failed: {reason}")
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
-    output = {"arguments": asdict(arguments), "command": program, "cores": len(os.sched_getaffinity(0))}
+    output = {"arguments": asdict(arguments), "command": program, "cores": cores()}
     output |= {"methods": [figures(each) for each in outcomes], "failed": failed}
     lines = io.StringIO()
     csv.writer(lines).writerows([("method", "step", "loss", "bytes", "seconds"), *rows(curves, link)])

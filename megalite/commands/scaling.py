@@ -27,6 +27,7 @@ from megalite.config.fields import NonNegativeInt, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.host import cores
 
 if TYPE_CHECKING:
     from megalite.config import RunConfig
@@ -77,7 +78,7 @@ def main() -> None:
         found[kind] = compare(series, predictions(program, series))
         print(f"{kind} scaling", *table(found[kind]), sep="\n")
     figures = {kind: [asdict(point) for point in points] for kind, points in found.items()}
-    output = {"command": program, "cores": len(os.sched_getaffinity(0)), "scaling": figures}
+    output = {"command": program, "cores": cores(), "scaling": figures}
     write_atomically(Path(f"{arguments.output}.json"), (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(Path(f"{arguments.output}.svg"), chart(found).encode())
     print(f"written to {arguments.output}.json and {arguments.output}.svg")
