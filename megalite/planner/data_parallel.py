@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
+from megalite.optim.layout import default_bucket_size
 from megalite.planner.cost import Cost, Prices, exposed
 from megalite.planner.memory import Element
 from megalite.planner.records import MessageKind, PartRecord
 
 _PRODUCTS_PER_ITERATION = 3
 """Products of an iteration of Newton-Schulz."""
-_OVERLAP_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class DataParallel:
     def _exposed(self, seconds: float, window: float, elements: int, *, overlapped: bool) -> float:
         if not overlapped or not elements:
             return seconds
-        bucket = self.config.parallel.ddp_bucket_size or max(_OVERLAP_BUCKET, _BUCKET_PER_RANK * len(self._dense))
+        bucket = self.config.parallel.ddp_bucket_size or default_bucket_size(len(self._dense))
         return max(exposed(seconds, window), seconds * min(1.0, bucket / elements))
 
     def _kinds(self, record: PartRecord) -> Iterable[tuple[int, range]]:
