@@ -2374,7 +2374,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first of several numbers of ranks is taken for one without communication",
-        "megalite/planner/scaling.py",
+        "megalite/comparison/scaling.py",
         " if first.ranks == 1 else None",
         "",
         "tests/unit/test_scaling.py::test_speed_up_is_of_samples_per_second",

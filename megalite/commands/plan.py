@@ -32,9 +32,9 @@ from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.planner.cluster import Cluster
-    from megalite.planner.growth import Size
     from megalite.planner.neighbours import Neighbour
     from megalite.planner.plan import Plan, Planner
+    from megalite.planner.scaling import Size
     from megalite.planner.search import Found
 
 FAILURES = Range("0, or from 1e-12 to 1000", lambda value: value == 0 or 1e-12 <= value <= 1000)
@@ -192,7 +192,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     Raises:
         ConfigurationError: nothing fits; the lines before say what is missing.
     """
-    from megalite.planner import growth
+    from megalite.planner import scaling
     from megalite.planner.cluster import Stack
     from megalite.planner.layouts import AXES
     from megalite.planner.neighbours import neighbours
@@ -224,10 +224,10 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     others = neighbours(planner, best) if options.explain else []
     if options.explain:
         yield from explained(best, others)
-    sizes = growth.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
+    sizes = scaling.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
     if sizes:
         yield ""
-        yield from growth.lines(sizes)
+        yield from scaling.lines(sizes)
     starts = commands_of(planner, best, argv)
     yield from ("", *starts)
     write_files(options, planner, Results(found, starts, notes, figures, others, sizes))
