@@ -6296,7 +6296,7 @@ MUTANTS = (
     ),
     Mutant(
         "a setting of DeepSpeed that is on counts as off, because true is 1",
-        "megalite/translation/deepspeed.py",
+        "megalite/translation/keys.py",
         "value is None or (type(value) is int and value <= 1)",
         "value is None or (isinstance(value, int) and value <= 1)",
         "tests/unit/test_translation_settings.py::test_what_megalite_lacks_is_refused_with_what_to_do",
