@@ -15,7 +15,6 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,16 +25,17 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megalite.atomic_files import write_atomically
-from megalite.commands.scaling import is_own, run_on, without_python
+from megalite.comparison.runs import is_own, run_on, without_python
+from megalite.comparison.synchronization_methods import METHODS, PLAIN, Method
 from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
-from megalite.planner.synchronization_methods import METHODS, PLAIN, Method
+from megalite.process.host import cores
 
 if TYPE_CHECKING:
-    from megalite.planner.synchronization_comparison import Curve, Outcome
+    from megalite.comparison.synchronization import Curve, Outcome
 
 OWN_PROGRAM = [sys.executable, "-c", "from megalite.commands.pretrain import command; command()"]
 SMALL_MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
@@ -77,8 +77,8 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=argv[:at])
     program = argv[at + 1 :] or [*SMALL_MODEL.split(), *default_data()]
     methods = check(arguments, program)
-    from megalite.planner.synchronization_chart import chart
-    from megalite.planner.synchronization_comparison import Link, compare, rows, table
+    from megalite.comparison.synchronization import Link, compare, rows, table
+    from megalite.comparison.synchronization_chart import chart
 
     curves: dict[str, Curve] = {}
     failed: dict[str, str] = {}
@@ -97,7 +97,7 @@ def main() -> None:
         print(f"{name} failed: {reason}")
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
-    output = {"arguments": asdict(arguments), "command": program, "cores": len(os.sched_getaffinity(0))}
+    output = {"arguments": asdict(arguments), "command": program, "cores": cores()}
     output |= {"methods": [figures(each) for each in outcomes], "failed": failed}
     lines = io.StringIO()
     csv.writer(lines).writerows([("method", "step", "loss", "bytes", "seconds"), *rows(curves, link)])
@@ -169,7 +169,7 @@ def train(method: Method, arguments: Arguments, program: Sequence[str]) -> Curve
 
 def read_curve(metrics: Path, delay: int) -> Curve:
     """Return what a training has recorded of its steps. Raises MegaliteError if that is not enough."""
-    from megalite.planner.synchronization_comparison import Curve
+    from megalite.comparison.synchronization import Curve
 
     try:
         records = [json.loads(line) for line in metrics.read_text().splitlines()]

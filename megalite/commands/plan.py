@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from megalite.atomic_files import require_output, write_atomically
 from megalite.config import RunConfig
@@ -32,16 +32,13 @@ from megalite.lifecycle.failure import run_tool
 
 if TYPE_CHECKING:
     from megalite.planner.cluster import Cluster
-    from megalite.planner.growth import Size
-    from megalite.planner.neighbours import Neighbour
+    from megalite.planner.goodput import Length
     from megalite.planner.plan import Plan, Planner
-    from megalite.planner.search import Found
+    from megalite.planner.report import Results
 
 FAILURES = Range("0, or from 1e-12 to 1000", lambda value: value == 0 or 1e-12 <= value <= 1000)
 HOURS = Range("from 0.001 to 1e12", lambda value: 0.001 <= value <= 1e12)
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-NO_PROGRESS = 0.0005
-"""Goodput that counts as none."""
 _SUFFIXES = (".json", ".csv", ".html")
 UNMEASURED = " (no GPU has measured megalite yet)"
 _ASSUMED = {"micro_batch_size": "1", "lr": "1e-4"}
@@ -192,11 +189,11 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     Raises:
         ConfigurationError: nothing fits; the lines before say what is missing.
     """
-    from megalite.planner import growth
+    from megalite.planner import scaling
     from megalite.planner.cluster import Stack
     from megalite.planner.layouts import AXES
     from megalite.planner.neighbours import neighbours
-    from megalite.planner.report import misfits, table
+    from megalite.planner.report import Results, explained, length_lines, misfits, missing, table
     from megalite.planner.search import Found, search
 
     as_given = set(keep) == set(AXES)
@@ -218,44 +215,19 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     rank, peak = planner.confirm(best)
     words = f"of stage {best.fullest}, " if best.layout.pipeline > 1 else ""
     yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB"
-    figures: dict[str, float] = {}
-    notes = list(lengths(best, options, planner.cluster, figures))
+    length = length_of(best, options, planner.cluster)
+    notes = list(length_lines(length, options.tokens, best.step.seconds))
     yield from notes
     others = neighbours(planner, best) if options.explain else []
     if options.explain:
         yield from explained(best, others)
-    sizes = growth.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
+    sizes = scaling.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
     if sizes:
         yield ""
-        yield from growth.lines(sizes)
+        yield from scaling.lines(sizes)
     starts = commands_of(planner, best, argv)
     yield from ("", *starts)
-    write_files(options, planner, Results(found, starts, notes, figures, others, sizes))
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results that the files of --output have."""
-
-    found: Found
-    starts: Sequence[str]
-    notes: Sequence[str]
-    figures: Mapping[str, float]
-    neighbours: Sequence[Neighbour]
-    sizes: Sequence[Size]
-
-
-def explained(plan: Plan, others: Sequence[Neighbour]) -> Iterator[str]:
-    """Yield where the time and the memory of a plan go, and what each change would buy."""
-    from megalite.planner.report import memory_lines, neighbour_lines, time_lines
-
-    yield ""
-    yield f"a step of {plan.step.seconds:.3f} s ({plan.step.mfu:.1%} of the peak):"
-    yield from time_lines(plan.step.cost)
-    yield ""
-    yield from memory_lines(plan)
-    yield ""
-    yield from neighbour_lines(plan, others)
+    write_files(options, planner, Results(found, starts, notes, length, others, sizes))
 
 
 def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
@@ -271,7 +243,7 @@ def commands_of(planner: Planner, plan: Plan, argv: Sequence[str]) -> list[str]:
 def write_files(options: Options, planner: Planner, results: Results) -> None:
     """Write the files of --output."""
     from megalite.planner.html import page
-    from megalite.planner.report import as_csv
+    from megalite.planner.report import as_csv, everything
 
     plans = results.found.plans
     for path in map(Path, options.output):
@@ -285,70 +257,16 @@ def write_files(options: Options, planner: Planner, results: Results) -> None:
         write_atomically(path, text.encode())
 
 
-def everything(results: Results) -> dict[str, Any]:
-    """Return all that is printed, as numbers and texts."""
-    from megalite.planner.report import as_json, misfits_as_json, neighbour_as_json
-
-    return {
-        "plans": list(map(as_json, results.found.plans)),
-        "compared": results.found.counts["possible"],
-        "misfits": misfits_as_json(results.found),
-        "neighbours": list(map(neighbour_as_json, results.neighbours)),
-        "scaling": [
-            {
-                "gpus": each.gpus,
-                "seconds_same_batch": None if each.same is None else each.same.total,
-                "seconds_grown_batch": each.grown.total,
-            }
-            for each in results.sizes
-        ],
-        **results.figures,
-        "notes": list(results.notes),
-        "commands": list(results.starts),
-    }
-
-
-def lengths(plan: Plan, options: Options, cluster: Cluster, figures: dict[str, float]) -> Iterator[str]:
-    """Yield the days of the training, and what failures take of them; note the numbers in `figures`."""
-    from megalite.planner.goodput import Failures, days
+def length_of(plan: Plan, options: Options, cluster: Cluster) -> Length:
+    """Return the length of the training, with the failures that the flags give."""
+    from megalite.planner.goodput import Failures, Length
 
     tokens = None if options.tokens is None else count(options.tokens)
-    speed = plan.step.tokens_per_second * plan.gpus
-    if tokens is not None:
-        figures["days"] = days(tokens, speed)
-        yield f"{options.tokens} tokens take {days(tokens, speed):,.1f} days at {speed:,.0f} tokens per second"
     by_gpu, by_node = options.failures_per_gpu_hour, options.node_mtbf_hours
-    if by_gpu is None and by_node is None:
-        return
     hosts = plan.gpus // cluster.per_host(plan.gpus)
-    rate = by_gpu * plan.gpus if by_gpu is not None else hosts / (by_node or 1.0)
-    failures = Failures(rate / 3600, options.save_seconds, options.restart_seconds)
-    if failures.best < NO_PROGRESS:
-        yield f"a failure every {3600 / rate:,.1f} seconds: the run makes no progress"
-        return
-    figures["goodput"] = failures.best
-    if rate == 0 or options.save_seconds == 0:
-        yield f"goodput {failures.best:.1%}"
-        return
-    every = failures.interval / plan.step.seconds
-    yield (
-        f"a failure every {1 / rate:,.1f} hours: goodput is {failures.best:.1%} with a checkpoint every "
-        f"{failures.interval / 60:.1f} minutes (--save-interval {max(round(every), 1)})"
-    )
-    if tokens is not None:
-        figures["days_with_failures"] = days(tokens, speed * failures.best)
-        yield f"with failures {days(tokens, speed * failures.best):,.1f} days"
-
-
-def missing(planner: Planner, found: Found) -> str:
-    """Return what is missing if nothing fits, and what would save it."""
-    from megalite.planner.savings import savings
-
-    nearest, gpus = found.nearest(planner), f"{planner.gpus:,} x {planner.cluster.gpu.name}"
-    if nearest is None:
-        return f"no layout fits {gpus}"
-    size = f"{nearest.missing / 2**30:.1f} GiB are missing ({nearest.layout}: {nearest.too_large})"
-    return "\n".join([f"no layout fits {gpus}: {size}", *(f"  {line}" for line in savings(planner, nearest))])
+    rate = by_gpu * plan.gpus if by_gpu is not None else hosts / by_node if by_node is not None else None
+    failures = None if rate is None else Failures(rate / 3600, options.save_seconds, options.restart_seconds)
+    return Length(tokens, plan.step.tokens_per_second * plan.gpus, failures)
 
 
 def two_numbers(text: str) -> tuple[int, int]:

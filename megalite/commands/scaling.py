@@ -11,9 +11,7 @@ computation, and writes them as JSON and as a picture. Ranks share the machine: 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,19 +21,18 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 from megalite.atomic_files import require_output, write_atomically
+from megalite.comparison.runs import is_own, run_on, without_python
 from megalite.config.fields import NonNegativeInt, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.host import cores
 
 if TYPE_CHECKING:
+    from megalite.comparison.scaling import Point, Run
     from megalite.config import RunConfig
-    from megalite.planner.scaling import Point, Run
 
 Kind = Literal["strong", "weak"]
-LAST_LINES = 12
-"""Lines of a failed run that are shown if none of them is an error of megalite."""
-OWN = ("pretrain_gpt.py", "megalite-pretrain")
 BATCH = "--global-batch-size"
 
 
@@ -62,8 +59,8 @@ def main() -> None:
     batch = check(arguments, program)
     for suffix in ("json", "svg"):
         require_output("--output", f"{arguments.output}.{suffix}")
-    from megalite.planner.scaling import Run, compare, table
-    from megalite.planner.scaling_chart import chart
+    from megalite.comparison.scaling import Run, compare, table
+    from megalite.comparison.scaling_chart import chart
 
     runs: dict[tuple[int, int], Run] = {}
     found: dict[str, list[Point]] = {}
@@ -77,7 +74,7 @@ def main() -> None:
         found[kind] = compare(series, predictions(program, series))
         print(f"{kind} scaling", *table(found[kind]), sep="\n")
     figures = {kind: [asdict(point) for point in points] for kind, points in found.items()}
-    output = {"command": program, "cores": len(os.sched_getaffinity(0)), "scaling": figures}
+    output = {"command": program, "cores": cores(), "scaling": figures}
     write_atomically(Path(f"{arguments.output}.json"), (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(Path(f"{arguments.output}.svg"), chart(found).encode())
     print(f"written to {arguments.output}.json and {arguments.output}.svg")
@@ -110,17 +107,6 @@ def check(arguments: Arguments, program: Sequence[str]) -> int:
     elif uneven := [each for each in arguments.ranks if batch % each]:
         raise ConfigurationError(f"{BATCH} {batch} behind -- is not divisible by --ranks {uneven[0]}")
     return batch
-
-
-def is_own(program: Sequence[str]) -> bool:
-    """Tell whether the program is pretrain_gpt.py."""
-    return Path(without_python(program)[0]).name in OWN
-
-
-def without_python(program: Sequence[str]) -> list[str]:
-    """Return the command without the name of the interpreter, which torchrun adds."""
-    has = len(program) > 1 and Path(program[0]).name.startswith("python")
-    return list(program[1:] if has else program)
 
 
 def value_of(program: Sequence[str], flag: str) -> str | None:
@@ -161,33 +147,6 @@ def seconds_of(program: Sequence[str], ranks: int, batch: int, warmup: int) -> f
         return median_of(metrics, warmup)
 
 
-def run_on(ranks: int, words: Sequence[str], metrics: Path) -> None:
-    """Run a program without an interpreter's name under torchrun. Raises MegaliteError if it fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    if not words[0].endswith(".py"):
-        launcher.append("--no-python")
-    with TemporaryDirectory(prefix="megalite-exit-") as folder:
-        code = Path(folder) / "exit_code"
-        # The same number of threads for each rank of each run. torchrun would set it for several ranks alone.
-        settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        environment = settings | dict(os.environ) | {"MEGALITE_EXIT_FILE": str(code)}
-        command = [*launcher, *words, "--metrics-path", str(metrics)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-        if run.returncode:
-            own = code.read_text().strip() if code.exists() else str(run.returncode)
-            raise MegaliteError(
-                f"{words[0]} on {ranks} ranks ended with exit code {own}:\n{message(run.stdout + run.stderr)}"
-            )
-
-
-def message(output: str) -> str:
-    """Return the lines that say why a run failed: its errors, or what came last before torchrun's report."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
-    report = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), len(lines))
-    return "\n".join(errors[:1] or lines[max(report - LAST_LINES, 0) : report + 1])
-
-
 def median_of(metrics: Path, warmup: int) -> float:
     """Return the median time of the steps after the first ones. Raises MegaliteError if there are none."""
     try:
@@ -202,8 +161,8 @@ def median_of(metrics: Path, warmup: int) -> float:
 
 def predictions(program: Sequence[str], series: Sequence[Run]) -> list[float | None]:
     """Return the seconds that the planner expects of each run, after the first; None where it cannot tell."""
+    from megalite.comparison.scaling import calibrated, predict
     from megalite.parallel.device import local_device
-    from megalite.planner.scaling import calibrated, predict
 
     if not is_own(program) or local_device(0).type != "cpu":
         return [None] * len(series)

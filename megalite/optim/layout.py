@@ -121,6 +121,11 @@ def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[in
     return buckets
 
 
+def default_bucket_size(ranks: int) -> int:
+    """Return Megatron-LM's size of a bucket in elements, for a number of data-parallel ranks."""
+    return max(40_000_000, 1_000_000 * ranks)
+
+
 def bucket_length(places: Sequence[tuple[int, int, int]], shards: int) -> int:
     """Return the number of elements of a bucket with padding, so that all shards have equal, aligned slices."""
     return _round_up(places[-1][2], shards * ALIGNMENT)

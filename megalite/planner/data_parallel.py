@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megalite.config import RunConfig
+from megalite.optim.layout import default_bucket_size
 from megalite.planner.cost import Cost, Prices, exposed
-from megalite.planner.memory import Element
+from megalite.planner.memory import Element, tied_elements
 from megalite.planner.records import MessageKind, PartRecord
 
 _PRODUCTS_PER_ITERATION = 3
 """Products of an iteration of Newton-Schulz."""
-_OVERLAP_BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -117,19 +117,15 @@ class DataParallel:
 
     def _tied(self, tied: bool) -> float:
         """Return the seconds of summing the gradients of an embedding that is also the output layer."""
-        model, parallel = self.config.model, self.config.parallel
-        apart = tied and parallel.pipeline_model_parallel_size > 1
-        if model.untie_embeddings_and_output_weights or not apart:
+        size = tied_elements(self.config) * self._element.gradient
+        if not (tied and size and self.config.parallel.pipeline_model_parallel_size > 1):
             return 0.0
-        rows = model.padded_vocab_size(parallel.tensor_model_parallel_size) // parallel.tensor_model_parallel_size
-        return self.prices.collective(
-            "all-reduce", self._first_to_last, rows * model.hidden_size * self._element.gradient
-        )
+        return self.prices.collective("all-reduce", self._first_to_last, size)
 
     def _exposed(self, seconds: float, window: float, elements: int, *, overlapped: bool) -> float:
         if not overlapped or not elements:
             return seconds
-        bucket = self.config.parallel.ddp_bucket_size or max(_OVERLAP_BUCKET, _BUCKET_PER_RANK * len(self._dense))
+        bucket = self.config.parallel.ddp_bucket_size or default_bucket_size(len(self._dense))
         return max(exposed(seconds, window), seconds * min(1.0, bucket / elements))
 
     def _kinds(self, record: PartRecord) -> Iterable[tuple[int, range]]:

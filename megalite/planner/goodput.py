@@ -21,6 +21,8 @@ import math
 from dataclasses import dataclass
 
 DAY = 86400.0
+NO_PROGRESS = 0.0005
+"""Goodput that counts as none."""
 _STEPS = 60
 _SHORT = 1e-10
 """Share of the time between failures below which a save is so short that Young's interval has five right digits."""
@@ -69,6 +71,33 @@ class Failures:
             if self.save > 0
             else math.exp(-self.restart * self.rate)
         )
+
+
+@dataclass(frozen=True)
+class Length:
+    """Length of a training.
+
+    Attributes:
+        tokens: tokens of the training; None: not given.
+        speed: tokens per second of the whole run.
+        failures: None: not given.
+    """
+
+    tokens: float | None
+    speed: float
+    failures: Failures | None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Numbers that are known: `days`, `goodput` unless it is next to none, and the `days_with_failures`."""
+        found, failures = {}, self.failures
+        if self.tokens is not None:
+            found["days"] = days(self.tokens, self.speed)
+        if failures is not None and failures.best >= NO_PROGRESS:
+            found["goodput"] = failures.best
+            if self.tokens is not None and failures.rate > 0 and failures.save > 0:
+                found["days_with_failures"] = days(self.tokens, self.speed * failures.best)
+        return found
 
 
 def days(tokens: float, tokens_per_second: float) -> float:

@@ -65,6 +65,13 @@ class Element:
         )
 
 
+def tied_elements(config: RunConfig) -> int:
+    """Return the elements that a tensor-parallel rank has of a weight that is both embedding and output layer."""
+    tensor = config.parallel.tensor_model_parallel_size
+    tied = not config.model.untie_embeddings_and_output_weights
+    return config.model.padded_vocab_size(tensor) // tensor * config.model.hidden_size if tied else 0
+
+
 def in_flight(order: Sequence[Action]) -> Flights:
     """Return the moments of a rank's order with the most micro-batches in flight."""
     counts = [0] * (1 + max(action.chunk for action in order))
@@ -119,10 +126,7 @@ def _parts_of(stage: StageLayers, parts: Parts) -> list[PartRecord]:
 def _shared_elements(config: RunConfig, chunks: Sequence[StageLayers]) -> int:
     """Return the elements of a weight that is both embedding and output layer of a rank with these stages."""
     both = any(chunk.embedding for chunk in chunks) and any(chunk.loss for chunk in chunks)
-    if config.model.untie_embeddings_and_output_weights or not both:
-        return 0
-    tensor = config.parallel.tensor_model_parallel_size
-    return config.model.padded_vocab_size(tensor) // tensor * config.model.hidden_size
+    return tied_elements(config) if both else 0
 
 
 def _counted_twice(config: RunConfig, world_size: int, element: Element, shared: int) -> _State:

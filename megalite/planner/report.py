@@ -5,14 +5,19 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from megalite.planner.cost import Cost
+from megalite.planner.goodput import Length
 from megalite.planner.memory import RankMemory
 from megalite.planner.neighbours import Neighbour
-from megalite.planner.plan import GIB, Plan
+from megalite.planner.plan import GIB, Plan, Planner
+from megalite.planner.savings import savings
 from megalite.planner.search import Found
+
+if TYPE_CHECKING:
+    from megalite.planner.scaling import Size
 
 ENTRIES = {
     "products": "matrix products",
@@ -39,6 +44,18 @@ MEMORY = {
 _PRECISIONS = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64"}
 _BAR = 48
 _MARKS = "#=+*-."
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a search, with the commands that start the best plan, and the lines about its length."""
+
+    found: Found
+    starts: Sequence[str]
+    notes: Sequence[str]
+    length: Length
+    neighbours: Sequence[Neighbour]
+    sizes: Sequence[Size]
 
 
 def row(plan: Plan) -> dict[str, str | int | float]:
@@ -130,6 +147,68 @@ def neighbour_lines(plan: Plan, neighbours: Iterable[Neighbour]) -> Iterator[str
         words = "" if other.missing == 0 else f"does not fit: {other.too_large}"
         rows.append((f"{each.change}", f"{other.step.seconds:.3f} s", f"{change:+.1%}", memory, words))
     yield from lines_of(("change", "step", "time", "memory", ""), rows)
+
+
+def explained(plan: Plan, others: Sequence[Neighbour]) -> Iterator[str]:
+    """Yield where the time and the memory of a plan go, and what each change would buy."""
+    yield ""
+    yield f"a step of {plan.step.seconds:.3f} s ({plan.step.mfu:.1%} of the peak):"
+    yield from time_lines(plan.step.cost)
+    yield ""
+    yield from memory_lines(plan)
+    yield ""
+    yield from neighbour_lines(plan, others)
+
+
+def length_lines(length: Length, tokens: str | None, step: float) -> Iterator[str]:
+    """Yield the days of a training of so many `tokens`, and what failures take of them. `step`: seconds of a step."""
+    figures, failures = length.figures, length.failures
+    if "days" in figures:
+        yield f"{tokens} tokens take {figures['days']:,.1f} days at {length.speed:,.0f} tokens per second"
+    if failures is None:
+        return
+    hourly = failures.rate * 3600
+    if "goodput" not in figures:
+        yield f"a failure every {3600 / hourly:,.1f} seconds: the run makes no progress"
+    elif failures.rate == 0 or failures.save == 0:
+        yield f"goodput {failures.best:.1%}"
+    else:
+        yield (
+            f"a failure every {1 / hourly:,.1f} hours: goodput is {failures.best:.1%} with a checkpoint "
+            f"every {failures.interval / 60:.1f} minutes (--save-interval {max(round(failures.interval / step), 1)})"
+        )
+    if "days_with_failures" in figures:
+        yield f"with failures {figures['days_with_failures']:,.1f} days"
+
+
+def missing(planner: Planner, found: Found) -> str:
+    """Return what is missing if nothing fits, and what would save it."""
+    nearest, gpus = found.nearest(planner), f"{planner.gpus:,} x {planner.cluster.gpu.name}"
+    if nearest is None:
+        return f"no layout fits {gpus}"
+    size = f"{nearest.missing / GIB:.1f} GiB are missing ({nearest.layout}: {nearest.too_large})"
+    return "\n".join([f"no layout fits {gpus}: {size}", *(f"  {line}" for line in savings(planner, nearest))])
+
+
+def everything(results: Results) -> dict[str, Any]:
+    """Return all that is printed, as numbers and texts."""
+    return {
+        "plans": list(map(as_json, results.found.plans)),
+        "compared": results.found.counts["possible"],
+        "misfits": misfits_as_json(results.found),
+        "neighbours": list(map(neighbour_as_json, results.neighbours)),
+        "scaling": [
+            {
+                "gpus": each.gpus,
+                "seconds_same_batch": None if each.same is None else each.same.total,
+                "seconds_grown_batch": each.grown.total,
+            }
+            for each in results.sizes
+        ],
+        **results.length.figures,
+        "notes": list(results.notes),
+        "commands": list(results.starts),
+    }
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.planner.cost import Cost, Prices
 from megalite.planner.data_parallel import DataParallel, Exchange
+from megalite.planner.memory import tied_elements
 from megalite.planner.parts import Parts
 from megalite.planner.records import PartRecord
 from megalite.training.builder import model_dtype
@@ -172,11 +173,7 @@ class Step:
 
     def _without_tied(self, head: PartRecord) -> PartRecord:
         """Return the head for a stage that has the embedding too: a weight of both is exchanged and updated once."""
-        model, tensor = self.config.model, self.config.parallel.tensor_model_parallel_size
-        if model.untie_embeddings_and_output_weights:
-            return head
-        tied = model.padded_vocab_size(tensor) // tensor * model.hidden_size
-        parameters = max(head.parameters - tied, 0)
+        parameters = max(head.parameters - tied_elements(self.config), 0)
         update = replace(head.update, bytes=head.update.bytes * parameters // max(head.parameters, 1))
         return replace(head, parameters=parameters, update=update)
 

@@ -31,6 +31,7 @@ from megalite.model.head import LossConfig
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
+from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -279,8 +280,8 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
     aligned = parallel.align_grad_reduce and why_nothing_is_aligned(stages.chunks, parallel) is None
     bucket_size = parallel.ddp_bucket_size
     if bucket_size is None and parallel.overlap_grad_reduce:
-        # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
-        bucket_size = max(40_000_000, 1_000_000 * mesh.size("dp", "cp"))
+        # Without overlap, several buckets have no advantage over one.
+        bucket_size = default_bucket_size(mesh.size("dp", "cp"))
     dtype = gradient_dtype(config)
     return DataParallel(
         gradient_dtype=dtype,

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
-from megalite.translation.deepspeed import by_key, tables
+from megalite.translation.keys import by_key, tables
 from megalite.translation.report import Report
 
 STRATEGIES = {

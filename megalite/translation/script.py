@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from megalite.errors import ConfigurationError
-from megalite.translation.shell import Command, Script, Unknown
+from megalite.translation.shell import Command, Script
+from megalite.translation.shell_expansion import Unknown
 
 _LAUNCHERS = {
     *("torchrun", "python", "srun", "sbatch", "deepspeed", "accelerate", "mpirun", "mpiexec", "ft_launcher"),
@@ -86,9 +87,12 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         raise ConfigurationError("its commands are nested too deeply to follow") from None
     found = [(command, at) for command in script.commands if (at := _program_at(command)) is not None]
     if not found:
+        reasons = script.notes[:1]
+        if script.leaving:
+            reasons.append(f"line {script.leaving[1]} ends the script: is an argument missing, as in --set 1=VALUE?")
         raise ConfigurationError(
             f"no command of its {len(script.commands)} starts a training program: expected a line such as "
-            "torchrun pretrain_gpt.py --num-layers 24 ..." + "".join(f"; {note}" for note in script.notes[:1])
+            "torchrun pretrain_gpt.py --num-layers 24 ..." + "".join(f"; {reason}" for reason in reasons)
         )
     found.sort(key=lambda each: -_likeness(*each))
     (command, at), *others = found

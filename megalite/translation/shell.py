@@ -1,59 +1,28 @@
-"""Reading of shell scripts: which commands a script would run, with which words. Nothing is run or evaluated.
-
-What only a shell, or this machine, could tell (the output of a command, a variable that nothing sets, a condition on
-files) becomes an `Unknown`. It stays within the words that it reaches, as a number between two marks.
-"""
+"""Reading of shell scripts: which commands a script would run, with which words. Nothing is run or evaluated."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from glob import escape
+from itertools import zip_longest
 from pathlib import PurePath
-from typing import Any
 
 from megalite.errors import ConfigurationError
-from megalite.small_files import MIB
-from megalite.translation.shell_syntax import PLACEHOLDER, Node, parse, visible
+from megalite.translation.shell_expansion import LARGEST, Expansion
+from megalite.translation.shell_syntax import Node, parse, visible
 
-LARGEST = MIB // 4
-"""Largest size of a script, and of a value in it, in characters."""
-_MOST_WORK = 4 * MIB
-"""Limit for the number of characters that all expansions of a script give together."""
 _MOST_STEPS, _MOST_CALLS, _MOST_TOKENS = 20_000, 20, 200
-_MARK = re.compile("\ue000(\\d+)\ue001")
-_PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
-_BRACES = re.compile(r"\{([^{}\s]*)\}")
 _SUCCEED = ("cd", "mkdir", "echo", "set", "module", "date", "pushd", "popd", "printf", ":", "true", "shift", "ulimit")
 _CHANGING = ("read", "mapfile", "readarray", "getopts", "let")
-_SHELL = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
 _BODIES = ("word", "compound_statement", "subshell", "test_command", "if_statement")
 _QUOTE = re.compile(r"['\"\\]")
-_EXPANDS = re.compile(r"\$[A-Za-z_]\w*|\$\{[^}]*\}|\$\((?!\().*\)|`.*`", re.ASCII)
-_NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
 _OF_NO_RUN = re.compile(
     r"(.*/)?(activate|\.?bashrc|\.?(bash_)?profile|(conda|setvars|modules?)\.sh)|/etc/.*", re.DOTALL
 )
 """Files that scripts source for their programs, and not for settings of a run."""
-
-
-@dataclass
-class Unknown:
-    """Value that only a shell can tell: its text in the script, and the variable that could be given for it.
-
-    Attributes:
-        expands: whether any shell would expand the text, since it is whole and needs nothing that the script sets.
-    """
-
-    text: str
-    line: int
-    name: str | None = None
-    unset: bool = False
-    expands: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,29 +41,27 @@ class Command:
     before: tuple[str, ...] = ()
 
 
-class Script:
+class Script(Expansion):
     """State of a script that is read.
 
     Attributes:
         commands: all commands, in order.
         headers: words of its `#SBATCH` lines.
-        notes: lines about what was assumed.
+        leaving: the `return` or `exit` that ends what is followed, and its line; in the end, what has ended the script.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__(variables)
         self.commands: list[Command] = []
         self.headers: list[str] = []
-        self.notes: list[str] = []
-        self._given = dict(variables)
-        self._variables: dict[str, str | list[str]] = dict(variables)
         self._exported: set[str] = set()
         self._functions: dict[str, Node] = {}
         self._locals: list[set[str]] = []
-        self._unknowns: list[Unknown] = []
         self._before: tuple[str, ...] = ()
-        self._uncertain: int | None = None
-        self._shifted, self._sourced = 0, False
-        self._steps, self._work, self._calls = 0, 0, 0
+        self.leaving: tuple[str, int] | None = None
+        self._status: bool | None = True
+        self._left: int | None = None  # line of a return of which only a shell can tell whether it ends the function
+        self._steps, self._calls = 0, 0
 
     def read(self, text: str, line: int | None = None) -> None:
         """Follow the commands of a text.
@@ -110,52 +77,63 @@ class Script:
         self.headers += [w for header in re.findall(r"^#SBATCH\s(.*)", text, re.MULTILINE) for w in header.split()]
         self._run(parse(text, line).parts)
 
-    def unknowns(self, text: str) -> list[Unknown]:
-        """Return what is not known in a word."""
-        return [self._unknowns[int(number)] for number in _MARK.findall(text)]
-
-    def shown(self, text: str) -> str:
-        """Return a word with the script's own text in place of what is not known."""
-        return _MARK.sub(lambda found: self._unknowns[int(found[1])].text, text)
-
-    def for_a_shell(self, text: str) -> str:
-        """Return a word with what a shell is to expand between two marks."""
-        return _MARK.sub(lambda found: f"\ue000{self._unknowns[int(found[1])].text}\ue001", text)
-
-    def _unknown(self, text: str, line: int, name: str | None = None, *, unset: bool = False) -> str:
-        whole = visible(self.shown(text))
-        short = " ".join(whole.split())[:80]
-        names = _NAME.findall(re.sub("'[^']*'", "", whole))
-        known = any(not each.isidentifier() or each in self._variables for each in names)
-        expands = short == whole and _EXPANDS.fullmatch(whole) is not None and not known and not _MARK.search(text)
-        self._unknowns.append(Unknown(short, line, name, unset, expands))
-        return f"\ue000{len(self._unknowns) - 1}\ue001"
-
     # ------------------------------------------------------------------------------------------------ commands
 
     def _run(self, nodes: Sequence[Node]) -> bool | None:
         """Follow commands. Returns whether the last one succeeds; None: only a shell can tell."""
         status: bool | None = True
-        for node in nodes:
-            if (run := getattr(self, f"_run_{node.kind}", None)) is not None:
+        for node, behind in zip_longest(nodes, nodes[1:]):
+            run = None if self.leaving else getattr(self, f"_run_{node.kind}", None)
+            if run is not None:
                 self._steps += 1
                 if self._steps > _MOST_STEPS:
                     raise ConfigurationError(f"the script runs more than {_MOST_STEPS:,} commands: too many to follow")
-                status = run(node)
+                in_background = behind is not None and behind.kind == "&"
+                status = self._status = (self._run_apart(node) or True) if in_background else run(node)
         return status
 
     @contextmanager
     def _depending_on(self, line: int | None) -> Iterator[None]:
-        """Treat what is assigned in the block as unknown if a condition in this line cannot be decided."""
+        """Treat what is assigned in the block as unknown if a condition in this line cannot be decided.
+
+        So is what follows in the function if the block returns. What follows an exit runs only if there was none.
+        """
         before = self._uncertain
         self._uncertain = line if before is None else before
         yield
-        self._uncertain = before
+        if line is not None and self.leaving:
+            self._left = self._uncertain if self.leaving[0] == "return" else self._left
+            self.leaving = None
+        self._uncertain = self._left if before is None else before
+
+    @contextmanager
+    def _ended_by(self, *ways: str) -> Iterator[None]:
+        """Let these ways to leave the block end nothing else."""
+        kept = self._uncertain, self._left
+        self._left = None
+        yield
+        self._uncertain, self._left = kept
+        self.leaving = None if self.leaving and self.leaving[0] in ways else self.leaving
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Let the block leave this shell as it is."""
+        kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
+        self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
+        self._locals = [set(each) for each in kept[3]]
+        with self._ended_by("return", "exit"):
+            yield
+        self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
+
+    def _run_whole(self, nodes: Sequence[Node]) -> bool | None:
+        """Follow the commands of a block that a return may end. Returns whether it succeeds."""
+        status = self._run(nodes)
+        return status if self._left is None else None
 
     def _run_all(self, node: Node) -> bool | None:
         return self._run(node.parts)
 
-    _run_program = _run_pipeline = _run_do_group = _run_heredoc_redirect = _run_variable_assignments = _run_all
+    _run_program = _run_do_group = _run_heredoc_redirect = _run_variable_assignments = _run_all
 
     def _run_compound_statement(self, node: Node) -> bool | None:
         if node.parts[0].kind == "{":
@@ -163,11 +141,17 @@ class Script:
         self._change(node.text, node.line)
         return None
 
+    def _run_apart(self, *nodes: Node) -> bool | None:
+        with self._apart():
+            return self._run_whole(nodes)
+
     def _run_subshell(self, node: Node) -> bool | None:
-        outer = dict(self._variables)
-        status = self._run(node.parts)
-        self._variables = outer
-        return status
+        return self._run_apart(*node.parts)
+
+    def _run_pipeline(self, node: Node) -> bool | None:
+        parts = [part for part in node.parts if part.kind[0] != "|"]
+        # A list is no part of it: tree-sitter takes `a | b |& c && d` so.
+        return [self._run([part]) if part.kind == "list" else self._run_apart(part) for part in parts][-1]
 
     def _run_list(self, node: Node) -> bool | None:
         left, joint, *_, right = node.parts
@@ -186,7 +170,8 @@ class Script:
         decided = True
         for branch in [node, *(part for part in node.parts if part.kind in ("elif_clause", "else_clause"))]:
             then = [part.kind for part in branch.parts].index("then") if branch.kind != "else_clause" else 0
-            holds = self._run(branch.parts[1:then]) if then else True
+            with self._depending_on(None if decided else node.line):
+                holds = self._run(branch.parts[1:then]) if then else True
             if holds is False:
                 continue
             decided = decided and holds is True
@@ -302,6 +287,8 @@ class Script:
             return self._test(words[1:], pattern=False)
         elif name == "false":
             return False
+        elif name in ("return", "exit"):
+            return self._leave(name, "".join(fields[1:2]), line)
         elif name == "shift":
             self._shifted += int(fields[1]) if fields[1:] and fields[1].isdecimal() and len(fields[1]) < 4 else 1
         elif name in (".", "source"):
@@ -315,13 +302,25 @@ class Script:
             self._record(fields, own, documents, line)
         return True if name in _SUCCEED else None
 
+    def _leave(self, name: str, code: str, line: int) -> bool | None:
+        """Follow a return or an exit. An exit that fails is taken as not reached, since nothing trains behind it."""
+        status = None if code else self._status
+        if re.fullmatch(r"\d{1,3}", code, re.ASCII):
+            status = int(code) == 0
+        if name == "exit" and status is False:
+            self.notes += [f"line {line}: exit is taken as not reached, since it fails"] * (self._uncertain is None)
+        elif name == "exit" or self._locals:
+            self.leaving = name, line
+        return status
+
     def _call(self, body: Node, arguments: Sequence[str]) -> bool | None:
         outer, shifted, self._shifted = dict(self._variables), self._shifted, 0
         self._variables = {name: value for name, value in outer.items() if not name.isdecimal()}
         self._variables |= {str(number): value for number, value in enumerate(arguments, 1)}
         self._calls += 1
         self._locals.append(set())
-        status = self._run([body])
+        with self._ended_by("return"):
+            status = self._run_whole([body])
         own = self._locals.pop() | {name for name in {*self._variables, *outer} if name.isdecimal()}
         self._calls -= 1
         after = {name: value for name, value in self._variables.items() if name not in own}
@@ -351,10 +350,9 @@ class Script:
 
     def _inner(self, text: str, environment: Mapping[str, str], before: tuple[str, ...], line: int) -> None:
         """Follow the script of another shell, which has the exported variables alone."""
-        kept = self._variables, self._before, self._shifted
-        self._variables, self._before = {**environment, **self._given}, (*self._before, *before)
-        self._within(text, line)
-        self._variables, self._before, self._shifted = kept
+        with self._apart():
+            self._variables, self._before = {**environment, **self._given}, (*self._before, *before)
+            self._within(text, line)
 
     def _within(self, text: str, line: int) -> None:
         """Follow a text that is a word of this script."""
@@ -384,209 +382,6 @@ class Script:
                 self._assign(name, text if isinstance(before, str) else [text, *before[1:]], node.line)
             return {name: text}
         return {}
-
-    def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
-        if name in self._given:
-            return
-        if name == "IFS":
-            self.notes.append(f"line {line}: IFS is not followed; words are divided at white space")
-        if self._uncertain is not None:
-            text = f"${name}, which depends on line {self._uncertain}"
-            unknown = self._unknown(text, line, name)
-            value = [unknown] if isinstance(value, list) else unknown
-        if append and isinstance(value, list):
-            before = self._variables.get(name, [])
-            value = [*(before if isinstance(before, list) else [before]), *value]
-        if isinstance(value, str):
-            whole = _MARK.fullmatch(value) is not None
-            for each in self.unknowns(value):  # it can be given by this name, too
-                if (each.name is None and "--" not in value) or (each.unset and whole):
-                    each.name = name
-        self._variables[name] = value
-        self._charge(value)
-
-    def _charge(self, value: str | Sequence[str]) -> None:
-        size = len(value) if isinstance(value, str) else sum(len(each) + 1 for each in value)
-        self._work += size
-        if size > LARGEST or self._work > _MOST_WORK:
-            raise ConfigurationError("the values of the script's variables are too large to follow")
-
-    # ------------------------------------------------------------------------------------------------ expansion
-
-    def _text(self, node: Node, *, quoted: bool = False) -> str:
-        """Return what a word becomes that is not divided."""
-        return "".join(" ".join(values) for values, _ in self._pieces(node, quoted))
-
-    def _pattern(self, node: Node) -> str:
-        """Return what a word becomes as a pattern, where nothing in quotes has a meaning."""
-        if node.kind == "concatenation":
-            return "".join(map(self._pattern, node.parts))
-        return escape(self._text(node)) if node.kind in ("string", "raw_string") else self._text(node)
-
-    def _fields(self, node: Node) -> list[str]:
-        """Return the words that a word becomes when its variables are replaced."""
-        fields, current = list[str](), None
-        for values, whole in self._pieces(node, False):
-            if whole and len(values) == 1:
-                current = (current or "") + values[0]
-                continue
-            pieces, text = values, ""
-            if not whole:
-                text = "\0".join(values)  # the elements of an array stay apart
-                pieces = [each for value in text.split("\0") for each in value.split()]
-                if text[:1].isspace() and current is not None:
-                    fields.append(current)
-                    current = None
-            if pieces:
-                fields += [(current or "") + pieces[0], *pieces[1:]]
-                current = fields.pop()
-                if text[-1:].isspace():
-                    fields.append(current)
-                    current = None
-        if current is not None:
-            fields.append(current)
-        self._charge(fields)
-        return fields
-
-    def _pieces(self, node: Node, quoted: bool) -> Iterator[tuple[list[str], bool]]:
-        """Yield what the parts of a word become, one text or several for an array, and whether each stays whole."""
-        if not quoted and node.kind in ("word", "concatenation", "brace_expression"):
-            bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", node.text)
-            if any("," in each or ".." in each for each in _BRACES.findall(bare)):
-                yield [self._unknown(node.text, node.line)], True
-                return
-        if node.kind in ("simple_expansion", "expansion"):
-            yield self._parameter(node, quoted), quoted
-        elif node.kind == "arithmetic_expansion":
-            yield [self._arithmetic(node.text, node.parts[1:-1], node.line)], quoted
-        elif node.kind in _SHELL:
-            yield [self._unknown(node.text, node.line)], True
-        elif node.kind == "raw_string" and not quoted:
-            yield [self._plain(node.text[1:-1], None, node.line)], True
-        elif node.kind == "string":
-            yield [""], True
-            for part in node.parts[1:-1]:
-                yield from self._pieces(part, True)
-        elif node.parts:
-            for part in node.parts:
-                yield from self._pieces(part, quoted)
-        else:
-            text = node.text
-            if not quoted and re.match("~(/|$)", text) and node.source[node.begin - 1 : node.begin] in b" \t\n=(":
-                yield [str(self._look_up("HOME") or self._unset("HOME", node.line))], True
-                text = text[1:]
-            yield [self._plain(text, quoted, node.line)], True
-
-    def _plain(self, text: str, quoted: bool | None, line: int) -> str:
-        """Return a text without its backslashes, and with unknown values for its placeholders."""
-        if quoted is not None:
-            letters = '[$`"\\\\\n]' if quoted else "."
-            text = re.sub(rf"\\({letters})", lambda found: found[1].strip("\n"), text, flags=re.DOTALL)
-
-        def replaced(found: re.Match[str]) -> str:
-            name = visible(found[0])
-            return name if quoted is not False and " " not in name else self._unknown(name, line)
-
-        return PLACEHOLDER.sub(replaced, text)
-
-    def _parameter(self, node: Node, quoted: bool) -> list[str]:
-        line, text = node.line, node.text
-        found = _PARAMETER.fullmatch(text[2:-1] if text.startswith("${") else text[1:])
-        if found is None:
-            return [self._unknown(node.text, line)]
-        length, name, index, operator = found.groups()[:4]
-        value = self._look_up(name)
-        if length:
-            if isinstance(value, list) and index in ("@", "*"):
-                return [str(len(value)) if not any(map(self.unknowns, value)) else self._unknown(node.text, line)]
-            plain = isinstance(value, str) and not self.unknowns(value)
-            return [str(len(value or "")) if plain else self._unknown(node.text, line)]
-        if index in ("@", "*") and isinstance(value, str) and name in self._given:
-            value = value.split()
-        if isinstance(value, list) and name not in "@*":
-            value = value if index in ("@", "*") else self._element(value, index or "0", node)
-        elif index not in (None, "@", "*", "0"):
-            return [self._unknown(node.text, line)]
-        if operator is not None:
-            if value is None and self._sourced:
-                return [self._unset(name, line)]
-            empty = value is None or (operator.startswith(":") and value in ("", [], [""]))
-            if operator[-1] == "+" and empty:
-                value = ""
-            elif operator[-1] == "+" or (empty and operator[-1] in "-="):
-                at = [part.kind for part in node.parts].index(operator)
-                value = "".join(self._text(part, quoted=quoted) for part in node.parts[at + 1 : -1])
-                if operator[-1] == "=":
-                    self._assign(name, value, line)
-            elif empty:
-                value = None
-        if value is None:
-            return [self._unset(name, line)]
-        if isinstance(value, str):
-            return [value]
-        joined = index == "*" or name == "*"
-        return [" ".join(value)] if joined and quoted else value
-
-    def _unset(self, name: str, line: int) -> str:
-        known = name if name[0].isalnum() or name[0] == "_" else None
-        return self._unknown(f"${name}", line, known, unset=not self._sourced)
-
-    def _look_up(self, name: str) -> str | list[str] | None:
-        """Return the value of a variable, or of an argument of the script; None if it is not set."""
-        if name == "0":
-            return "script"
-        if name.isdecimal():
-            return self._variables.get(str(int(name[:6]) + self._shifted))
-        if name in ("@", "*", "#"):
-            numbers = sorted(int(each) for each in self._variables if each.isdecimal())
-            values = [str(self._variables[str(number)]) for number in numbers if number > self._shifted]
-            return str(len(values)) if name == "#" else values
-        return self._variables.get(name)
-
-    def _element(self, values: list[str], index: str, node: Node) -> str | None:
-        if not index.isdecimal():
-            subscript = next(part for part in node.parts if part.kind == "subscript")
-            index = self._arithmetic(index, subscript.parts[2:-1], node.line)
-        if any(map(self.unknowns, values)) or not index.isdecimal() or len(index) > 6:
-            return self._unknown(node.text, node.line)
-        return values[int(index)] if int(index) < len(values) else None
-
-    def _arithmetic(self, text: str, nodes: Sequence[Node], line: int) -> str:
-        """Return the value of an arithmetic expression of whole numbers."""
-        expanded = " ".join(" ".join(values) for node in nodes for values, _ in self._pieces(node, True))
-        plain = re.fullmatch(r"[\w\s()+*/%-]{1,200}", expanded, re.ASCII)
-        if plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
-            with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ArithmeticError):
-                tree = ast.parse(expanded.strip().replace("/", "//"), mode="eval")
-                value = self._number(tree.body)
-                if -(2**63) <= value < 2**63:
-                    return str(value)
-        return self._unknown(text, line)
-
-    def _number(self, node: Any) -> int:
-        """Return the value of a node of an expression, as shells calculate it. Raises ValueError for anything else."""
-        match node:
-            case ast.Constant(value=value) if type(value) is int:
-                return value
-            case ast.Name(id=name) if re.fullmatch(r"-?(0|[1-9]\d{0,17})", str(self._variables.get(name, ""))):
-                return int(str(self._variables[name]))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self._number(operand)
-            case ast.BinOp(left=left, op=operator, right=right):
-                a, b = self._number(left), self._number(right)
-                if max(abs(a), abs(b)) < 2**63:
-                    match operator:
-                        case ast.Add():
-                            return a + b
-                        case ast.Sub():
-                            return a - b
-                        case ast.Mult():
-                            return a * b
-                        case ast.FloorDiv():  # shells round towards zero
-                            return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-                        case ast.Mod():
-                            return abs(a) % abs(b) * (-1 if a < 0 else 1)
-        raise ValueError
 
     # ------------------------------------------------------------------------------------------------ conditions
 
@@ -627,16 +422,6 @@ class Script:
                 a, b = map(int, numbers)
                 return {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[relation[1:]]
         return None
-
-    def _known(self, word: Node) -> str | None:
-        """Return the text of a word in a condition, where variables that nothing sets are empty; None if unknown."""
-        text = self._text(word)
-        for unknown in self.unknowns(text):
-            if not unknown.unset:
-                return None
-            note = f"line {word.line}: {unknown.text} is not set, and taken as empty in the condition"
-            self.notes += [note] if note not in self.notes else []
-        return _MARK.sub("", text)
 
 
 def _operands(nodes: Sequence[Node]) -> Iterator[Node]:

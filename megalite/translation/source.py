@@ -16,7 +16,7 @@ from megalite.small_files import parse_json, read_small_file, reason, shown
 from megalite.translation import deepspeed, fsdp, torchtitan
 from megalite.translation.report import Report
 from megalite.translation.script import TORCHTITAN, Launch, read_script
-from megalite.translation.shell import LARGEST
+from megalite.translation.shell_expansion import LARGEST
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 _KEPT_ENVIRONMENT = re.compile(

@@ -12,7 +12,7 @@ from megalite.config.command_line import flag_groups
 from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
 from megalite.small_files import WHOLE_NUMBERS, read_small_file, reason, shown
-from megalite.translation.deepspeed import (
+from megalite.translation.keys import (
     add_number,
     add_others,
     as_count,

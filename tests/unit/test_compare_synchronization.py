@@ -18,11 +18,11 @@ from megalite.commands.compare_synchronization import (
     read_curve,
     resolved,
 )
+from megalite.comparison.synchronization import Curve, Link, compare, rows, table
+from megalite.comparison.synchronization_chart import chart
+from megalite.comparison.synchronization_methods import METHODS, PLAIN
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.planner.synchronization_chart import chart
-from megalite.planner.synchronization_comparison import Curve, Link, compare, rows, table
-from megalite.planner.synchronization_methods import METHODS, PLAIN
 
 LINK = Link(alpha=0.5, beta=0.01)
 CURVES = {PLAIN: Curve([4.0, 3.0, 2.0], [100, 100, 100], 1.0), "half": Curve([4.0, 3.5, 3.0], [10, 10, 10], 1.0)}

@@ -18,7 +18,7 @@ from megalite.config.parallel import ScheduleName
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.training import TrainingConfig
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.planner import growth
+from megalite.planner import scaling
 from megalite.planner.cluster import Cluster, find_cluster
 from megalite.planner.dry_run import OPTIMIZER, dry_run
 from megalite.planner.layouts import AXES, Layout, layouts
@@ -199,7 +199,7 @@ def test_a_change_of_a_layout_leaves_all_other_flags() -> None:
     overlapped = found["with overlap of DP messages"]
     assert overlapped.layout == plan.layout
     assert overlapped.step.cost.data < plan.step.cost.data
-    (size,) = growth.sizes(planner, plan, 4, 4)
+    (size,) = scaling.sizes(planner, plan, 4, 4)
     assert size.grown == plan.step.cost
 
 
@@ -287,23 +287,23 @@ def test_matrices_are_divided_among_data_parallel_ranks() -> None:
 
 def test_growing_batches_keep_the_efficiency_and_equal_ones_lose_it() -> None:
     planner = Planner(run_config(batch=16), CLUSTER, 2)
-    found = growth.sizes(planner, planner.plan(planner.config), 1, 32)
+    found = scaling.sizes(planner, planner.plan(planner.config), 1, 32)
     assert [each.gpus for each in found] == [1, 2, 4, 8, 16, 32]
     assert found[-1].same is None
     assert found[3].same is not None
     assert found[0].same is not None
     assert found[3].same.total > found[0].same.total / 8
     assert found[3].grown.total < 1.5 * found[0].grown.total
-    text = "\n".join(growth.lines(found))
+    text = "\n".join(scaling.lines(found))
     assert "Amdahl's serial fraction" in text
     assert "too small" in text
     with pytest.raises(ConfigurationError, match=r"--scaling 3\.\.3"):
-        growth.sizes(planner, planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2))), 3, 3)
+        scaling.sizes(planner, planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2))), 3, 3)
 
 
 def test_the_serial_fraction_is_amdahls() -> None:
     times = [(count, 10 * (0.1 + 0.9 * 8 / count)) for count in (8, 16, 64)]
-    assert growth.serial_fraction(times) == pytest.approx(0.1)
+    assert scaling.serial_fraction(times) == pytest.approx(0.1)
 
 
 def test_stages_are_balanced_by_cost() -> None:

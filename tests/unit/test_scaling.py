@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.commands.scaling import Arguments, check, configuration, median_of, message, predictions, with_batch
+from megalite.commands.scaling import Arguments, check, configuration, median_of, predictions, with_batch
+from megalite.comparison.runs import message
+from megalite.comparison.scaling import Run, compare, table
+from megalite.comparison.scaling_chart import chart
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.planner.scaling import Run, compare, table
-from megalite.planner.scaling_chart import chart
 
 STRONG = [Run(1, 8, 1.0), Run(2, 8, 0.625), Run(4, 8, 0.25)]
 WEAK = [Run(2, 8, 1.0), Run(4, 16, 1.25)]

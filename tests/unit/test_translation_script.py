@@ -227,7 +227,89 @@ def test_what_is_no_launch_script_is_refused(text: str, message: str) -> None:
         read_script(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("A=1\nf() { [ -f x ] && return; A=2; }\nf", 2),
+        ("A=1\nf() { if [ -f x ]; then return; fi; A=2; }\nf", 2),
+        ("A=1\nf() { if [ -f x ]; then if [ 1 = 1 ]; then return; fi; fi; A=2; }\nf", 2),
+        ("A=1\nf() { for x in 1; do if [ -f x ]; then return; fi; done; A=2; }\nf", 2),
+        ("A=1\nf() { case $(x) in x) return ;; esac; A=2; }\nf", 2),
+        ("A=1\nf() { [ -f x ] && return; }\nf && A=2", 3),
+        ("A=1\nf() { ([ -f x ] && return 1; true); }\nf && A=2", 3),
+        ("A=1\nf() { A=2; }\nif [ -f x ]; then :; elif f; then :; fi", 3),
+        ("A=1\n[ -f x ] && A=2 | cat\n[ -d y ] && A=3", 3),
+    ],
+)
+def test_what_follows_a_return_that_only_a_shell_can_decide_depends_on_it(text: str, line: int) -> None:
+    (problem,) = read_script(text + TRAIN + "--seed $A").problems
+    assert f"--seed needs $A, which depends on line {line}: give" in problem
+
+
+def test_what_follows_an_exit_that_only_a_shell_can_decide_runs_only_without_it() -> None:
+    launch = read_script(
+        '[ -f x ] || exit 1\nif [ -f y ]; then exit; fi\ncd z || { echo "no"; exit 1; }\nA=3' + TRAIN + "--seed $A"
+    )
+    assert (launch.argv[-1], launch.problems) == ("3", ())
+
+
+def test_a_script_that_ends_before_it_trains_says_where() -> None:
+    guard = 'A=1\nif [ $# -lt 1 ]; then echo "usage: $0 FILE"; exit{}; fi' + TRAIN + "--save $1"
+    with pytest.raises(
+        ConfigurationError, match="; line 2 ends the script: is an argument missing, as in --set 1=VALUE"
+    ):
+        read_script(guard.format(""))
+    assert argv(guard.format(""), **{"1": "x"}) == ["--save", "x"]
+    launch = read_script(guard.format(" 1"))  # nothing trains after it, so that it was not meant
+    assert launch.notes == ("line 2: exit is taken as not reached, since it fails",)
+    assert launch.problems == ("line 3: --save needs $1, which the script does not set: give --set 1=VALUE",)
+
+
 # ---------------------------------------------------------------------------------------------------- against bash
+
+SIZES = 'f() { if [ "$1" = small ]; then A=2; return; fi; A=32; }'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{SIZES}\nf small",
+        f"{SIZES}\nf large",
+        f"{SIZES}\nf small && A=$A$A",
+        "f() { [ $1 = a ] && return 1; A=3; }\nf a || A=4",
+        "f() { [ $1 = a ] || return 1; A=3; }\nf a || A=4",
+        "f() { return 0; A=3; }\nf && A=4",
+        "f() { case $1 in a) A=1; return ;; *) A=2 ;; esac; A=3; }\nf a",
+        "f() { { A=1; return; }; A=2; }\nf",
+        "f() { g; A=$A; A=4$A; }\ng() { A=3; return; A=2; }\nf",
+        "f() { local A=1; (return; A=2); B=$A; }\nf; A=$B",
+        "f() (A=1; B=2)\nf",
+        "A=2; (exit; A=3); A=$A$A",
+        "A=2; exit 3 | cat; A=$A$A",
+        "f() { A=$(( $1 + 1 )); exit; }\nA=2; (f 6); A=$A$A",
+        "A=1; A=2 | cat",
+        "A=1; echo x | { read y; A=2; }",
+        "A=1; echo x | A=2 | cat > /dev/null",
+        "A=1; { A=2; } &\nwait",
+        "A=1; [ 1 = 1 ] && A=2 & wait",
+        "f() { (shift); A=$1; }\nf 3 4",
+        "f() { shift | cat; A=$1; }\nf 3 4",
+        "g() { A=1; }; (g() { A=2; }); g",
+        "g() { A=1; }; g() { A=2; } & g",
+        "A=5; f() { local A=1; (A=3); B=$A; }; f; A=$A$B",
+        "f() { (local A=1); A=2; }; f",
+    ],
+)
+def test_functions_and_subshells_leave_what_bash_leaves(text: str) -> None:
+    text = f"A=0; B=0\n{text}"
+    bash = subprocess.run(["bash", "-c", f'{text}\nprintf "<%s>" "$A"'], capture_output=True, text=True, check=True)
+    launch = read_script(text + TRAIN + '--seed "$A"')
+    assert (f"<{launch.argv[-1]}>", launch.problems) == (bash.stdout.splitlines()[-1], ())
+
+
+def test_what_a_subshell_exports_is_exported_no_further() -> None:
+    assert read_script("A=1; (export A); export B=2 | cat; bash -c 'export C=3'" + TRAIN).environment == {}
+
 
 PLAIN = st.text("ab1-_./,:=+", min_size=1, max_size=5)
 WORDS = st.recursive(

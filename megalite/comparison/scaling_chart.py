@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from megalite.planner.scaling import Point
+from megalite.comparison.scaling import Point
 
 LEFT, TOP, SIDE, BOTTOM = 60.0, 56.0, 360.0, 48.0
 COLOURS = {"strong": "#1f5fae", "weak": "#d98a1f"}

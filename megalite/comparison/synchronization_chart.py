@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from megalite.planner.synchronization_comparison import Curve, Link
+from megalite.comparison.synchronization import Curve, Link
 
 LEFT, TOP, WIDTH, HEIGHT, GAP, LEGEND = 50.0, 40.0, 300.0, 300.0, 60.0, 150.0
 GREY = "#5f6770"
