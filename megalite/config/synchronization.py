@@ -10,7 +10,6 @@ from megalite.config.fields import (
     PositiveFloat,
     PositiveInt,
     Range,
-    Share,
     ShareAboveZero,
     ShareBelowOne,
 )
@@ -71,7 +70,7 @@ class SynchronizationConfig:
     """Parts of the network that diloco exchanges in turn, at different steps of a period (Streaming DiLoCo)."""
     local_update_delay: NonNegativeInt = 0
     """Steps that run while diloco's exchange is under way."""
-    local_update_mixing: Share = 0.0
+    local_update_mixing: ShareBelowOne = 0.0
     """Share of a replica's own weights that it keeps when an exchange ends."""
     outer_optimizer: Literal["sgd", "nesterov"] | None = None
     """Optimizer of the exchanged weights; unset: nesterov for diloco, else sgd."""

@@ -53,7 +53,7 @@ class Float16(Compressor):
     def restore(self, packed: Tensor, length: int, dtype: torch.dtype, key: int) -> Tensor:
         narrow, scales = self.views(packed, length)
         wide = in_blocks(narrow.to(torch.float32), BLOCK) * scales[..., None]
-        return wide.flatten(1)[:, :length].to(dtype)
+        return wide.flatten(1)[:, :length].to(dtype).contiguous()
 
 
 @dataclass(frozen=True)

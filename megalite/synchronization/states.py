@@ -23,10 +23,12 @@ from megalite.synchronization.low_rank import LowRankReduction
 _OF_GRADIENTS = BucketState("residual", "sum", whole=True, per_use=True, among="shards")
 _VELOCITY = BucketState("velocity", "sum", whole=True, per_use=True, among="shards")
 _OF_SUM = BucketState("residual_of_sum", None, whole=False, among="shards")
+_OF_SUM_IN_REPLICA = BucketState("residual_of_sum", "average", whole=False, among="shards")
 _OF_SITES = BucketState("residual_of_sites", "sum", whole=False, per_use=True, among="instances")
 _OF_REPLICAS = BucketState("residual_of_replicas", "sum", whole=False)
 _PACKERS = {_OF_GRADIENTS: ("gradients", "residual"), _VELOCITY: ("gradients", "velocity")} | {
     _OF_SUM: ("sum", "residual"),
+    _OF_SUM_IN_REPLICA: ("sum", "residual"),
     _OF_SITES: ("sites", "residual"),
 }
 """Packer of a reduction that has a state, and the state's name there."""
@@ -40,7 +42,7 @@ def bucket_states(config: SynchronizationConfig, zero_stage: int) -> Iterator[Bu
         if within == "dgc":
             yield _VELOCITY
         if zero_stage == 0 and within != "powersgd":
-            yield _OF_SUM
+            yield _OF_SUM_IN_REPLICA if config.has_replicas else _OF_SUM
     if config.has_replicas:
         yield from (BucketState(name, None, whole=False) for name in kept_names(config))
     if config.error_feedback and between != "none":

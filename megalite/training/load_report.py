@@ -23,6 +23,7 @@ _OTHERWISE = {
         recompute_modules recompute_method recompute_num_layers manual_gc manual_gc_interval
         manual_gc_eval moe_record_routing""",
     "optimizer": "optimizer_backend store_param_remainders",
+    "synchronization": "all_reduce_algorithm",
 }
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""

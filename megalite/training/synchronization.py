@@ -33,6 +33,23 @@ def part_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
     return PartMesh(mesh, 0, workers) if mesh.rank < workers else PartMesh(mesh, workers, servers)
 
 
+def exchange_notes(config: TaskConfig) -> tuple[str, ...]:
+    """Return a note if replicas learn something after the last exchange of the run, which no model has then."""
+    chosen, steps = config.synchronization, config.training.train_iters
+    if not chosen.has_replicas or steps is None:
+        return ()
+    period, fragments, delay = chosen.local_update_period, chosen.local_update_fragments, chosen.local_update_delay
+    local = steps - chosen.local_update_warmup_iters
+    lost = delay + max((local - delay - fragment * period // fragments) % period for fragment in range(fragments))
+    if not lost:
+        return ()
+    some = " of some fragments" if fragments > 1 else ""
+    return (
+        f"note: after the last exchange{some} the replicas learn for {lost} {'step' if lost == 1 else 'steps'} more, "
+        "which the weights at the end of the run (model/ in checkpoints) are without",
+    )
+
+
 def replica_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
     """Return the mesh of the ranks that have the same weights: of this rank's replica, or of all ranks.
 

@@ -41,7 +41,7 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.synchronization import make_local_update, register_states, replica_mesh
+from megalite.training.synchronization import exchange_notes, make_local_update, register_states, replica_mesh
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -436,4 +436,5 @@ class Trainer:
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        return (*rates, *self._load_notes, *saves, *profile, *self.task.notes())
+        exchanges = exchange_notes(self.config)
+        return (*rates, *self._load_notes, *saves, *profile, *exchanges, *self.task.notes())

@@ -100,6 +100,7 @@ def test_parts_are_packed_as_if_alone(name: str, length: int) -> None:
     together = method.pack(values, KEY)
     assert torch.equal(together, torch.cat([method.pack(part[None], KEY) for part in values]))
     restored = method.restore(together, length, torch.float32, KEY)
+    assert restored.is_contiguous()
     for part in range(3):
         assert torch.equal(
             restored[part : part + 1], method.restore(together[part : part + 1], length, torch.float32, KEY)

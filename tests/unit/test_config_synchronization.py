@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.config import RunConfig, resolve
 from megalite.config.synchronization import SynchronizationConfig, with_sites
 from megalite.errors import ConfigurationError
+from megalite.synchronization.local_update import LocalUpdate
+from megalite.training.synchronization import exchange_notes
 from tests.unit.test_config_validate import config_of, problems
 
 COMPRESSION = "--gradient-compression"
@@ -60,7 +62,13 @@ ONE = {
     ),
     f"{ONEBIT} --compression-warmup-iters 2": f"{ONEBIT} needs --clip-grad 0: it has no gradient to clip",
     f"{ONEBIT} --clip-grad 0": ONEBIT_NEEDS,
+    f"{COMPRESSION} int8 --train-iters 9 --compression-warmup-iters 9": (
+        "--compression-warmup-iters 9: the run ends after step 9"
+    ),
     # local updates
+    f"{DILOCO} --train-iters 10 --local-update-period 9 --local-update-delay 2": (
+        "--local-update-period 9: the first exchange ends after step 11, the run after step 10"
+    ),
     "--local-update-period 2": "--local-update-period needs --local-update",
     "--outer-lr 0.5": "--outer-lr needs --local-update",
     "--elastic-rate 0.5": "--elastic-rate needs --local-update",
@@ -98,6 +106,12 @@ ONE = {
         f"{COMPRESSION} int8 none: int8 changes nothing, since a site has one data-parallel rank"
     ),
     f"{COMPRESSION} int8 --tp 4": f"{COMPRESSION} int8: int8 changes nothing, since a run has one data-parallel rank",
+    "--all-reduce-algorithm ring --tp 4": (
+        "--all-reduce-algorithm ring changes nothing, since a run has one data-parallel rank"
+    ),
+    f"--all-reduce-algorithm tree {LOCAL}": (
+        "--all-reduce-algorithm tree changes nothing, since a replica has one data-parallel rank"
+    ),
     f"{DGC} --optimizer sgd --expert-model-parallel-size 4 {OF_EXPERTS}": (
         f"{DGC}: dgc needs several ranks with the same experts: lower --expert-model-parallel-size"
     ),
@@ -268,6 +282,26 @@ def test_valid_combinations_resolve(flags: str) -> None:
     assert isinstance(config, RunConfig)
     assert dataclasses.replace(config.synchronization) == config.synchronization
     assert resolve(config, 4) == config
+
+
+@given(
+    period=st.integers(1, 6), fragments=st.integers(1, 6), delay=st.integers(0, 5), warmup=st.integers(0, 3),
+    periods=st.integers(2, 4), more=st.integers(0, 9),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_what_no_exchange_takes_is_told(
+    period: int, fragments: int, delay: int, warmup: int, periods: int, more: int
+) -> None:
+    assume(fragments <= period and delay < period)
+    steps = warmup + periods * period + more
+    flags = f"--local-update-period {period} --local-update-fragments {fragments} --local-update-delay {delay}"
+    config = config_of(f"{DILOCO} {flags} --local-update-warmup-iters {warmup} --train-iters {steps}")
+    exchange = LocalUpdate.__new__(LocalUpdate)
+    exchange.config, exchange._fragments = config.synchronization, list(range(fragments))
+    begun = {number: step for step in range(steps - warmup - delay + 1) for number in exchange._due(step)}
+    lost = steps - warmup - min(begun.values())
+    (told,) = exchange_notes(config) or ("for 0 step",)
+    assert f"for {lost} step" in told
 
 
 def test_without_its_flags_nothing_is_checked() -> None:

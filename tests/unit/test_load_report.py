@@ -31,6 +31,7 @@ def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
     before["optimizer"] |= {"lr": 1.0, "lr_decay_iters": 5, "optimizer_backend": "apex"}
     before["model"] |= {"hidden_dropout": 0.5, "init_method_std": 1.0}
     before["parallel"] |= {"tensor_model_parallel_size": 8}
+    before["synchronization"] |= {"gradient_compression": ["int8"], "all_reduce_algorithm": "ring"}
     lines = {line.removeprefix("note: --").partition(" in the run")[0] for line in differences(before, CONFIG)}
     assert lines == {
         "hidden-dropout is 0.1 here, and was 0.5",
@@ -42,6 +43,7 @@ def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
         "global-batch-size is unset here, and was 2",
         "lr is 0.1 here, and was 1.0",
         "lr-decay-iters is unset here, and was 5",
+        "gradient-compression is none here, and was int8",
     }
 
 
