@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -90,10 +91,12 @@ def require_output(flag: str, path: str | Path) -> None:
         problem = "is no regular file"
     elif not folder.is_dir():
         problem = f"{folder} is no folder"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"{folder} cannot be written to"
     else:
-        return
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                return
+        except OSError as error:
+            problem = f"{folder} cannot be written to ({error.strerror})"
     raise ConfigurationError(f"{flag} {path}: {problem}: choose another path")
 
 

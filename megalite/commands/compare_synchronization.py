@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import require_output, write_atomically
 from megalite.comparison.runs import is_own, run_on, without_python
 from megalite.comparison.synchronization_methods import METHODS, PLAIN, Method
 from megalite.config.fields import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -127,6 +127,7 @@ def check(arguments: Arguments, program: Sequence[str]) -> dict[str, Method]:
         raise ConfigurationError(f"--methods {unknown[0]}: choose from {', '.join(METHODS)}")
     if arguments.ranks == 1:
         raise ConfigurationError("--ranks 1 has nothing to synchronize: give 2 or more")
+    require_output("--output", Path(arguments.output) / "comparison.json")
     for flag in LEFT_OUT:
         if any(each.split("=")[0] == flag for each in program):
             instead = "give --steps instead" if flag == "--train-iters" else "each run has a place of its own"

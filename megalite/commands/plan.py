@@ -22,7 +22,7 @@ from megalite.atomic_files import require_output, write_atomically
 from megalite.config import RunConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.data import DataConfig
-from megalite.config.fields import NonNegativeFloat, PositiveInt, Range, at_most
+from megalite.config.fields import NonNegativeFloat, PositiveInt, Range, at_most, changed, flag_of
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.tool_arguments import parse_tool_arguments, split_flags
@@ -169,6 +169,13 @@ def completed(argv: Sequence[str]) -> RunConfig:
         data = replace(data, tokenizer_type="NullTokenizer")
     if training.train_iters is None and training.train_samples is None:
         training = replace(training, train_iters=1)
+    if unpriced := changed(
+        config.synchronization, "gradient_compression all_reduce_algorithm local_update asynchronous"
+    ):
+        raise ConfigurationError(
+            f"{', '.join(map(flag_of, unpriced))}: plans do not know its memory and time; pretrain_gpt.py --dry-run "
+            "shows memory and messages, and megalite-compare-synchronization measures"
+        )
     return replace(config, data=data, training=training)
 
 
@@ -214,7 +221,8 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
         yield f"does not fit: {best.too_large}"
     rank, peak = planner.confirm(best)
     words = f"of stage {best.fullest}, " if best.layout.pipeline > 1 else ""
-    yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB"
+    over = "" if peak <= best.room or best.missing else f": more than the {best.room / 2**30:.1f} GiB of a GPU"
+    yield f"a dry run of rank {rank}, {words}needs {peak / 2**30:.1f} GiB{over}"
     length = length_of(best, options, planner.cluster)
     notes = list(length_lines(length, options.tokens, best.step.seconds))
     yield from notes

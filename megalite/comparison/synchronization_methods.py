@@ -30,6 +30,7 @@ _SGD = "--optimizer sgd --lr {sgd_lr}"
 _STREAMED = "--local-update-fragments 2 --local-update-delay 2 --local-update-mixing 0.5 --ddp-bucket-size 100000"
 METHODS = {
     PLAIN: Method(""),
+    "fp16": Method("--gradient-compression fp16"),
     "bf16": Method("--gradient-compression bf16"),
     "int8": Method("--gradient-compression int8"),
     "fp8": Method("--gradient-compression fp8"),

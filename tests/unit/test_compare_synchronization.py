@@ -86,11 +86,12 @@ def test_the_flags_of_each_method_are_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "program", "words"),
     [
-        (Arguments(methods=("int7",)), FLAGS, "--methods int7: choose from plain, bf16"),
+        (Arguments(methods=("int7",)), FLAGS, "--methods int7: choose from plain, fp16, bf16"),
         (Arguments(ranks=1), FLAGS, "--ranks 1 has nothing to synchronize"),
         (Arguments(), [*FLAGS, "--save=run"], "--save behind --: leave it out"),
         (Arguments(), [*FLAGS, "--train-iters", "5"], "--train-iters behind --: leave it out, give --steps"),
         (Arguments(), [*FLAGS, "--gradient-compression", "int8"], "flags of synchronization behind --"),
+        (Arguments(output=__file__), FLAGS, "test_compare_synchronization.py is no folder: choose another path"),
         (Arguments(ranks=3), ["pretrain_gpt.py", *FLAGS], "3 data-parallel ranks"),
     ],
 )

@@ -50,6 +50,8 @@ RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 -
         ("--gpus 0", "^--gpus 0: must be at least 1$"),
         ("--gpus 64 --cluster one_node.toml", "^--gpus 64: --cluster one_node.toml has 8 GPUs$"),
         ("--gpus 4 --set A=1", "^--set is for --translate"),
+        ("--gpus 4 --gradient-compression int8", "^--gradient-compression: plans do not know its memory and time; "),
+        ("--gpus 4 --local-update diloco --local-update-period 9", "^--local-update: plans do not know"),
     ],
 )
 def test_wrong_flags_are_refused_in_a_line(
