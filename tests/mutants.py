@@ -702,6 +702,21 @@ MUTANTS = (
         f"{_IN_RUNS}compression.py::test_a_run_is_a_plain_loop[onebit-adam]",
     ),
     Mutant(
+        "PowerSGD keeps what another compression has left of vectors",
+        "megalite/synchronization/low_rank.py",
+        'self.state["residual"][start:stop].zero_()',
+        "pass",
+        f"{_IN_RUNS}synchronization_checkpoints.py::"
+        "test_powersgd_sends_what_another_compression_has_left_of_vectors_once",
+    ),
+    Mutant(
+        "replicas share the residual of their sums in a checkpoint",
+        "megalite/synchronization/states.py",
+        "yield _OF_SUM_IN_REPLICA if config.has_replicas else _OF_SUM",
+        "yield _OF_SUM",
+        f"{_IN_RUNS}synchronization_checkpoints.py::test_a_resumed_run_has_the_same_bits[within and between]",
+    ),
+    Mutant(
         "PowerSGD forgets its factors in a checkpoint",
         "megalite/synchronization/states.py",
         "        if isinstance(accumulator.reduction, LowRankReduction) and len(accumulator.reduction.factor)\n",
@@ -6255,7 +6270,7 @@ MUTANTS = (
     Mutant(
         "an exit that fails ends what is read",
         "megalite/translation/shell.py",
-        'if name == "exit" and status is False:',
+        'if name == "exit" and (status is False or self._guessed):',
         'if name == "exit" and status is ...:',
         "tests/unit/test_translation_script.py::test_a_script_that_ends_before_it_trains_says_where",
     ),

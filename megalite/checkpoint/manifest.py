@@ -67,12 +67,10 @@ _LARGEST = 512 * MIB
 
 It is enough for three million boxes: 1,000 tensors with three states per tensor, on 750 ranks.
 """
-_BYTES_A_BOX = 120
-"""Minimum number of bytes per box."""
 _BYTES_A_MARK = 6
 """Minimum average number of bytes per brace, bracket, comma and colon in a large manifest.
 
-A box takes at least _BYTES_A_BOX bytes, which contain 15 to 17 of these characters.
+A box takes at least 100 bytes, which contain 15 to 17 of these characters.
 """
 
 
@@ -193,9 +191,9 @@ class Manifest:
         if len(text) > _LARGEST:
             count = sum(len(tensor.boxes) for tensor in self.tensors.values())
             raise CheckpointError(
-                f"a checkpoint of this layout has {count:,} boxes of tensors, but its {NAME} can describe about "
-                f"{_LARGEST // _BYTES_A_BOX:,}: fewer ranks must own slices (--num-distributed-optimizer-instances), "
-                "or larger ones (--tp, --pp)"
+                f"a checkpoint of this layout has {count:,} boxes of tensors, but its {NAME} can describe only "
+                f"{_LARGEST * count // len(text):,}: with more pipeline stages (--pp), each rank has slices of fewer "
+                "layers; --no-save-optim saves the weights alone"
             )
         return text
 

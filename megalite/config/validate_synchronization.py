@@ -54,7 +54,7 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
         return
     given_names = f"--gradient-compression {' '.join(chosen.gradient_compression)}"
     steps = config.training.train_iters
-    if steps is not None and chosen.compression_warmup_iters >= steps:
+    if steps is not None and chosen.compression_warmup_iters >= steps and "dgc" not in names:
         yield f"--compression-warmup-iters {chosen.compression_warmup_iters}: the run ends after step {steps}"
     if parallel.grad_reduce_in_bf16 or optimizer.main_grads_dtype == "bf16":
         yield f"{given_names}: what it leaves out is kept in fp32; drop --grad-reduce-in-bf16 and --main-grads-dtype"
@@ -109,7 +109,8 @@ def _local_update_problems(config: TaskConfig) -> Iterator[str]:
     if chosen.outer_optimizer == "sgd" or (chosen.outer_optimizer is None and method != "diloco"):
         yield from needs(chosen, "outer_momentum", "--outer-optimizer nesterov")
     period, steps = chosen.local_update_period, config.training.train_iters
-    if steps is not None and (first := chosen.local_update_warmup_iters + period + chosen.local_update_delay) > steps:
+    first = chosen.local_update_warmup_iters + period // chosen.local_update_fragments + chosen.local_update_delay
+    if steps is not None and first > steps:
         yield f"--local-update-period {period}: the first exchange ends after step {first}, the run after step {steps}"
     if method == "post-local-sgd" and not chosen.local_update_warmup_iters:
         yield "--local-update post-local-sgd needs --local-update-warmup-iters, its steps of plain data parallelism"
@@ -156,20 +157,16 @@ def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
 
 
 def _peer_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
-    """Yield that a group of ranks that would compress, or send messages, within itself has only one rank."""
+    """Yield that what a group of ranks would compress within itself has only one rank."""
     chosen, parallel, within = config.synchronization, config.parallel, config.synchronization.compression_within
     copies = parallel.data_parallel_size(world_size)
     groups = chosen.replicas(copies) if chosen.has_replicas else chosen.sites
-    if copies % groups:
+    if within == "none" or copies % groups:
         return
     what = f"--gradient-compression {' '.join(chosen.gradient_compression)}"
     where = {(True, False): "replica", (False, True): "site"}.get((chosen.has_replicas, chosen.sites > 1), "run")
     if copies * parallel.context_parallel_size == groups:
-        if within != "none":
-            yield f"{what}: {within} changes nothing, since a {where} has one data-parallel rank"
-        if chosen.all_reduce_algorithm in ("ring", "tree"):
-            algorithm = f"--all-reduce-algorithm {chosen.all_reduce_algorithm}"
-            yield f"{algorithm} changes nothing, since a {where} has one data-parallel rank"
+        yield f"{what}: {within} changes nothing, since a {where} has one data-parallel rank"
     of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
     model = getattr(config, "model", None)
     if within in ("dgc", "onebit-adam") and model is not None and model.num_experts and of_experts == groups:

@@ -73,7 +73,8 @@ def configured(
         training = replace(training, eval_iters=evaluation_batches(valid, evaluation))
     config = with_sites(replace(config, training=training), world_size, node_ranks)
     if isinstance(config, RunConfig):
-        validate(replace(config, training=replace(training, train_iters=1)), world_size)  # the program gives the length
+        # The program gives the length: any that no other option is too long for.
+        validate(replace(config, training=replace(training, train_iters=2**30)), world_size)
     else:
         validate_task(config, world_size)
     return config

@@ -114,6 +114,11 @@ class LowRankReduction(Reduction):
         ranks = self.groups.shards.size
         for factor, following in zip(self._factors, self._right, strict=True):
             factor.copy_(following)
+        if "residual" in self.state:  # nothing is left of these, whatever a checkpoint of another compression had
+            for start, stop in self._others:
+                self.state["residual"][start:stop].zero_()
+        elif self.spec.zero_stage or not self.shards_have_all:
+            return  # the gradients are not read again
         for (start, stop), values in zip(self._others, self._vectors, strict=True):
             self._corrected[start:stop] = values
         for matrices, p, q in zip(self._matrices, self._left, self._right, strict=True):

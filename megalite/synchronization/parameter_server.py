@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.errors import ConfigurationError
 from megalite.optim.layout import BucketLayout, bucket_length
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
@@ -61,12 +62,13 @@ class Link:
         group.record("send", tensor.nbytes)
         return Pending(launch(dist.ProcessGroup.send, group.process_group, [sent], 1, 0), lambda: sent, group.waits)
 
-    def receive(self, tensor: Tensor) -> Tensor:
-        """Receive into a tensor in host memory."""
+    def receive(self, tensor: Tensor, *, timed: bool = True) -> Tensor:
+        """Receive into a tensor in host memory. Only the main thread's waits may be `timed`."""
         if not tensor.numel():
             return tensor
+        waits = self.incoming.waits if timed else None
         work = launch(dist.ProcessGroup.recv, self.incoming.process_group, [tensor], 0, 0)
-        return Pending(work, lambda: tensor, self.incoming.waits).wait("waited for a message from rank %d", self.peer)
+        return Pending(work, lambda: tensor, waits).wait("waited for a message from rank %d", self.peer)
 
 
 def slice_of(layout: BucketLayout, server: int, servers: int) -> slice:
@@ -147,6 +149,9 @@ class Server:
             workers: the links to the workers, in rank order.
             order: the order of updates, which the first server asks.
             told_to_stop: returns the signal by which this server was told to end the run, or 0.
+
+        Raises:
+            ConfigurationError: this server owns no weights.
         """
         self.optimizer, self.workers, self.order, self._told_to_stop = optimizer, workers, order, told_to_stop
         self.group, self._device = optimizer.mesh.world(), optimizer.mesh.device
@@ -156,6 +161,8 @@ class Server:
             part = slice_of(bucket.layout, self.group.rank, self.group.size)
             own = slice(part.stop - part.start)
             self._own.append((bucket.gradient_shard[own], bucket.parameter_shard[own]))
+        if not any(len(gradients) for gradients, _ in self._own):  # workers would not wait for its answers
+            raise ConfigurationError(f"--num-servers {self.group.size}: some would own no weights: give fewer")
         self._gradients = [[torch.empty_like(g, device="cpu") for g, _ in self._own] for _ in workers]
         self._arrived: dict[int, Message] = {}
         self._inbox: queue.Queue[tuple[int, Message | BaseException]] = queue.Queue()
@@ -187,10 +194,10 @@ class Server:
         link = self.workers[worker]
         try:
             while True:
-                message = Message(*link.receive(torch.zeros(_NUMBERS, dtype=torch.float64)).tolist())
+                message = Message(*link.receive(torch.zeros(_NUMBERS, dtype=torch.float64), timed=False).tolist())
                 if message.kind == PUSH and message.is_finite:
                     for gradients in self._gradients[worker]:
-                        link.receive(gradients)
+                        link.receive(gradients, timed=False)
                 self._inbox.put((worker, message))
                 if message.kind == END:
                     return

@@ -1,7 +1,7 @@
 """Extra state that a checkpoint has: which there is, as a function of the flags, and where it is.
 
-Residuals are what is left of gradients, so they are summed when the number of ranks changes. Replicas' own weights and
-moments are averaged (`Optimizer.replica`).
+Residuals are what is left of gradients, so they are summed when the number of ranks changes. What each replica has of
+its own, weights, moments (`Optimizer.replica`) and the residual of its sum, is averaged.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import torch
 from megalite.checkpoint.plan import RankStates
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
+from megalite.config.synchronization import SynchronizationConfig
 from megalite.errors import ConfigurationError
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
@@ -33,10 +34,12 @@ def part_mesh(config: TaskConfig, mesh: ParallelMesh) -> ParallelMesh:
     return PartMesh(mesh, 0, workers) if mesh.rank < workers else PartMesh(mesh, workers, servers)
 
 
-def exchange_notes(config: TaskConfig) -> tuple[str, ...]:
-    """Return a note if replicas learn something after the last exchange of the run, which no model has then."""
-    chosen, steps = config.synchronization, config.training.train_iters
-    if not chosen.has_replicas or steps is None:
+def exchange_notes(chosen: SynchronizationConfig, steps: int) -> tuple[str, ...]:
+    """Return a note if replicas learn something after the last exchange of a run, which no model has then.
+
+    `steps`: the number of steps of the run.
+    """
+    if not chosen.has_replicas:
         return ()
     period, fragments, delay = chosen.local_update_period, chosen.local_update_fragments, chosen.local_update_delay
     local = steps - chosen.local_update_warmup_iters

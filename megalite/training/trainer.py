@@ -436,5 +436,5 @@ class Trainer:
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        exchanges = exchange_notes(self.config)
+        exchanges = exchange_notes(self.config.synchronization, self.iterations)
         return (*rates, *self._load_notes, *saves, *profile, *exchanges, *self.task.notes())

@@ -61,7 +61,7 @@ class Script(Expansion):
         self.leaving: tuple[str, int] | None = None
         self._status: bool | None = True
         self._left: int | None = None  # line of a return of which only a shell can tell whether it ends the function
-        self._steps, self._calls = 0, 0
+        self._steps, self._calls, self._guessed = 0, 0, False
 
     def read(self, text: str, line: int | None = None) -> None:
         """Follow the commands of a text.
@@ -112,18 +112,30 @@ class Script(Expansion):
         kept = self._uncertain, self._left
         self._left = None
         yield
+        if self._left is not None and self.leaving and self.leaving[0] == "exit":
+            self.leaving = None  # the block may have returned before
         self._uncertain, self._left = kept
         self.leaving = None if self.leaving and self.leaving[0] in ways else self.leaving
+
+    @contextmanager
+    def _behind(self, guesses: int) -> Iterator[None]:
+        """Take an exit in the block as not reached if there were fewer guesses before its condition."""
+        kept = self._guessed
+        self._guessed = kept or self._guesses > guesses
+        yield
+        self._guessed = kept
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Let the block leave this shell as it is."""
         kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
+        sourced = self._sourced
         self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
         self._locals = [set(each) for each in kept[3]]
         with self._ended_by("return", "exit"):
             yield
         self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
+        self._sourced = sourced
 
     def _run_whole(self, nodes: Sequence[Node]) -> bool | None:
         """Follow the commands of a block that a return may end. Returns whether it succeeds."""
@@ -155,9 +167,10 @@ class Script(Expansion):
 
     def _run_list(self, node: Node) -> bool | None:
         left, joint, *_, right = node.parts
+        guesses = self._guesses
         status = self._run([left])
         if status is None or status == (joint.kind == "&&"):
-            with self._depending_on(right.line if status is None else None):
+            with self._depending_on(right.line if status is None else None), self._behind(guesses):
                 found = self._run([right])
             return None if status is None else found
         return status
@@ -167,7 +180,7 @@ class Script(Expansion):
         return None if status is None else not status
 
     def _run_if_statement(self, node: Node) -> bool | None:
-        decided = True
+        decided, guesses = True, self._guesses
         for branch in [node, *(part for part in node.parts if part.kind in ("elif_clause", "else_clause"))]:
             then = [part.kind for part in branch.parts].index("then") if branch.kind != "else_clause" else 0
             with self._depending_on(None if decided else node.line):
@@ -175,7 +188,7 @@ class Script(Expansion):
             if holds is False:
                 continue
             decided = decided and holds is True
-            with self._depending_on(None if decided else node.line):
+            with self._depending_on(None if decided else node.line), self._behind(guesses):
                 status = self._run(branch.parts[then + 1 :])
             if decided:
                 return status
@@ -184,12 +197,12 @@ class Script(Expansion):
         return True if decided else None
 
     def _run_case_statement(self, node: Node) -> bool | None:
-        value = self._known(node.parts[1])
+        guesses, value = self._guesses, self._known(node.parts[1])
         for item in (part for part in node.parts if part.kind == "case_item"):
             end = [part.kind for part in item.parts].index(")")
             texts = [self._pattern(part) for part in item.parts[:end] if part.kind not in "|("]
             if value is None or any(fnmatchcase(value, text) for text in texts):
-                with self._depending_on(node.line if value is None else None):
+                with self._depending_on(node.line if value is None else None), self._behind(guesses):
                     self._run(item.parts[end:])
                 if value is not None:
                     break
@@ -303,12 +316,17 @@ class Script(Expansion):
         return True if name in _SUCCEED else None
 
     def _leave(self, name: str, code: str, line: int) -> bool | None:
-        """Follow a return or an exit. An exit that fails is taken as not reached, since nothing trains behind it."""
+        """Follow a return or an exit.
+
+        An exit is taken as not reached if it fails, since nothing trains behind it, or if it is behind a condition on a
+        variable that nothing sets.
+        """
         status = None if code else self._status
-        if re.fullmatch(r"\d{1,3}", code, re.ASCII):
-            status = int(code) == 0
-        if name == "exit" and status is False:
-            self.notes += [f"line {line}: exit is taken as not reached, since it fails"] * (self._uncertain is None)
+        if re.fullmatch(r"-?\d{1,9}", code, re.ASCII):
+            status = int(code) % 256 == 0
+        if name == "exit" and (status is False or self._guessed):
+            why = "it fails" if status is False else "its condition has a variable that is not set"
+            self.notes += [f"line {line}: exit is taken as not reached, since {why}"] * (self._uncertain is None)
         elif name == "exit" or self._locals:
             self.leaving = name, line
         return status

@@ -68,6 +68,8 @@ class Expansion:
         self._unknowns: list[Unknown] = []
         self._uncertain: int | None = None
         self._shifted, self._sourced, self._work = 0, False, 0
+        self._guesses = 0
+        """Number of variables in conditions that were taken as empty."""
 
     def unknowns(self, text: str) -> list[Unknown]:
         """Return what is not known in a word."""
@@ -287,6 +289,7 @@ class Expansion:
         for unknown in self.unknowns(text):
             if not unknown.unset:
                 return None
+            self._guesses += 1
             note = f"line {word.line}: {unknown.text} is not set, and taken as empty in the condition"
             self.notes += [note] if note not in self.notes else []
         return _MARK.sub("", text)

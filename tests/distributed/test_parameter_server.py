@@ -208,7 +208,7 @@ def replay(order: list[tuple[str, int, int]], workers: int, *, together: bool, b
 def assert_replayed(outcomes: list[Outcome], workers: int, expected: Tensors) -> None:
     assert all(outcome.weights for outcome in outcomes[:workers])
     for name, weight in weights_of(outcomes).items():
-        assert_parameter_close(weight, expected[name], RATE, name, 1e-8)
+        assert_parameter_close(weight, expected[name], RATE, name, 1e-10)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -16,6 +16,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.synchronization.low_rank import LowRankReduction
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.resume import ResumePoint
@@ -103,6 +104,38 @@ def test_a_resumed_run_has_the_same_bits(case: str, rank_pools: RankPools, tmp_p
         assert kept.keys() == found.keys()
         for name, values in kept.items():
             assert_bits_equal(found[name], values, name)
+
+
+def vectors_left_out(flags: str, folder: Path, source: Path) -> list[float]:
+    """Return the largest residual of a vector after a load, and after the next step."""
+    trainer = trainer_of(flags, folder)
+    trainer.load(source, read_manifest(source), ResumePoint(Candidates()))
+    found = []
+    with trainer.loader:
+        for _ in range(2):
+            left = [
+                accumulator.reduction.state["residual"][slot.start : slot.stop].abs().max().item()
+                for bucket in trainer.optimizer.buckets
+                for accumulator in bucket.accumulators
+                if isinstance(accumulator.reduction, LowRankReduction)
+                for slot in bucket.layout.slots
+                if slot.parameter.dim() < 2
+            ]
+            found.append(max(left))
+            trainer.step()
+    assert trainer.checkpoints is not None
+    trainer.checkpoints.close()
+    return found
+
+
+def test_powersgd_sends_what_another_compression_has_left_of_vectors_once(
+    rank_pools: RankPools, tmp_path: Path
+) -> None:
+    rank_pools(2).run(train, "--gradient-compression int8", tmp_path / "a", 2)
+    flags = "--gradient-compression powersgd --compression-rank 2"
+    for before, after in rank_pools(2).run(vectors_left_out, flags, tmp_path / "b", tmp_path / "a" / "iter_0000002"):
+        assert before > 0.0
+        assert after == 0.0
 
 
 def parameters(kept: dict[str, Tensor]) -> list[Tensor]:

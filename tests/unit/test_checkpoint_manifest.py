@@ -179,7 +179,7 @@ def test_no_checkpoint_is_saved_that_could_not_be_read(tmp_path: Path, monkeypat
     run = SavedRun()
     run.save(tmp_path, 1, 1)
     monkeypatch.setattr(manifest, "_LARGEST", len(tmp_path.joinpath("iter_0000001", "manifest.json").read_text()) - 1)
-    with pytest.raises(CheckpointError, match=r"this layout has \d+ boxes of tensors, .*--num-distributed-optimizer-"):
+    with pytest.raises(CheckpointError, match=r"this layout has \d+ boxes of tensors, .*\(--pp\)"):
         run.save(tmp_path, 2, 2)
     monkeypatch.undo()
     assert run.newest(tmp_path) == ((1, 1), ())

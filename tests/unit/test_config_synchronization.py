@@ -106,12 +106,6 @@ ONE = {
         f"{COMPRESSION} int8 none: int8 changes nothing, since a site has one data-parallel rank"
     ),
     f"{COMPRESSION} int8 --tp 4": f"{COMPRESSION} int8: int8 changes nothing, since a run has one data-parallel rank",
-    "--all-reduce-algorithm ring --tp 4": (
-        "--all-reduce-algorithm ring changes nothing, since a run has one data-parallel rank"
-    ),
-    f"--all-reduce-algorithm tree {LOCAL}": (
-        "--all-reduce-algorithm tree changes nothing, since a replica has one data-parallel rank"
-    ),
     f"{DGC} --optimizer sgd --expert-model-parallel-size 4 {OF_EXPERTS}": (
         f"{DGC}: dgc needs several ranks with the same experts: lower --expert-model-parallel-size"
     ),
@@ -300,7 +294,7 @@ def test_what_no_exchange_takes_is_told(
     exchange.config, exchange._fragments = config.synchronization, list(range(fragments))
     begun = {number: step for step in range(steps - warmup - delay + 1) for number in exchange._due(step)}
     lost = steps - warmup - min(begun.values())
-    (told,) = exchange_notes(config) or ("for 0 step",)
+    (told,) = exchange_notes(config.synchronization, steps) or ("for 0 step",)
     assert f"for {lost} step" in told
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import megalite
+from megalite.config import DataConfig, TrainingConfig
 from megalite.config.run import fields_by_name
 from megalite.library import configuration
 from megalite.library.settings import SGD, AdamW, Layout
@@ -53,6 +54,15 @@ def test_a_setting_that_does_not_fit_is_named(settings: dict[str, Any], told: st
 def test_what_is_for_modules_is_refused_for_a_gpt(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(megalite.MegaliteError, match=told):
         megalite.Trainer(GPT, seq_length=4, micro_batch_size=1, optimizer=SGD(lr=1.0), quiet=True, **settings)
+
+
+def test_options_that_count_steps_do_not_need_the_length_of_a_run() -> None:
+    settings = {"gradient_compression": ("onebit-adam",), "compression_warmup_iters": 1000}
+    data = DataConfig(mock_data=True, seq_length=4, tokenizer_type="NullTokenizer")
+    optimizer = AdamW(lr=1.0, clip_grad=0.0).config()
+    sections = {"model": GPT, "data": data, "optimizer": optimizer, "training": TrainingConfig(micro_batch_size=1)}
+    config = configuration.configured(sections, settings, None, world_size=2)
+    assert config.synchronization.compression_warmup_iters == 1000
 
 
 def test_lists_of_settings_name_fields_of_their_sections() -> None:

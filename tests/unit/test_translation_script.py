@@ -253,6 +253,25 @@ def test_what_follows_an_exit_that_only_a_shell_can_decide_runs_only_without_it(
     assert (launch.argv[-1], launch.problems) == ("3", ())
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "if [ $# -ne 2 ]; then echo usage; exit -1; fi",
+        'die() { echo $1; exit 255; }\n[ -n "$DATA" ] || die x',
+        'if [ -z "$SLURM_JOB_ID" ]; then sbatch "$0"; exit 0; fi',
+        '[ -z "$SLURM_JOB_ID" ] && { sbatch "$0"; exit; }',
+        "case $STAGE in first) ;; *) exit ;; esac",
+        "need() { if command -v $1; then return; fi; echo missing; exit; }\nneed nvcc",
+    ],
+)
+def test_an_exit_that_is_no_sure_end_is_not_followed(before: str) -> None:
+    assert argv(before + TRAIN + "--save x") == ["--save", "x"]
+
+
+def test_what_a_subshell_sources_sets_nothing_outside() -> None:
+    assert argv("( source env.sh )" + TRAIN + "--num-layers ${L:-24}") == ["--num-layers", "24"]
+
+
 def test_a_script_that_ends_before_it_trains_says_where() -> None:
     guard = 'A=1\nif [ $# -lt 1 ]; then echo "usage: $0 FILE"; exit{}; fi' + TRAIN + "--save $1"
     with pytest.raises(
