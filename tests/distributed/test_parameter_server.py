@@ -36,6 +36,7 @@ from megalite.training.trainer import Trainer
 from tests.distributed.test_local_update import adam, clone, loss_of
 from tests.distributed.test_trainer import BATCH, NETWORK
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
+from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import (
     GPT2,
     MOCK,
@@ -48,6 +49,7 @@ from tests.end_to_end.runs import (
     words,
 )
 from tests.harness.close import assert_number_close, assert_parameter_close
+from tests.harness.fault import Fault
 from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
@@ -363,12 +365,16 @@ def test_a_killed_worker_or_server_is_named(killed: int, spawn: Callable[..., Jo
     assert said.startswith(f"error: rank {killed} (process {job.ranks[killed].process.pid} on ")
 
 
-def test_a_server_notices_the_end_of_a_worker_that_waits_for_it(spawn: Callable[..., Job]) -> None:
-    """Worker 1 is suspended, so that worker 0 gets no answer. There is no watchdog."""
-    job = spawn([PRETRAIN, *RUN, "--train-iters", "100000", "--no-watchdog", *words(SERVERS)], 3)
-    job.wait_for_output(0, " 2/100000 ")
-    job.kill(1, signal.SIGSTOP)
-    time.sleep(0.5)
+def test_a_server_notices_the_end_of_a_worker_that_waits_for_it(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    """Worker 1 is suspended in its forward, so that worker 0 gets no answer. There is no watchdog."""
+    fault = Fault("forward", 1, 3, "stop")
+    flags = (*RUN, *words(f"{SERVERS} --train-iters 100000 --no-watchdog"))
+    job = spawn([FAULTY, *flags], 3, FAULT=str(fault), FAULT_RECORD=str(tmp_path), LONGEST_SECONDS="120")
+    deadline = time.monotonic() + 60.0
+    while not fault.record(tmp_path).exists():
+        assert time.monotonic() < deadline, job.stderr(1)
+        time.sleep(0.05)
+    time.sleep(0.5)  # until worker 0 has pushed, too
     job.kill(0)
     assert not wait_for_exit([job.ranks[2]], 20.0)
     assert job.ranks[2].exit_code == 85
