@@ -111,25 +111,24 @@ class LowRankReduction(Reduction):
         """Keep the factors and the residual, and restore the sum in place of the gradients."""
         if not self._right:
             return
-        ranks = self.groups.shards.size
         for factor, following in zip(self._factors, self._right, strict=True):
             factor.copy_(following)
-        if "residual" in self.state:  # nothing is left of these, whatever a checkpoint of another compression had
-            for start, stop in self._others:
-                self.state["residual"][start:stop].zero_()
+        residual = self.state.get("residual")
+        if residual is not None:
+            residual.copy_(self._corrected)
         elif self.spec.zero_stage or not self.shards_have_all:
             return  # the gradients are not read again
         for (start, stop), values in zip(self._others, self._vectors, strict=True):
             self._corrected[start:stop] = values
         for matrices, p, q in zip(self._matrices, self._left, self._right, strict=True):
-            gradients = matrices.of(self._corrected)
-            if "residual" in self.state:
-                residual = matrices.of(self.state["residual"]).copy_(gradients)
-                residual.sub_(power.restore(p, q, out=gradients), alpha=1.0 / ranks)
-            else:
-                power.restore(p, q, out=gradients)
-        if "residual" in self.state and self._loss_scale != 1.0:
-            self.state["residual"].div_(self._loss_scale)
+            power.restore(p, q, out=matrices.of(self._corrected))
+        if residual is None:
+            return
+        residual.sub_(self._corrected, alpha=1.0 / self.groups.shards.size)
+        for start, stop in self._others:  # nothing is left of these, whatever a checkpoint of another compression had
+            residual[start:stop].zero_()
+        if self._loss_scale != 1.0:
+            residual.div_(self._loss_scale)
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
