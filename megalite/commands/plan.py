@@ -173,8 +173,9 @@ def completed(argv: Sequence[str]) -> RunConfig:
         config.synchronization, "gradient_compression all_reduce_algorithm local_update asynchronous"
     ):
         raise ConfigurationError(
-            f"{', '.join(map(flag_of, unpriced))}: plans do not know its memory and time; pretrain_gpt.py --dry-run "
-            "shows memory and messages, and megalite-compare-synchronization measures"
+            f"{', '.join(map(flag_of, unpriced))}: plans do not know its memory and time; "
+            "megalite-compare-synchronization measures, and pretrain_gpt.py --dry-run shows memory and messages, but "
+            "not of parameter servers"
         )
     return replace(config, data=data, training=training)
 
