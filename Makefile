@@ -1,13 +1,15 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make check    while one works: lint and the unit tests; ROOM=optim takes those of one room
 # make test     every capability and every invariant; docs/testing.md has the minutes that these may take
-# make test-all what CI runs: lint, compile-kernels, test, and what follows here
-# make test-wide  more layouts, cells and trials of what `make test` proves
+# make test-all what CI runs: a quarter of test-wide, test-slurm and mutants, another with each commit; WHOLE=1 takes all
+# make test-extras  every test of what no step needs: planner, synchronization, translation, doctor, post-training
+# make test-wide  more layouts, cells and trials of what `make test` proves; TURN=2/4 takes the second of four shares
 # make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU;
 #               WIDEST= leaves out the widest, which `make test` has
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
-# make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
+# make mutants  that each of the planted faults fails a test; TURN=2/4 takes the second of four shares
+# make oracles  environments of other Pythons and torches, kept for all clones; NAMES="oldest newest" makes some of them
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
@@ -27,7 +29,9 @@ STEPS ?= 300
 WORKERS ?= 3
 CLUSTERS ?= 3
 ROOM ?=
-SAMPLE ?=
+TURN ?=
+WHOLE ?=
+NAMES ?=
 WIDEST ?= 1
 FILES ?=
 SECONDS ?= 60
@@ -39,15 +43,20 @@ REPORT ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels fuzz flakes kills lint docs
+.PHONY: setup train check test test-all test-extras test-wide test-bits test-slurm mutants oracles compile-kernels fuzz \
+	flakes kills lint docs
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
 COMMIT = $(shell git rev-parse HEAD)
+# Commits of main take turns, so that any four in a row run all of what takes turns.
+TURN_OF_COMMIT = $(shell expr $$(git rev-list --count --first-parent HEAD) % 4 + 1)/4
+OF_TURN = $(if $(WHOLE),,TURN=$(TURN_OF_COMMIT))
 SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
 PYTEST = .venv/bin/python -m pytest
 # The files of tests/distributed and tests/end_to_end are the longest, and first by name: so no long one is the last.
 SHARED = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20 $(PYTEST_ARGUMENTS)
+PYTEST_TURN = $(if $(TURN),--turn=$(TURN))
 
 setup: .venv/installed
 
@@ -67,31 +76,41 @@ train: .venv/installed
 	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
 
 check: lint
-	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._]$(ROOM)\b)' tests/unit/test_*.py) || \
-		{ echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
-		$(PYTEST) $(SHARED) $(if $(ROOM),,-m 'not costly and not wide and not slow') $$files
+	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._]$(ROOM)\b)' tests/unit/test_*.py; \
+		$(if $(ROOM),ls -d tests/extras/$(ROOM) 2>/dev/null)); \
+		[ -n "$$files" ] || { echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
+		$(PYTEST) $(SHARED) -m 'not wide and not slow$(if $(ROOM),, and not costly)' $$files
 
 test: .venv/installed-test
 	$(PYTEST) $(SHARED)
 
+test-extras: .venv/installed-test
+	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow' tests/extras
+
 test-wide: .venv/installed-test
-	$(PYTEST) $(SHARED) -m wide
+	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow'
 
 test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
 
+# The number before each stage is its budget in minutes on two cores.
 test-all:
-	.ci/stages lint compile-kernels test test-wide 'test-bits WIDEST=' 'mutants SAMPLE=12' \
-		'fuzz REPORT=1 SEED=$(COMMIT)' $(if $(SLURM),test-slurm) 'train STEPS=20'
+	.ci/stages '4 .venv/installed-test' '1 lint' '0.5 compile-kernels' '6 test' '3 test-extras' '5 test-wide $(OF_TURN)' \
+		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '4 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
+		$(if $(SLURM),'3 test-slurm $(OF_TURN)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 	@for program in mpirun.openmpi mpiexec.hydra; do command -v $$program >/dev/null || \
 		echo "NOT RUN: ranks under $$program, which is not installed (.ci/run installs it)"; done
 
 test-slurm: .venv/installed-test
-	$(PYTEST) -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 $(PYTEST_ARGUMENTS)
+	$(PYTEST) -m slurm tests/slurm $(PYTEST_TURN) --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 \
+		$(PYTEST_ARGUMENTS)
+
+oracles: .venv/installed-test
+	.venv/bin/python -m tests.environments $(if $(TURN),--turn $(TURN)) $(NAMES)
 
 mutants: .venv/installed-test
-	.venv/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))
+	.venv/bin/python -m tests.mutants $(if $(TURN),--turn $(TURN))
 
 compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile

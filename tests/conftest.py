@@ -17,6 +17,7 @@ import torch
 from megalite.process.signals import STOP_SIGNALS
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
+from tests.harness.turn import Turn
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("megalite")
@@ -25,6 +26,21 @@ torch.set_num_threads(1)  # tensors this small gain nothing from a second one, w
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be every program that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --turn."""
+    parser.addoption("--turn", type=Turn.parse, metavar="K/N", help="of the selected tests, those whose turn it is")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests whose turn it is not."""
+    turn: Turn | None = config.option.turn
+    if turn is not None:
+        left_out = [item for item in items if not turn.has(item.nodeid)]
+        items[:] = [item for item in items if turn.has(item.nodeid)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection(session: pytest.Session) -> None:

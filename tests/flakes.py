@@ -1,7 +1,7 @@
 """Search for flaky tests: `make flakes` repeats the tests of processes, signals, sockets and time.
 
-Each file runs ten times with one busy process in parallel and three times with eight. Two files run at a time, since
-tests wait. Each failure is shown immediately, and the number of failures of each test at the end.
+Each file runs ten times beside four busy processes. Two files run at a time, since tests wait. Each failure is shown
+immediately, and the number of failures of each test at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RUNS = ((1, 10), (8, 3))
-"""Busy processes beside the tests, and how often then."""
+BUSY, TIMES = 4, 10
+"""Busy processes beside the tests, and runs of each file."""
 AT_A_TIME = 2
 SECONDS = 1800
 """Time limit for the tests of a file, which take a few minutes with busy processes: a test that hangs fails, too."""
+CHOSEN = "not wide and not slow"
 NOTHING_COLLECTED = 5
-"""The exit code of pytest for a file whose tests are all of those that `make test` leaves out."""
+"""The exit code of pytest for a file whose tests are all others."""
 DELICATE = re.compile(r"\b(spawn|subprocess|socket|os\.kill|SIG[A-Z]+|threading|Timeout|in_clean_process)\b")
 """Words in files that start processes, wait, kill or listen; all files of tests/end_to_end do."""
 
@@ -52,7 +53,7 @@ def load(count: int) -> Iterator[None]:
 
 def failures(file: str, report: Path) -> dict[str, str]:
     """Run the tests of a file once; returns the messages of those that failed, by name."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", file]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", CHOSEN, f"--junit-xml={report}", file]
     said = report.with_suffix(".txt")
     with said.open("wb") as output:
         try:
@@ -76,24 +77,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", help="of all that have processes or wait, only these")
     files = parser.parse_args().files or delicate_files()
-    counts: Counter[tuple[str, int]] = Counter()
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="flakes_") as folder:
-        for busy, times in RUNS:
 
-            def repeat(number: int, busy: int = busy, times: int = times) -> None:
-                file, failed = files[number], 0
-                for _ in range(times):
-                    found = failures(file, Path(folder) / f"report{number}.xml")
-                    counts.update((name, busy) for name in found)
-                    failed += len(found)
-                    for name, message in found.items():  # at once, for the whole takes hours
-                        print(f"\n{name}\n{message}\n", flush=True)
-                print(f"{file}: {failed} failures in {times} runs beside {busy}", flush=True)
+        def repeat(number: int) -> None:
+            file, failed = files[number], 0
+            for _ in range(TIMES):
+                found = failures(file, Path(folder) / f"report{number}.xml")
+                counts.update(found.keys())
+                failed += len(found)
+                for name, message in found.items():  # at once, for the whole takes hours
+                    print(f"\n{name}\n{message}\n", flush=True)
+            print(f"{file}: {failed} failures in {TIMES} runs beside {BUSY}", flush=True)
 
-            with load(busy), ThreadPoolExecutor(AT_A_TIME) as pool:
-                list(pool.map(repeat, range(len(files))))
-    for (name, busy), count in counts.most_common():
-        print(f"{count} of {dict(RUNS)[busy]} beside {busy}  {name}")
+        with load(BUSY), ThreadPoolExecutor(AT_A_TIME) as pool:
+            list(pool.map(repeat, range(len(files))))
+    for name, count in counts.most_common():
+        print(f"{count} of {TIMES}  {name}")
     sys.exit(bool(counts))
 
 

@@ -177,7 +177,8 @@ def test_a_router_that_overflows_is_located(ranks: int, layout: str, rank_pools:
     (report, *_) = on_ranks(rank_pools, ranks, located, f"{FLAGS} {layout}")
     where = r"ranks 2 \(.*\), 3" if ranks == 4 else "rank 0"
     assert report is not None
-    assert re.search(rf"NaN came first on {where} .*in the output of layer 2, mlp, router;", report), report
+    first = "(NaN|infinity) came first"  # the order in which a CPU adds the products of 1e308 decides
+    assert re.search(rf"{first} on {where} .*in the output of layer 2, mlp, router;", report), report
 
 
 def saved(flags: str, folder: str) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -190,6 +191,8 @@ def _enter(argv: list[str], environment: dict[str, str], output: Path) -> None:
         with output.with_suffix(suffix).open("wb") as file:
             os.dup2(file.fileno(), 1 if stream is sys.stdout else 2)
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    for inherited in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        inherited.atexit = False  # operators that torch takes back at the end: 0.1 s for a process that ends anyway
     os.environ.update(environment)
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.environments import ENVIRONMENTS
+
 ROOT = Path(__file__).parents[2]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
@@ -28,7 +30,10 @@ def test_hooks_of_a_commit_run_what_make_lint_runs() -> None:
 def test_the_workflow_runs_the_one_script_on_the_versions_that_were_tried() -> None:
     (job,) = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"].values()
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
-    assert [step["with"]["python-version"] for step in job["steps"] if "with" in step] == ["3.11"]
+    given = {name: value for step in job["steps"] for name, value in step.get("with", {}).items()}
+    assert given["python-version"].split()[-1] == "3.11"
+    assert {each.python for each in ENVIRONMENTS} - {""} <= set(given["python-version"].split())
+    assert given["fetch-depth"] == 0
     assert job["name"] == "Python 3.11, torch 2.13"
     assert '"torch>=2.11,<2.14"' in (ROOT / "pyproject.toml").read_text()
 

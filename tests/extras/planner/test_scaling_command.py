@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRAINING = """pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 2
 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2
 --global-batch-size 8 --train-iters 5 --lr 1e-3"""

@@ -12,7 +12,7 @@ import pytest
 
 from megalite.commands.compare_synchronization import MOCK_FLAGS, SMALL_MODEL
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "tools/compare_synchronization.py"]
 TRAINING = [*SMALL_MODEL.split(), *MOCK_FLAGS.split()]
 

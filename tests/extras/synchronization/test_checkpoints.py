@@ -21,8 +21,8 @@ from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.resume import ResumePoint
 from megalite.training.trainer import Trainer
-from tests.distributed.test_compression import SGD
-from tests.distributed.test_local_update import FLAGS
+from tests.extras.synchronization.test_compression import SGD
+from tests.extras.synchronization.test_local_update import FLAGS
 from tests.harness.checkpoints import read
 from tests.harness.close import assert_bits_equal, assert_number_close
 from tests.harness.gpt_trainer import gpt_trainer

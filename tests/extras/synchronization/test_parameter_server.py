@@ -33,7 +33,6 @@ from megalite.training.metrics import StepMetrics
 from megalite.training.run import make_trainer
 from megalite.training.synchronization import part_mesh
 from megalite.training.trainer import Trainer
-from tests.distributed.test_local_update import adam, clone, loss_of
 from tests.distributed.test_trainer import BATCH, NETWORK
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
 from tests.end_to_end.campaign import FAULTY
@@ -48,6 +47,7 @@ from tests.end_to_end.runs import (
     losses,
     words,
 )
+from tests.extras.synchronization.test_local_update import adam, clone, loss_of
 from tests.harness.close import assert_number_close, assert_parameter_close
 from tests.harness.fault import Fault
 from tests.harness.fork_server import wait_for_exit

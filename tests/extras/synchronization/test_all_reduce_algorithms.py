@@ -18,7 +18,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.synchronization.all_reduce import RingReduction, TreeReduction
-from tests.distributed.test_local_update import RATE, run
+from tests.extras.synchronization.test_local_update import RATE, run
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
 

@@ -18,7 +18,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.synchronization.methods import make_compressor
 from megalite.synchronization.power import first_factor
 from megalite.training.data import open_data
-from tests.distributed.test_local_update import FLAGS, NETWORK, RATE, STEPS, Outcome, Tensors, loss_of, run
+from tests.extras.synchronization.test_local_update import FLAGS, NETWORK, RATE, STEPS, Outcome, Tensors, loss_of, run
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools

@@ -15,7 +15,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.planner.cluster import find_cluster
 from megalite.planner.memory import Element
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text()
 COMMAND = re.compile(r"^```bash\n(.*?)^```.*?^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BILLIONS = 7

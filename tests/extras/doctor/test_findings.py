@@ -32,7 +32,7 @@ from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.process.place import Place
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # ---------------------------------------------------------------------------------------------------- a node alone
 

@@ -91,7 +91,7 @@ def test_the_flags_of_each_method_are_accepted(name: str) -> None:
         (Arguments(), [*FLAGS, "--save=run"], "--save behind --: leave it out"),
         (Arguments(), [*FLAGS, "--train-iters", "5"], "--train-iters behind --: leave it out, give --steps"),
         (Arguments(), [*FLAGS, "--gradient-compression", "int8"], "flags of synchronization behind --"),
-        (Arguments(output=__file__), FLAGS, "test_compare_synchronization.py is no folder: choose another path"),
+        (Arguments(output=__file__), FLAGS, "test_compared_methods.py is no folder: choose another path"),
         (Arguments(ranks=3), ["pretrain_gpt.py", *FLAGS], "3 data-parallel ranks"),
     ],
 )

@@ -1,0 +1,154 @@
+"""Environments of other Pythons and torches, beside the project's own: `make oracles` makes those that are missing.
+
+They are kept in a folder of the machine, for all clones, and made again when what they contain changes. Run with any
+Python of 3.11 or later; torch is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness.turn import Turn
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path(os.environ.get("MEGALITE_ORACLES") or Path.home() / ".cache" / "megalite" / "oracles")
+CONSTRAINTS = ROOT / "tests" / "constraints.txt"
+TOOLS = ("pytest", "pytest-xdist", "hypothesis")
+TESTED = ("tests/unit/test_parallel_model.py", "tests/unit/test_oracle.py")
+"""Tests that tell whether an environment works: loss, gradients and logits of each network are the oracle's."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Environment `name`: a Python ("" is the one that runs this file) and a release of torch."""
+
+    name: str
+    python: str
+    torch: str
+
+    @property
+    def requirements(self) -> list[str]:
+        """Return what pip installs: this torch, and what the project and its tests need."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        return [f"torch=={self.torch}", *(name for name in project if not name.startswith("torch")), *TOOLS]
+
+    @property
+    def folder(self) -> Path:
+        """Return where it is kept, under a name that says what it contains."""
+        contents = "\n".join([self.python, *self.requirements, CONSTRAINTS.read_text()])
+        return FOLDER / f"{self.name}-{hashlib.sha256(contents.encode()).hexdigest()[:12]}"
+
+    @property
+    def interpreter(self) -> Path:
+        """Return its Python, whether or not it has been made."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether it has been made to its end."""
+        return (self.folder / "complete").exists()
+
+    def make(self) -> None:
+        """Make it, and remove what is left of it under other names.
+
+        Raises:
+            SystemExit: there is no such Python, or pip failed.
+        """
+        for former in FOLDER.glob(f"{self.name}-*"):
+            shutil.rmtree(former)
+        subprocess.run([find_python(self.python), "-m", "venv", self.folder], check=True)
+        pip = [self.interpreter, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        index = os.environ.get("TORCH_INDEX")
+        torch, *others = self.requirements
+        versions = self.folder / "constraints.txt"  # but for Triton: each torch brings its own
+        versions.write_text("".join(line for line in CONSTRAINTS.open() if not line.startswith("triton==")))
+        commands = [[*pip, "--index-url", index, torch]] if index else []
+        commands.append([*pip, "--constraint", versions, torch, *others])
+        for command in commands:
+            if subprocess.run(command, check=False).returncode:
+                sys.exit(f"oracles: pip could not install the environment {self.name}: see above")
+        (self.folder / "complete").touch()
+
+    def test(self) -> None:
+        """Run the tests that tell whether megalite works in it.
+
+        Raises:
+            SystemExit: one failed.
+        """
+        command = [self.interpreter, "-m", "pytest", "--numprocesses=2", "--dist=loadfile", *TESTED]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            sys.exit(f"oracles: tests fail with Python {self.python or 'of the project'} and torch {self.torch}")
+
+
+ENVIRONMENTS = (
+    Environment("oldest", "", "2.11.0"),
+    Environment("megatron", "3.12", "2.13.0"),  # megatron-core 0.19.2 needs Python 3.12
+    Environment("newest", "3.13", "2.14.1"),
+)
+
+
+def find_python(version: str) -> str:
+    """Return the command of a Python, of PATH or of pyenv.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    if not version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    for command in (f"python{version}", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))):
+        # pyenv's shims are there for each version and fail for those that are not chosen
+        probe = [command, "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
+        if shutil.which(command) and subprocess.run(probe, capture_output=True, text=True).stdout.strip() == version:
+            return command
+    sys.exit(
+        f"oracles: no Python {version} with venv in PATH or pyenv: apt-get install python{version}-venv, or pyenv "
+        f"install {version}, or uv python install {version}"
+    )
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Keep other processes of this machine from making environments meanwhile."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def main() -> None:
+    """Make the environments that are missing, and run the tests of `TESTED` in each."""
+    names = [environment.name for environment in ENVIRONMENTS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(names)}, only these")
+    parser.add_argument("--turn", type=Turn.parse, metavar="K/N", help="only the one whose turn it is")
+    arguments = parser.parse_args()
+    chosen = arguments.names or names
+    if unknown := set(chosen) - set(names):
+        sys.exit(f"oracles: {', '.join(sorted(unknown))}: choose from {', '.join(names)}")
+    if arguments.turn is not None:
+        chosen = chosen[arguments.turn.number - 1 :: arguments.turn.count]
+    for environment in ENVIRONMENTS:
+        if environment.name in chosen:
+            begin = time.monotonic()
+            with locked():
+                if not environment.is_complete:
+                    environment.make()
+            print(f"{environment.name}: {environment.interpreter} ({time.monotonic() - begin:.0f} s)", flush=True)
+            environment.test()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""One test of each room of extras, for `make test`; the others run with `make check ROOM=`, and all of them in CI."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from tests.distributed.layout_expected import on_ranks
+from tests.distributed.post_training_run import policy_steps
+from tests.end_to_end.runs import ROOT, words
+from tests.extras.post_training.test_layouts import BASE, expected
+from tests.extras.synchronization.test_compression import EXACT, assert_same
+from tests.extras.synchronization.test_local_update import run
+from tests.harness.job import Job
+from tests.harness.rank_pool import RankPools
+from tests.harness.tool import run_tool
+
+NETWORK = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024"
+
+
+def test_the_planner_finds_layouts(tmp_path: Path) -> None:
+    run_flags = words(f"{NETWORK} --vocab-size 32000 --bf16 --global-batch-size 8")
+    kept = words("--keep context recompute micro_batch expert")
+    found = run_tool("plan", *run_flags, *kept, "--gpus", 4, "--output", tmp_path / "plan.json")
+    assert found.code == 0, found.stderr
+    plans = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    seconds = [each["seconds"] for each in plans]
+    assert len(seconds) > 1
+    assert seconds == sorted(seconds)
+    assert all(4 % (each["row"]["TP"] * each["row"]["PP"]) == 0 for each in plans)
+
+
+def test_a_translated_script_gives_flags_of_a_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"""
+        TP=2; SIZES=({NETWORK})
+        torchrun --nproc_per_node $GPUS pretrain_gpt.py ${{SIZES[@]}} --micro-batch-size 2 --global-batch-size 16 \\
+            --lr 0.1 --train-iters 5 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 \\
+            --tensor-model-parallel-size $TP --use-mcore-models --disable-bias-linear
+        """
+    )
+    done = run_tool("translate", script, "--set", "GPUS=4")
+    assert done.code == 0, done.stderr
+    command = shlex.split(done.stdout.partition("# the command, complete:\n")[2].replace("\\\n", ""))
+    config = resolve(parse_arguments(command[command.index("megalite-pretrain") + 1 :]).config, 4)
+    assert config.parallel.tensor_model_parallel_size == 2
+    assert not config.model.add_bias_linear
+
+
+def test_the_doctor_finds_two_ranks_well(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    report = tmp_path / "found.json"
+    job = spawn([ROOT / "tools" / "doctor.py", "--max-bytes", 4096, "--seconds", 100, "--json", report], 2)
+    assert job.wait(120) == [0, 0], job.stderr(0)
+    assert job.stdout(0).endswith("verdict: well\n")
+    assert json.loads(report.read_text())["drop"] == []
+
+
+def test_compression_that_leaves_out_nothing_is_plain(rank_pools: RankPools) -> None:
+    plain = rank_pools(2).run(run, "", 3)
+    assert_same(rank_pools(2).run(run, f"--gradient-compression {EXACT['topk']}", 3), plain)
+
+
+def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:
+    cell = replace(BASE, tp=2)
+    _, figures, *_ = expected(cell.alone())
+    for (rank,) in on_ranks(rank_pools, 2, policy_steps, [cell]):
+        assert rank.figures == pytest.approx(figures, rel=1e-10)
