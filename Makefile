@@ -7,7 +7,7 @@
 #               WIDEST= leaves out the widest, which `make test` has
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
-# make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
+# make mutants  that each of the planted faults fails a test; TURN=2/4 takes the second of four equal shares of them
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
@@ -27,7 +27,7 @@ STEPS ?= 300
 WORKERS ?= 3
 CLUSTERS ?= 3
 ROOM ?=
-SAMPLE ?=
+TURN ?=
 WIDEST ?= 1
 FILES ?=
 SECONDS ?= 60
@@ -91,7 +91,7 @@ test-slurm: .venv/installed-test
 	$(PYTEST) -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 $(PYTEST_ARGUMENTS)
 
 mutants: .venv/installed-test
-	.venv/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))
+	.venv/bin/python -m tests.mutants $(if $(TURN),--turn $(TURN))
 
 compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
