@@ -27,6 +27,8 @@ torch.set_num_threads(1)  # tensors this small gain nothing from a second one, w
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be every program that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_COLLECTED: set[str] = set()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --turn."""
@@ -51,10 +53,21 @@ def pytest_collection(session: pytest.Session) -> None:
         importlib.import_module("tests.kernels.interpreter")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Remember a test, also where its marks or a keyword leave it out later."""
+    _COLLECTED.add(item.nodeid)
+
+
 def pytest_collection_finish() -> None:
     """Leave what is imported and collected out of every later garbage collection: 0.2 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def collected_tests() -> set[str]:
+    """Names of all tests that were collected, with their parameters, whether they run or not."""
+    return _COLLECTED
 
 
 @pytest.fixture(autouse=True)

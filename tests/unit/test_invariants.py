@@ -1,4 +1,4 @@
-"""docs/invariants.md names tests that exist, and that `make test` runs."""
+"""docs/invariants.md names tests that exist, and that `make test` runs, but for those of extras."""
 
 from __future__ import annotations
 
@@ -20,5 +20,6 @@ def test_every_invariant_has_its_test(request: pytest.FixtureRequest) -> None:
     for path, test in re.findall(r"`((?:tests/\S+?\.py)?)::(\w+)`", page):
         file = path or file
         assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
-        assert not whole_suite or f"{file}::{test}" in collected, f"{file}::{test} is not in `make test`"
+        if whole_suite and not file.startswith("tests/extras/"):
+            assert f"{file}::{test}" in collected, f"{file}::{test} is not in `make test`"
     assert all("::" in tests for _, tests in rows)

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import MUTANTS, ROOT, Mutant, sample
+from tests.mutants import FILES, ROOT, Mutant, mutants_of
+
+ALL = [mutant for file in FILES for mutant in mutants_of(file)]
+KEYS = ["fault", "file", "old", "new", "test"]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_a_mutant_finds_its_text_and_its_test(mutant: Mutant, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / mutant.file).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
-    mutant.apply(tmp_path)
-    assert (tmp_path / mutant.file).read_text() != (ROOT / mutant.file).read_text()
-    file, test = mutant.test.split("::")
-    assert f"def {test.split('[')[0]}(" in (ROOT / file).read_text()
-    if request.config.args_source is pytest.Config.ArgsSource.TESTPATHS and not request.config.option.keyword:
-        names = (item.nodeid for item in request.session.items)  # all there are: with their parameters
-        assert any(name == mutant.test or name.startswith(f"{mutant.test}[") for name in names)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_mutants_find_their_texts_and_their_tests(
+    file: Path, request: pytest.FixtureRequest, collected_tests: set[str]
+) -> None:
+    document = tomllib.loads(file.read_text())
+    assert list(document) == ["mutant"]
+    wrong = [f"{fields}: its keys are not {KEYS}" for fields in document["mutant"] if list(fields) != KEYS]
+    assert not wrong, "\n".join(wrong)
+    whole_suite = request.config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    functions = {name.partition("[")[0] for name in collected_tests}
+    for mutant in mutants_of(file):
+        path, _, test = mutant.test.partition("::")
+        source, tests = (place.read_text() if place.is_file() else "" for place in (ROOT / mutant.file, ROOT / path))
+        for reason, is_wrong in {
+            f"belongs in {_room(mutant)}.toml": _room(mutant) != file.stem,
+            f"its text occurs {source.count(mutant.old)} times in {mutant.file}": source.count(mutant.old) != 1,
+            "changes nothing": mutant.old == mutant.new,
+            f"there is no {mutant.test}": f"def {test.partition('[')[0]}(" not in tests
+            or (whole_suite and mutant.test not in collected_tests | functions),
+        }.items():
+            if is_wrong:
+                wrong.append(f"{mutant.fault}: {reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _room(mutant: Mutant) -> str:
+    """The name of the file in which a mutant belongs."""
+    top, *folders = mutant.file.split("/")[:-1] or ["megalite"]
+    return top if top != "megalite" else folders[0] if folders else "foundations"
+
+
+def test_no_fault_is_told_twice() -> None:
+    assert not [fault for fault, count in Counter(mutant.fault for mutant in ALL).items() if count > 1]
 
 
 def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
@@ -30,11 +57,14 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
             Mutant("fault", "file.py", old, "", "").apply(tmp_path)
 
 
-def test_a_sample_is_anothers_with_another_commit_and_meets_all_in_time() -> None:
-    samples = [sample(MUTANTS, 12, str(seed)) for seed in range(400)]
-    assert all(len(set(chosen)) == 12 for chosen in samples)
-    assert samples[0] == sample(MUTANTS, 12, "0") != samples[1]
-    drawn = [mutant for chosen in samples for mutant in chosen]
-    cheap, dear = ([m for m in MUTANTS if m.test.startswith(f"tests/{place}")] for place in ("unit", "end_to_end"))
-    assert set(drawn) >= set(cheap)
-    assert 0 < sum(map(drawn.count, dear)) / len(dear) < sum(map(drawn.count, cheap)) / len(cheap)
+def test_a_mutant_changes_no_other_tree_and_leaves_no_bytecode_of_what_it_changes(tmp_path: Path) -> None:
+    for name in ("file.py", "file_2.py", "__pycache__/file.cpython-311.pyc", "__pycache__/file_2.cpython-311.pyc"):
+        (tmp_path / "whole" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "whole" / name).write_text("a = 1\n")
+        os.link(tmp_path / "whole" / name, tmp_path / "tree" / name)
+    Mutant("fault", "file.py", "1", "2", "").apply(tmp_path / "tree")
+    assert (tmp_path / "tree/file.py").read_text() == "a = 2\n"
+    assert (tmp_path / "whole/file.py").read_text() == "a = 1\n"
+    assert [path.name for path in (tmp_path / "tree/__pycache__").iterdir()] == ["file_2.cpython-311.pyc"]
+    assert len(list((tmp_path / "whole/__pycache__").iterdir())) == 2
