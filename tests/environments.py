@@ -100,23 +100,32 @@ ENVIRONMENTS = (
 
 
 def find_python(version: str) -> str:
-    """Return the command of a Python, of PATH or of pyenv.
+    """Return the command of a Python: of PATH, of pyenv, or one that uv installs.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is none, and uv could not install it.
     """
     if not version:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    for command in (f"python{version}", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))):
-        # pyenv's shims are there for each version and fail for those that are not chosen
-        probe = [command, "-c", "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"]
-        if shutil.which(command) and subprocess.run(probe, capture_output=True, text=True).stdout.strip() == version:
-            return command
-    sys.exit(
-        f"oracles: no Python {version} with venv in PATH or pyenv: apt-get install python{version}-venv, or pyenv "
-        f"install {version}, or uv python install {version}"
-    )
+    installed = FOLDER / "pythons"
+    install = [sys.executable, "-m", "uv", "python", "install", "--install-dir", installed, version]
+    for attempt in range(2):
+        if attempt:
+            subprocess.run(install, check=False)
+        found = [*pyenv.glob(f"{version}.*/bin/python"), *installed.glob(f"cpython-{version}.*/bin/python{version}")]
+        for command in (f"python{version}", *map(str, found)):
+            if _is_python(command, version):
+                return command
+    sys.exit(f"oracles: there is no Python {version} with venv in PATH or pyenv: install one")
+
+
+def _is_python(command: str, version: str) -> bool:
+    """Tell whether it runs: pyenv has commands in PATH for each version, and those that are not chosen fail."""
+    if not shutil.which(command):
+        return False
+    program = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([command, "-c", program], capture_output=True, text=True).stdout.strip() == version
 
 
 @contextlib.contextmanager
