@@ -160,7 +160,7 @@ def narrow_pairs() -> list[Pair]:
     continuation."""
     return [
         Pair(*(replace(cell, dtype="bfloat16", narrow=number % 2 == 1) for cell in (pair.saving, pair.loading)))
-        for number, pair in enumerate(few_pairs()[::5])
+        for number, pair in enumerate(few_pairs()[::6])
     ]
 
 

@@ -66,7 +66,7 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
         pytest.param(2, 2, 1, "in turn", marks=pytest.mark.wide),
         (1, 2, 1, "zb-v"),
         pytest.param(1, 4, 2, "in turn", marks=pytest.mark.wide),
-        (4, 1, 1, "in turn"),
+        pytest.param(4, 1, 1, "in turn", marks=pytest.mark.wide),
         pytest.param(2, 2, 1, "in turn, zb-v", marks=pytest.mark.wide),
         pytest.param(1, 4, 2, "in turn, zb-v", marks=pytest.mark.wide),
     ],

@@ -81,7 +81,7 @@ def test_dropout_is_that_of_layers_which_are_not_compiled(rank_pools: RankPools)
 
     With and without recomputation the bits are the same, as always. Other samples cause no recompilation.
     """
-    plain = make_cell({"tp": 1, "dp": 1}, dropout=0.1, steps=2)
+    plain = make_cell({"tp": 1, "dp": 1}, dropout=0.1)
     cells = [replace(plain, compiled="aot_eager"), replace(plain, compiled="aot_eager", recompute="uniform")]
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         (eager, compiled, recomputed), _ = run(rank_pools, [plain, *cells])

@@ -90,7 +90,7 @@ def few_of(layout: Row) -> list[Cell]:
     return cells if layout["dp"] == 1 and layout["tp"] <= 2 else cells[2 * LAYOUTS.index(layout) % 3 :: 3]
 
 
-LATER = ("tp1-dp3", "tp2-dp3", "tp2-sp-dp3", "tp2-dp4", "tp4-dp2", "tp4-sp-dp2")
+LATER = ("tp2-dp2", "tp2-dp3", "tp2-sp-dp3", "tp2-dp4", "tp4-dp2", "tp4-sp-dp2")
 """Layouts whose parts and ways of communication the others have."""
 FIRST = [layout for layout, name in zip(LAYOUTS, IDS, strict=True) if name not in LATER]
 

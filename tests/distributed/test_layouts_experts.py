@@ -77,7 +77,7 @@ def some_of(
     return found
 
 
-LATER = ("tp2-sp-ep2", "pp2-tp2-sp", "tp2-sp-ep4", "tp2-sp-ep2-etp2")
+LATER = ("ep2-experts-again", "tp2-sp-etp2", "tp2-sp-ep2", "pp2-tp2-sp", "tp2-sp-ep4", "tp2-sp-ep2-etp2")
 """Layouts whose parts the others have."""
 
 
@@ -281,7 +281,7 @@ SPLITS: list[Row] = [
 @pytest.mark.parametrize(
     ("number", "family"),
     [
-        pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2 or number in (1, 4, 5)))
+        pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2 or number in (1, 2, 4, 5)))
         for number in range(len(SPLITS))
         for turn, family in enumerate(("deepseek", "switch"))
     ],

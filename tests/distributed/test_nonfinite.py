@@ -196,7 +196,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 WIDE = (
     *("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3", "pp 2, zb-h1"),
-    *("dp 2", "dp 2, ZeRO 1", "dp 2, ZeRO 2", "pp 2, interleaved, recomputed", "experts"),
+    *("dp 2", "dp 2, ZeRO 1", "dp 2, ZeRO 2", "pp 2, interleaved, recomputed", "experts", "dp 2, ZeRO 3"),
 )
 """Layouts whose features the other layouts have separately."""
 
@@ -337,6 +337,7 @@ def test_a_fault_that_does_not_come_again_makes_a_device_suspect(zero: int, rank
     assert f"first run these were not finite: the loss of rank 1; {gradients}" in text
 
 
+@pytest.mark.wide
 def test_of_a_compiled_layer_the_layer_is_told_and_nothing_is_compiled_again(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 1}, compiled="aot_eager")
     faults = [Fault(kind, layer=2, whole_layer=True) for kind in ("forward", "backward")]

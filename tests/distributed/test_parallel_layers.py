@@ -113,7 +113,7 @@ def check(rank_pools: RankPools, cell: Cell) -> None:
     assert_parameters(ranks, wanted)
 
 
-@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (0, 1, 2, 5, 6, 7, 9)]), ids=str)
+@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (0, 1, 2, 5, 7, 9)]), ids=str)
 def test_parallel_layers_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
     check(rank_pools, cell)
 
@@ -130,7 +130,7 @@ def test_parallel_layers_train_as_plain_torch_on_more_layouts(cell: Cell, rank_p
         pytest.param(
             *("encoder-decoder", (4, {**SPLIT, "pp": 2}, {}), (2, {"dp": 2, "zero": 3}, {})), marks=pytest.mark.wide
         ),
-        ("encoder-decoder", (2, {"pp": 2}, {}), (2, {"tp": 2}, {})),
+        pytest.param("encoder-decoder", (2, {"pp": 2}, {}), (2, {"tp": 2}, {}), marks=pytest.mark.wide),
         ("experts", (2, {"ep": 2, "zero": 1}, {}), (2, SPLIT, ONE_RANK_PER_EXPERT)),
         pytest.param(
             *("encoder-decoder", (3, {"cp": 3, "zero": 3}, {}), (4, {"cp": 2, "pp": 2}, {})), marks=pytest.mark.wide
