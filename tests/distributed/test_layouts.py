@@ -84,10 +84,12 @@ def cells_of(layout: Row) -> list[Cell]:
 
 
 def few_of(layout: Row) -> list[Cell]:
-    """Return every third cell, others for the next layout; all if nothing is shared over data-parallel ranks, of which
-    there are at most two."""
+    """Return every third cell, others for the next layout. If nothing is shared over data-parallel ranks, return all on
+    two ranks, and every second on four: without, with one and with two groups of keys and values."""
     cells = cells_of(layout)
-    return cells if layout["dp"] == 1 and layout["tp"] <= 2 else cells[2 * LAYOUTS.index(layout) % 3 :: 3]
+    if layout["dp"] == 1:
+        return cells if layout["tp"] <= 2 else cells[::2]
+    return cells[2 * LAYOUTS.index(layout) % 3 :: 3]
 
 
 LATER = ("tp2-dp2", "tp2-dp3", "tp2-sp-dp3", "tp2-dp4", "tp4-dp2", "tp4-sp-dp2")
