@@ -90,7 +90,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("more", ["", BIASED], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), BIASED], ids=["softmax", "sigmoid"])
 def test_upcycling_keeps_the_function_on_every_layout(more: str, dense: Path, rank_pools: RankPools) -> None:
     """The first step's loss is the dense model's, and from then on all layouts train the same."""
     ((_, (expected, _), _),) = on_ranks(rank_pools, 1, trained, f"{DENSE} --train-iters 2 --load {dense} --finetune")
