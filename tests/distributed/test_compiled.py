@@ -57,6 +57,7 @@ def test_every_layout_is_the_oracles_with_what_one_has_compiled(rank_pools: Rank
     assert graphs == graphs[:1] * len(cells)
 
 
+@pytest.mark.wide
 def test_experts_are_left_out_and_nothing_is_compiled_again(rank_pools: RankPools) -> None:
     """The numbers of rows differ in each step. Recomputed experts are left out, too."""
     rest = {"family": "mixtral", "dp": 2, "ep": 2, "compiled": "aot_eager"}
@@ -76,6 +77,7 @@ def test_tensor_and_sequence_parallel_layers_are_the_oracles(rank_pools: RankPoo
     assert_as_expected(cell, result)
 
 
+@pytest.mark.wide
 def test_dropout_is_that_of_layers_which_are_not_compiled(rank_pools: RankPools) -> None:
     """The same elements are dropped, but the order of summation differs.
 
