@@ -186,8 +186,8 @@ def test_the_command_of_a_run_from_a_folder_continues_it(tmp_path: Path, more: s
     own = not tokenizer.startswith("--")
     if own:
         write_template_tokenizer(tmp_path / "llama")
-    flags = f"""--mock-data {"" if own else tokenizer} --seq-length 32 --micro-batch-size 2 --lr 1e-3 --eval-iters 0 {more}
-        --load {tmp_path / "llama"} --save {tmp_path / "run"} --resume auto --lr-decay-iters 4"""
+    flags = f"""--mock-data {"" if own else tokenizer} --seq-length 32 --micro-batch-size 2 --lr 1e-3 --eval-iters 0
+        {more} --load {tmp_path / "llama"} --save {tmp_path / "run"} --resume auto --lr-decay-iters 4"""
     first = resolve(parse_arguments(f"{flags} --train-iters 2".split(), saved_fields).config, 1)
     saved(f"{flags} --train-iters 2")
     second = resolve(parse_arguments(f"{flags} --train-iters 2".split(), saved_fields).config, 1)
