@@ -23,7 +23,7 @@ def _tables() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fates:
-    """What becomes of each key of a file. A key is in one of the three parts; others are refused as unknown."""
+    """Fate of each key of a file. A key is in one of the three parts; others are refused as unknown."""
 
     applied: Set[str]
     no_effect: Mapping[str, str]

@@ -45,7 +45,7 @@ ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _OFF = "parameters and optimizer stay on the GPU: more ranks, or --exp-avg-dtype and --exp-avg-sq-dtype int8, take less"
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
 _RATES = {"WarmupDecayLR": 0.001}
-"""What schedulers train with if they have no warmup_max_lr; others, and null, take the optimizer's rate."""
+"""Rates of schedulers without warmup_max_lr; others, and those with null, take the optimizer's rate."""
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 

@@ -1,4 +1,4 @@
-"""What a folder's JSON files say, leave out or call null is read as transformers' own classes read it, or refused."""
+"""Keys of a folder's JSON files: each, given, left out or null, is read as transformers' classes read it, or refused."""
 
 from __future__ import annotations
 
