@@ -200,6 +200,7 @@ def translate(settings: Mapping[str, Any], report: Report, ranks: int | None) ->
             step()
         except ConfigurationError as error:
             report.refused += [line for line in str(error).splitlines() if line not in report.refused]
+    report.note_decay("torchtitan")
     report.notes.append(
         "the data, the tokenizer and --save are not torchtitan's: give --data-path, --tokenizer-type, ..."
     )
