@@ -101,21 +101,23 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
     [
         (["--hiden-size", "16"], ["--hiden-size", "did you mean --hidden-size"]),
         (["--num-layers", "two"], ["--num-layers 'two': expected a whole number"]),
-        (["--train-iters", "1e3"], ["--train-iters '1e3': expected a whole number"]),
+        pytest.param(
+            ["--train-iters", "1e3"], ["--train-iters '1e3': expected a whole number"], marks=pytest.mark.wide
+        ),
         (["--lr", "high"], ["--lr 'high': expected a finite number"]),
         (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
-        (["--lr", "nan"], ["--lr 'nan': expected a finite number"]),
+        pytest.param(["--lr", "nan"], ["--lr 'nan': expected a finite number"], marks=pytest.mark.wide),
         (["--distributed-backend", "nccl"], ["nccl connects only GPUs, but this run is on cpu: use gloo"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
         (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
         (["--global-batch-size", "6"], ["--global-batch-size 6", "--micro-batch-size 2"]),
-        (["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"]),
+        pytest.param(["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"], marks=pytest.mark.wide),
         (["--fp8-format", "e4m3"], ["Transformer Engine"]),
         (["--bf16", "--fp64"], ["--bf16", "--fp64"]),
         (["--bf16", "true"], ["--bf16 takes no value"]),
-        (["--seq-length"], ["--seq-length needs one value"]),
+        pytest.param(["--seq-length"], ["--seq-length needs one value"], marks=pytest.mark.wide),
         (["--optimizer-backend", "apex"], ["No module named 'apex'", "--optimizer-backend auto needs nothing"]),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "No such file"]),
     ],
@@ -233,9 +235,9 @@ def without(suffix: str) -> Callable[[Place], str]:
     ("make", "fragments"),
     [
         (without("idx"), ["copy.idx does not exist"]),
-        (without("bin"), ["copy.bin does not exist"]),
+        pytest.param(without("bin"), ["copy.bin does not exist"], marks=pytest.mark.wide),
         (damage_idx, ["copy.idx is damaged", "magic"]),
-        (cut_idx, ["copy.idx is damaged", "bytes"]),
+        pytest.param(cut_idx, ["copy.idx is damaged", "bytes"], marks=pytest.mark.wide),
         (cut_bin, ["copy.bin is damaged", "bytes"]),
         (flip_a_bit_of_bin, ["copy.bin is damaged", "another checksum than copy.megalite.json records"]),
         (lambda place: f"{place.prefix}.bin", ["without the suffix"]),
@@ -285,10 +287,12 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
     ("flags", "fragments"),
     [
         (["--hidden-size", "32"], ["from another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
-        (LLAMA, ["from another model", "swiglu"]),
-        (["--num-layers", "1"], ["num_layers"]),
-        (["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"]),
-        (["--bf16"], ["its optimizer state", "give --optimizer, the precision"]),
+        pytest.param(LLAMA, ["from another model", "swiglu"], marks=pytest.mark.wide),
+        pytest.param(["--num-layers", "1"], ["num_layers"], marks=pytest.mark.wide),
+        pytest.param(
+            ["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"], marks=pytest.mark.wide
+        ),
+        pytest.param(["--bf16"], ["its optimizer state", "give --optimizer, the precision"], marks=pytest.mark.wide),
         (["--fp64"], ["float32 in it and float64 in this run"]),
         (["--optimizer", "sgd"], ["--optimizer"]),
     ],
@@ -323,7 +327,10 @@ def remove_a_file(run: Path) -> None:
     (run / "iter_0000003" / "rank_00000.safetensors").unlink()
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_a_file, cut_the_manifest, remove_a_file])
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_byte, *(pytest.param(d, marks=pytest.mark.wide) for d in (cut_a_file, cut_the_manifest, remove_a_file))],
+)
 def test_a_damaged_checkpoint(damage: Callable[[Path], None], place: Place, refused: Refused) -> None:
     run = place.copy_of_good()
     damage(run)
@@ -357,7 +364,7 @@ def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
     saved_tensors(run / "iter_0000003")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.wide), 1])
 def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refused) -> None:
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == {rank} else None"
     flags = ["--save", place.folder / "run", "--exit-interval", 1, "--use-distributed-optimizer"]
@@ -426,10 +433,10 @@ def test_a_save_folder_that_is_a_file(place: Place, refused: Refused) -> None:
 def test_generation(place: Place, refused: Refused) -> None:
     command = [GENERATE, "--load", place.good]
     assert "learned 32 positions" in refused(64, *command, "--prompt", "1 " * 33)
-    assert "is blank" in refused(64, *command, "--prompt", "")
-    assert "--temperature" in refused(64, *command, "--prompt", "1", "--temperature", "-1")
-    assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0")
-    assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1")
+    assert "is blank" in refused(64, *command, "--prompt", "", world_size=1)
+    assert "--temperature" in refused(64, *command, "--prompt", "1", "--temperature", "-1", world_size=1)
+    assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0", world_size=1)
+    assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1", world_size=1)
     assert "'one'" in refused(64, *command, "--prompt", "one")
     assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
     assert "--tensor-model-parallel-size 3 does not divide" in refused(64, *command, "--prompt", "1", world_size=3)

@@ -49,7 +49,7 @@ ZERO3, TWO_STAGES = ("--zero", 3), ("--pp", 2)
     [
         ("SIGTERM", ZERO3, ()),
         pytest.param("SIGTERM", TWO_STAGES, ("--loop",), marks=pytest.mark.wide),
-        ("Ctrl-C", TWO_STAGES, ("--loop",)),
+        pytest.param("Ctrl-C", TWO_STAGES, ("--loop",), marks=pytest.mark.wide),
         pytest.param("Ctrl-C", ZERO3, (), marks=pytest.mark.wide),
         pytest.param("STOP", TWO_STAGES, (), marks=pytest.mark.wide),
         ("STOP", ZERO3, ("--loop",)),

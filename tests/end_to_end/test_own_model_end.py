@@ -47,7 +47,13 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("notebook",), pytest.param(("train",), marks=pytest.mark.wide), ("train", "async_save")],
+    [
+        (),
+        *(
+            pytest.param(words, marks=pytest.mark.wide)
+            for words in (("notebook",), ("train",), ("train", "async_save"))
+        ),
+    ],
     ids=" ".join,
 )
 def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, words: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "",
+        pytest.param("", marks=pytest.mark.wide),
         pytest.param("--tp 2 --sequence-parallel", marks=pytest.mark.wide),
         "--data-parallel-sharding-strategy optim_grads",
     ],

@@ -70,6 +70,7 @@ def test_both_packages_and_all_commands_are_in_it(programs: Path, tmp_path: Path
     assert looked.returncode == 0, looked.stderr
 
 
+@pytest.mark.wide  # the commands load and end with their codes above and below
 def test_a_command_trains_outside_a_clone(programs: Path, tmp_path: Path) -> None:
     flags = (*MOCK, *GPT2, "--train-iters", 2, "--save", "run")
     trained = run(programs / "megalite-pretrain", *flags, directory=tmp_path)
