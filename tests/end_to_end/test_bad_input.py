@@ -411,7 +411,10 @@ os.chdir({str(place.folder)!r} + f"/{{rank}}")
     assert not (place.folder / "1" / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--save", "--metrics-path", "--tensorboard-dir"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--save", *(pytest.param(flag, marks=pytest.mark.wide) for flag in ("--metrics-path", "--tensorboard-dir"))],
+)
 def test_a_folder_that_cannot_be_made(flag: str, place: Place, refused: Refused) -> None:
     file = place.folder / "file"
     file.touch()

@@ -87,6 +87,7 @@ def test_a_rank_that_is_killed_ends_the_others(
     assert_names(error, stage)
 
 
+@pytest.mark.wide  # as with the stages above
 def test_a_rank_that_is_killed_ends_the_others_of_its_ring(spawn: Spawn, tmp_path: Path) -> None:
     """The message names the round, and the rank whose keys, values or gradients were waited for."""
     kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"

@@ -241,7 +241,7 @@ def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_
 
 def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
     fault = Fault("came", 0, 0, "kill")
-    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path), "LAUNCHER_SECONDS": "0.5"}
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)
@@ -252,7 +252,7 @@ def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
 
 def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path: Path) -> None:
     fault = Fault("connected", 0, 0, "kill")
-    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path), "LAUNCHER_SECONDS": "0.5"}
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)

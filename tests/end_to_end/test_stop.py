@@ -126,6 +126,7 @@ def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     assert_same_checkpoint(directory / "iter_0000006", whole / "iter_0000006")
 
 
+@pytest.mark.wide  # as above, in the last step
 def test_an_evaluation_that_is_left_when_the_run_turns_out_to_end_there_is_made_up_for(
     start: Start, run: Run, tmp_path: Path
 ) -> None:

@@ -56,7 +56,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
-    put = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, directory=folder)
+    put = run(*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel, directory=folder)
     assert put.returncode == 0, put.stderr
     # Python ignores .pth files in a folder that a .pth file names, so an installed clone is not visible.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")

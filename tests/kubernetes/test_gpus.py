@@ -183,9 +183,14 @@ def test_a_pod_ends_with_the_code_in_the_file_or_torchruns(torchrun_does: str, c
     assert pod.returncode == code
 
 
-def test_the_run_is_that_of_one_node_and_wrong_flags_end_all_pods_with_64(nodes: Nodes, torchrun: Path) -> None:
-    nodes.start("--micro-batch-size", "3")
-    assert nodes.codes() == [EXIT_CONFIGURATION] * 2, nodes.log()
+@pytest.mark.parametrize("flags", ["wrong", pytest.param("right", marks=pytest.mark.wide)])  # right: imports of torch
+def test_the_run_is_that_of_one_node_and_wrong_flags_end_all_pods_with_64(
+    flags: str, nodes: Nodes, torchrun: Path
+) -> None:
+    if flags == "wrong":
+        nodes.start("--micro-batch-size", "3")
+        assert nodes.codes() == [EXIT_CONFIGURATION] * 2, nodes.log()
+        return
     nodes.start(attempt=1)
     assert nodes.codes() == [0, 0], nodes.log()
     assert metrics(nodes.run) == metrics(torchrun)
