@@ -107,20 +107,22 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.wide), "llama"])
-def test_a_run_resumed_under_another_layout_is_the_same_run(family: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_run_resumed_under_another_layout_is_the_same_run(
+    before: str, after: str, family: str, run: Run, tmp_path: Path
+) -> None:
     """Dropout is at its default of 0.1."""
     flags = [*FAMILIES[family], "--fp64", "--train-iters", 4]
     whole = tmp_path / "whole"
     run(*flags, "--save", whole)
-    for before, after in CHANGES:
-        directory = tmp_path / f"{before}-{after}"
-        for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
-            world_size, _, *layout_flags = LAYOUTS[layout]
-            run(*flags, *layout_flags, *more, "--save", directory, world_size=world_size, expected=code)
-        assert_close_runs(directory, whole)
-        expected = saved_tensors(whole / "iter_0000004")
-        for tensor, values in saved_tensors(directory / "iter_0000004").items():
-            assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=f"{tensor} {before} {after}")
+    directory = tmp_path / f"{before}-{after}"
+    for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
+        world_size, _, *layout_flags = LAYOUTS[layout]
+        run(*flags, *layout_flags, *more, "--save", directory, world_size=world_size, expected=code)
+    assert_close_runs(directory, whole)
+    expected = saved_tensors(whole / "iter_0000004")
+    for tensor, values in saved_tensors(directory / "iter_0000004").items():
+        assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=tensor)
 
 
 def assert_close_runs(directory: Path, expected: Path) -> None:
