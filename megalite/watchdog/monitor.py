@@ -9,6 +9,7 @@ the ranks that do not answer, it concludes which rank is missing and where. It r
 from __future__ import annotations
 
 import selectors
+import socket
 import sys
 import threading
 import time
@@ -80,6 +81,8 @@ class Monitor(threading.Thread):
         self.address: tuple[str, int] = (host, port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._woken, self._waker = socket.socketpair()  # `close` ends a tick
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: None)
         self._strangers: dict[Link, float] = {}
         """Connections that have not sent their identity, the oldest first, with the time when each came."""
         self._ranks: dict[int, _Rank] = {}
@@ -112,12 +115,14 @@ class Monitor(threading.Thread):
         for link in (*self._strangers, *(rank.link for rank in self._ranks.values())):
             link.close()
         self._listener.close()
+        self._woken.close()
         self._selector.close()
         self.secret.remove()
 
     def close(self) -> None:
         """Tell all ranks that the run ends without an error."""
         self._closing = True
+        self._waker.close()
         self.join()
 
     def settle(self) -> None:

@@ -22,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows
 from megalite.config import ParallelConfig
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.errors import MegaliteError
+from megalite.inference import lm_eval_adapter
 from megalite.inference.lm_eval_adapter import MegaliteLM, load_tasks
 from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
@@ -82,7 +83,7 @@ def refusals(model: MegaliteLM, include_path: str, rank: int) -> dict[str, str]:
         def __init__(self, include_path: str | None = None, include_defaults: bool = True) -> None:
             super().__init__(include_path=include_path, include_defaults=False)
 
-    lm_eval.tasks.TaskManager = FewTasks
+    lm_eval_adapter.TaskManager = FewTasks  # type: ignore[misc]
     return {
         "unknown": refusal(load_tasks, ["local_choises"], include_path),
         "folder": refusal(load_tasks, ["local_texts"], f"{include_path}/none"),

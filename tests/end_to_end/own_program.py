@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import megalite
+from megalite.lifecycle import common_end
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -47,8 +48,10 @@ def main() -> None:
     parser.add_argument("--broken-point", type=int)
     parser.add_argument("--broken-loss", type=int, nargs=2, metavar=("RANK", "STEP"))
     parser.add_argument("--end", type=int, nargs="+", metavar=("STEP", "RANK"), help="end after a step on these ranks")
+    parser.add_argument("--wait", type=float, default=common_end.WAIT_SECONDS, help="for other ranks at the end")
     parser.add_argument("--unlike", action="store_true", help="build other values on each rank")
     arguments = parser.parse_args()
+    common_end.WAIT_SECONDS = arguments.wait
 
     def loss(outputs: Tensor, batch: Any) -> Tensor:
         if arguments.broken_loss is not None and arguments.broken_loss == [run.rank, run.iteration + 1]:

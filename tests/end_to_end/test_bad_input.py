@@ -101,21 +101,27 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
     [
         (["--hiden-size", "16"], ["--hiden-size", "did you mean --hidden-size"]),
         (["--num-layers", "two"], ["--num-layers 'two': expected a whole number"]),
-        (["--train-iters", "1e3"], ["--train-iters '1e3': expected a whole number"]),
-        (["--lr", "high"], ["--lr 'high': expected a finite number"]),
+        pytest.param(
+            ["--train-iters", "1e3"], ["--train-iters '1e3': expected a whole number"], marks=pytest.mark.wide
+        ),
+        pytest.param(["--lr", "high"], ["--lr 'high': expected a finite number"], marks=pytest.mark.wide),
         (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
-        (["--lr", "nan"], ["--lr 'nan': expected a finite number"]),
+        pytest.param(["--lr", "nan"], ["--lr 'nan': expected a finite number"], marks=pytest.mark.wide),
         (["--distributed-backend", "nccl"], ["nccl connects only GPUs, but this run is on cpu: use gloo"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
-        (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
+        pytest.param(
+            ["--tp", "2", "--num-attention-heads", "1"],
+            ["--num-attention-heads 1", "--tensor-model-parallel-size 2"],
+            marks=pytest.mark.wide,
+        ),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
         (["--global-batch-size", "6"], ["--global-batch-size 6", "--micro-batch-size 2"]),
-        (["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"]),
+        pytest.param(["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"], marks=pytest.mark.wide),
         (["--fp8-format", "e4m3"], ["Transformer Engine"]),
         (["--bf16", "--fp64"], ["--bf16", "--fp64"]),
-        (["--bf16", "true"], ["--bf16 takes no value"]),
-        (["--seq-length"], ["--seq-length needs one value"]),
+        pytest.param(["--bf16", "true"], ["--bf16 takes no value"], marks=pytest.mark.wide),
+        pytest.param(["--seq-length"], ["--seq-length needs one value"], marks=pytest.mark.wide),
         (["--optimizer-backend", "apex"], ["No module named 'apex'", "--optimizer-backend auto needs nothing"]),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "No such file"]),
     ],
@@ -148,7 +154,7 @@ def test_no_data(refused: Refused) -> None:
     ("yaml", "fragments"),
     [
         ("model:\n  hiden_size: 16\n", ["line 2", "hiden_size", "did you mean hidden_size"]),
-        ("modell:\n  hidden_size: 16\n", ["modell", "did you mean model"]),
+        pytest.param("modell:\n  hidden_size: 16\n", ["modell", "did you mean model"], marks=pytest.mark.wide),
         ("model:\n  num_layers: two\n", ["line 2", "num_layers", "a whole number"]),
         ("model: [1, 2\n", ["not YAML"]),
         ("optimizer:\n  hidden_size: 16\n", ["belongs under model"]),
@@ -233,10 +239,10 @@ def without(suffix: str) -> Callable[[Place], str]:
     ("make", "fragments"),
     [
         (without("idx"), ["copy.idx does not exist"]),
-        (without("bin"), ["copy.bin does not exist"]),
+        pytest.param(without("bin"), ["copy.bin does not exist"], marks=pytest.mark.wide),
         (damage_idx, ["copy.idx is damaged", "magic"]),
-        (cut_idx, ["copy.idx is damaged", "bytes"]),
-        (cut_bin, ["copy.bin is damaged", "bytes"]),
+        pytest.param(cut_idx, ["copy.idx is damaged", "bytes"], marks=pytest.mark.wide),
+        pytest.param(cut_bin, ["copy.bin is damaged", "bytes"], marks=pytest.mark.wide),
         (flip_a_bit_of_bin, ["copy.bin is damaged", "another checksum than copy.megalite.json records"]),
         (lambda place: f"{place.prefix}.bin", ["without the suffix"]),
         (lambda place: f"0 {place.prefix}", ["--data-path 0", "every weight positive"]),
@@ -285,10 +291,12 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
     ("flags", "fragments"),
     [
         (["--hidden-size", "32"], ["from another model", "hidden_size: 16 in the checkpoint, 32 in this run"]),
-        (LLAMA, ["from another model", "swiglu"]),
-        (["--num-layers", "1"], ["num_layers"]),
-        (["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"]),
-        (["--bf16"], ["its optimizer state", "give --optimizer, the precision"]),
+        pytest.param(LLAMA, ["from another model", "swiglu"], marks=pytest.mark.wide),
+        pytest.param(["--num-layers", "1"], ["num_layers"], marks=pytest.mark.wide),
+        pytest.param(
+            ["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"], marks=pytest.mark.wide
+        ),
+        pytest.param(["--bf16"], ["its optimizer state", "give --optimizer, the precision"], marks=pytest.mark.wide),
         (["--fp64"], ["float32 in it and float64 in this run"]),
         (["--optimizer", "sgd"], ["--optimizer"]),
     ],
@@ -323,7 +331,10 @@ def remove_a_file(run: Path) -> None:
     (run / "iter_0000003" / "rank_00000.safetensors").unlink()
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_a_file, cut_the_manifest, remove_a_file])
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_byte, *(pytest.param(d, marks=pytest.mark.wide) for d in (cut_a_file, cut_the_manifest, remove_a_file))],
+)
 def test_a_damaged_checkpoint(damage: Callable[[Path], None], place: Place, refused: Refused) -> None:
     run = place.copy_of_good()
     damage(run)
@@ -357,7 +368,7 @@ def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
     saved_tensors(run / "iter_0000003")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.wide), 1])
 def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refused) -> None:
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == {rank} else None"
     flags = ["--save", place.folder / "run", "--exit-interval", 1, "--use-distributed-optimizer"]
@@ -404,7 +415,10 @@ os.chdir({str(place.folder)!r} + f"/{{rank}}")
     assert not (place.folder / "1" / "run").exists()
 
 
-@pytest.mark.parametrize("flag", ["--save", "--metrics-path", "--tensorboard-dir"])
+@pytest.mark.parametrize(
+    "flag",
+    ["--save", *(pytest.param(flag, marks=pytest.mark.wide) for flag in ("--metrics-path", "--tensorboard-dir"))],
+)
 def test_a_folder_that_cannot_be_made(flag: str, place: Place, refused: Refused) -> None:
     file = place.folder / "file"
     file.touch()
@@ -426,10 +440,10 @@ def test_a_save_folder_that_is_a_file(place: Place, refused: Refused) -> None:
 def test_generation(place: Place, refused: Refused) -> None:
     command = [GENERATE, "--load", place.good]
     assert "learned 32 positions" in refused(64, *command, "--prompt", "1 " * 33)
-    assert "is blank" in refused(64, *command, "--prompt", "")
-    assert "--temperature" in refused(64, *command, "--prompt", "1", "--temperature", "-1")
-    assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0")
-    assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1")
+    assert "is blank" in refused(64, *command, "--prompt", "", world_size=1)
+    assert "--temperature" in refused(64, *command, "--prompt", "1", "--temperature", "-1", world_size=1)
+    assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0", world_size=1)
+    assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1", world_size=1)
     assert "'one'" in refused(64, *command, "--prompt", "one")
     assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
     assert "--tensor-model-parallel-size 3 does not divide" in refused(64, *command, "--prompt", "1", world_size=3)

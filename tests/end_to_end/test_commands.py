@@ -22,7 +22,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.training.builder import count_parameters, make_chunks, make_stages
 from tests.end_to_end.runs import PRETRAIN, ROOT, ended, iterations, latest_iteration, words
-from tests.harness.job import Job
+from tests.harness.job import Job, run_script
 from tests.harness.token_files import add_document
 
 TINY = words(
@@ -139,10 +139,12 @@ def test_the_training_under_context_parallelism_runs(checkout: Path) -> None:
     assert "busiest_context_parallel_rank" in (checkout / "run/context/metrics.jsonl").read_text()
 
 
-def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
+def test_every_flag_that_the_readme_names_is_one(tmp_path: Path) -> None:
     """Check flags in the text around the commands, too."""
-    known = shell(f"python pretrain_gpt.py --help; cat {ROOT}/megalite/commands/*.py examples/*.*", checkout)
-    known = known.replace("_", "-")
+    helped = run_script([PRETRAIN, "--help"], tmp_path)
+    assert helped.code == 0
+    files = (*(ROOT / "megalite/commands").glob("*.py"), *(ROOT / "examples").glob("*.*"))
+    known = "".join((helped.stdout, *(path.read_text() for path in files))).replace("_", "-")
     for flag in set(re.findall(r"`(?:[^`]* )?--([a-z][a-z-]+)", (ROOT / "README.md").read_text())):
         assert flag in known, flag
 
@@ -232,7 +234,13 @@ def tokens(vocabulary: int) -> list[str]:
     return words(f"--mock-data --tokenizer-type NullTokenizer --vocab-size {vocabulary - 1}")
 
 
-@pytest.mark.parametrize("name", WITH_EXPERTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("qwen1.5_moe_a2.7b.yaml", "switch_base_8.yaml") else pytest.mark.wide)
+        for name in WITH_EXPERTS
+    ],
+)
 def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: str) -> None:
     small = words(
         "--num-layers 2 --kv-channels 8 --num-experts 4 --moe-layer-freq 1 --moe-ffn-hidden-size 16 --ep 2 --pp 1"
@@ -288,6 +296,7 @@ def test_under_torchrun_our_message_stands_once_before_its_block(checkout: Path)
     assert re.search(r"exitcode *: 64", out)
 
 
+@pytest.mark.wide  # test_stop.py stops ranks in every way; tests/kubernetes have a real torchrun
 def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     out = shell(f"{TORCHRUN} --save {tmp_path} --exit-interval 2", checkout, expected=1)  # its exit code for all errors
     assert re.search(r"exitcode *: 85", out)
@@ -297,9 +306,14 @@ def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 2
 
 
-def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(checkout: Path, byte_llama: Path) -> None:
-    train = TORCHRUN.replace("torchrun --standalone --nproc-per-node 2", "python")
-    for command in (f"{train} --train-iters 9999", f"python tools/generate.py --load {byte_llama} --prompt def"):
-        out = shell(f"set +o pipefail; {command} | head -c 3", checkout)
-        assert "Traceback" not in out
-        assert "interrupted: nobody reads the output any more" in out
+@pytest.mark.parametrize("program", ["training", pytest.param("generation", marks=pytest.mark.wide)])
+def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(
+    program: str, checkout: Path, request: pytest.FixtureRequest
+) -> None:
+    if program == "training":
+        command = TORCHRUN.replace("torchrun --standalone --nproc-per-node 2", "python") + " --train-iters 9999"
+    else:
+        command = f"python tools/generate.py --load {request.getfixturevalue('byte_llama')} --prompt def"
+    out = shell(f"set +o pipefail; {command} | head -c 3", checkout)
+    assert "Traceback" not in out
+    assert "interrupted: nobody reads the output any more" in out

@@ -79,7 +79,10 @@ def test_a_cache_that_cannot_be_written_is_told_and_changes_nothing(corpus: Path
     "sizes",
     [
         ("--rampup-batch-size", 4, 4, 24, "--global-batch-size", 12),
-        ("--step-batch-size-schedule", "0:4 384:12", "0.192K:8", "--global-batch-size", None),
+        pytest.param(
+            ("--step-batch-size-schedule", "0:4 384:12", "0.192K:8", "--global-batch-size", None),
+            marks=pytest.mark.wide,
+        ),
     ],
     ids=["ramp", "schedule"],
 )

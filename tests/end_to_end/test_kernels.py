@@ -25,10 +25,9 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.wide  # tests/kernels compare each kernel; Triton is imported by two new interpreters
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
-@pytest.mark.parametrize(
-    "layout", ["zero 3, recomputed", pytest.param("weight gradients put off", marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_train_the_same_model(run: Run, tmp_path: Path, layout: str) -> None:
     """In fp32, the losses and norms of two steps differ by a few roundings."""
     flags = (*FLAGS, *words(LAYOUTS[layout]))

@@ -59,7 +59,14 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        # Pods of the manifests run with the variables of the last two (tests/kubernetes/test_manifests.py).
+        pytest.param(name, marks=pytest.mark.wide if name in ("an indexed Job", "a TrainJob") else ())
+        for name in LAUNCHERS
+    ],
+)
 def test_ranks_under_a_launchers_variables_give_torchruns_losses(launcher: str, torchrun: Path, tmp_path: Path) -> None:
     job, port = secrets.randbits(30), free_port()
     texts = [LAUNCHERS[launcher].format(rank=rank, job=job, port=port) for rank in range(RANKS)]

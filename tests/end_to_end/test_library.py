@@ -49,10 +49,10 @@ ZERO3, TWO_STAGES = ("--zero", 3), ("--pp", 2)
     [
         ("SIGTERM", ZERO3, ()),
         pytest.param("SIGTERM", TWO_STAGES, ("--loop",), marks=pytest.mark.wide),
-        ("Ctrl-C", TWO_STAGES, ("--loop",)),
+        pytest.param("Ctrl-C", TWO_STAGES, ("--loop",), marks=pytest.mark.wide),
         pytest.param("Ctrl-C", ZERO3, (), marks=pytest.mark.wide),
         pytest.param("STOP", TWO_STAGES, (), marks=pytest.mark.wide),
-        ("STOP", ZERO3, ("--loop",)),
+        pytest.param("STOP", ZERO3, ("--loop",), marks=pytest.mark.wide),
     ],
 )
 def test_a_stop_saves_with_code_85_and_the_program_goes_on(
@@ -107,7 +107,7 @@ def test_a_program_goes_on_under_another_layout(before: Any, after: Any, program
 
 def test_an_end_on_one_rank_neither_saves_nor_hangs(program: Start, tmp_path: Path) -> None:
     """The other ranks go on: their step would meet the save of the rank that ends."""
-    job = program("--save", tmp_path, "--steps", 10000, "--loop", "--end", 3, 1)
+    job = program("--save", tmp_path, "--steps", 10000, "--loop", "--end", 3, 1, "--wait", 2)
     assert job.wait(60.0) == [70, 70]
     stderr = job.stderr(0) + job.stderr(1)
     assert stderr.count("the program ended on this rank after step 3, before it ended on the others") == 1, stderr

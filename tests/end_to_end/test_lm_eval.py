@@ -167,6 +167,7 @@ def test_what_cannot_be_asked_is_refused(what: str, found: Results) -> None:
     assert REFUSALS[what] in found["refusals"][what]
 
 
+@pytest.mark.wide  # imports lm_eval again
 def test_the_command_shows_and_writes_the_results(
     byte_llama: Path, folder: Path, found: Results, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:
@@ -193,6 +194,7 @@ def test_the_command_shows_and_writes_the_results(
         assert name in job.stdout(0)
 
 
+@pytest.mark.wide  # imports lm_eval again
 def test_what_was_exported_is_told_apart_by_nothing(
     byte_llama: Path, folder: Path, found: Results, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:

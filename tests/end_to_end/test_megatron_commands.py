@@ -16,13 +16,13 @@ from tests.megatron_commands.scale import ITERATIONS, command, scaled, write_fil
 
 RUNS = {
     "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": (1, 1),
-    "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
     "gpt/gpt3_15b_8t_release": (2, 1),
-    "moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4": (4, 1),
-    "v2.5:examples/pretrain_gpt_distributed_with_mp.sh": (4, 1),
 }
 """Ranks of each command, and how many of them share their weights at least."""
 WIDE = {
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
+    "moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4": (4, 1),
+    "v2.5:examples/pretrain_gpt_distributed_with_mp.sh": (4, 1),
     "gpt/gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p_nondeterministic": (4, 1),
     "gpt/gpt3_mcore_reruns_reshard": (4, 1),  # tensor, sequence and pipeline parallel; the options of a Llama
     "moe/gpt3_moe_mcore_te_ep8_resume_torch_dist_dist_muon": (2, 1),
@@ -38,10 +38,10 @@ WIDE = {
     "moe/gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer": (4, 1),
 }
 RESUMED = {
-    "gpt/gpt3_mcore_te_tp4_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
     "gpt/gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor": (2, 2),
 }
 WIDE_RESUMED = {
+    "gpt/gpt3_mcore_te_tp4_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
     "gpt/gpt3_mcore_te_tp1_pp2_resume_torch_dist_rope_embeddings_interleaved_no_fusion": (2, 1),
     "gpt/gpt3_mcore_te_tp4_pp1_resume_torch_dist_qk_layernorm_test_mode": (2, 1),
     "gpt/gpt3_mcore_te_tp1_pp4_resume_torch_dist_swiglu": (4, 1),

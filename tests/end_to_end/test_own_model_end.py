@@ -11,6 +11,7 @@ import pytest
 
 from megalite.errors import EXIT_FATAL
 from tests.end_to_end.runs import ROOT
+from tests.harness.job import run_script
 
 PROGRAM = """
 import sys, torch, megalite
@@ -47,7 +48,13 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("notebook",), pytest.param(("train",), marks=pytest.mark.wide), ("train", "async_save")],
+    [
+        (),
+        *(
+            pytest.param(words, marks=pytest.mark.wide)
+            for words in (("notebook",), ("train",), ("train", "async_save"))
+        ),
+    ],
     ids=" ".join,
 )
 def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, words: tuple[str, ...]) -> None:
@@ -58,6 +65,8 @@ def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, 
 
 
 def test_a_program_that_cannot_save_at_its_end_fails(tmp_path: Path) -> None:
-    ended = program(tmp_path, "fail")
-    assert ended.returncode == EXIT_FATAL, ended.stdout + ended.stderr
+    """Forked: the test above has the end of an interpreter."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = run_script([tmp_path / "program.py", "fail"], tmp_path / "job", cwd=tmp_path)
+    assert ended.code == EXIT_FATAL, ended.stdout + ended.stderr
     assert "saving iteration 3" in ended.stderr

@@ -69,7 +69,7 @@ def start_failing(
 KILLED = [
     pytest.param("--pp 3 --decoder-first-pipeline-num-layers 2", 0, 3, "stage 1, ", marks=pytest.mark.wide),
     ("--pp 3 --decoder-first-pipeline-num-layers 2", 1, 3, "stage [02], "),
-    ("--pp 4 --pipeline-schedule zb-h1", 3, 4, "stage 2, "),
+    pytest.param("--pp 4 --pipeline-schedule zb-h1", 3, 4, "stage 2, ", marks=pytest.mark.wide),
     pytest.param("--pp 4 --pipeline-schedule gpipe", 2, 4, "stage [13], ", marks=pytest.mark.wide),
 ]
 
@@ -87,6 +87,7 @@ def test_a_rank_that_is_killed_ends_the_others(
     assert_names(error, stage)
 
 
+@pytest.mark.wide  # as with the stages above
 def test_a_rank_that_is_killed_ends_the_others_of_its_ring(spawn: Spawn, tmp_path: Path) -> None:
     """The message names the round, and the rank whose keys, values or gradients were waited for."""
     kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"
@@ -135,7 +136,13 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize(("flags", "world_size", "stages"), PIPELINES.values(), ids=PIPELINES.keys())
+@pytest.mark.parametrize(
+    ("flags", "world_size", "stages"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "zb-v" else pytest.mark.wide)
+        for name, each in PIPELINES.items()
+    ],
+)
 def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
     flags: str, world_size: int, stages: Stages, run: Run, spawn: Spawn, tmp_path: Path
 ) -> None:
@@ -192,28 +199,32 @@ LAYOUTS = {
     "pp4 zb-v": (4, "--pp 4 --pipeline-schedule zb-v"),
     "pp2 dp2 zero 3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
 }
-CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zero 3")]
+CHANGES = [
+    ("pp2 interleaved", "tp2"),
+    pytest.param("pp4 zb-v", "one", marks=pytest.mark.wide),
+    pytest.param("one", "pp2 dp2 zero 3", marks=pytest.mark.wide),
+]
 
 
-def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_a_run_resumed_on_another_pipeline_is_the_same_run(before: str, after: str, run: Run, tmp_path: Path) -> None:
     """I9, for the results of evaluations, too."""
     flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4, "--hidden-dropout", 0.1, "--attention-dropout", 0.1]
     whole = tmp_path / "whole"
     run(*flags, "--save", whole)
-    for before, after in CHANGES:
-        directory = tmp_path / f"{before} to {after}"
-        for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
-            world_size, layout_flags = LAYOUTS[layout]
-            run(*flags, *words(layout_flags), *more, "--save", directory, world_size=world_size, expected=code)
-        for line, wanted in zip(metrics(directory), metrics(whole), strict=True):
-            assert line.keys() == wanted.keys()
-            for figure, value in wanted.items():
-                if figure == "bytes_sent":  # which the layout decides
-                    continue
-                assert line[figure] == pytest.approx(value, rel=1e-10), (before, after, line["iteration"], figure)
-        expected = saved_tensors(whole / "iter_0000004")
-        for tensor, values in saved_tensors(directory / "iter_0000004").items():
-            assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=f"{tensor} {before} {after}")
+    directory = tmp_path / f"{before} to {after}"
+    for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
+        world_size, layout_flags = LAYOUTS[layout]
+        run(*flags, *words(layout_flags), *more, "--save", directory, world_size=world_size, expected=code)
+    for line, wanted in zip(metrics(directory), metrics(whole), strict=True):
+        assert line.keys() == wanted.keys()
+        for figure, value in wanted.items():
+            if figure == "bytes_sent":  # which the layout decides
+                continue
+            assert line[figure] == pytest.approx(value, rel=1e-10), (line["iteration"], figure)
+    expected = saved_tensors(whole / "iter_0000004")
+    for tensor, values in saved_tensors(directory / "iter_0000004").items():
+        assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=tensor)
 
 
 @pytest.mark.bits

@@ -30,7 +30,7 @@ def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        "",
+        pytest.param("", marks=pytest.mark.wide),
         pytest.param("--tp 2 --sequence-parallel", marks=pytest.mark.wide),
         "--data-parallel-sharding-strategy optim_grads",
     ],
@@ -58,7 +58,7 @@ def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_
         pytest.param("no_shard", marks=pytest.mark.wide),
         pytest.param("optim", marks=pytest.mark.wide),
         pytest.param("optim_grads", marks=pytest.mark.wide),
-        "optim_grads_params",
+        pytest.param("optim_grads_params", marks=pytest.mark.wide),  # as tests/distributed/test_layouts_steps.py
     ],
 )
 def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def names(path: Path) -> list[str]:
         return [event.get("name", "") for event in json.load(file)["traceEvents"]]
 
 
-@pytest.mark.parametrize("place", ["--save", "--tensorboard-dir"])
+@pytest.mark.parametrize("place", ["--save", pytest.param("--tensorboard-dir", marks=pytest.mark.wide)])
 def test_chosen_steps_of_chosen_ranks_are_traced_by_flags(place: str, run: Run, tmp_path: Path) -> None:
     flags = ["--profile-ranks", 0, 1, "--pytorch-profiler-collect-shapes", place, tmp_path]
     out = run(*PIPELINE, *BY_TORCH, *flags, world_size=2).stdout

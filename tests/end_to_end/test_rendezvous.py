@@ -56,7 +56,7 @@ def before_coming(code: str) -> str:
     return ENTRY.replace("launch.wait_for_all_ranks = come", code + "launch.wait_for_all_ranks = come")
 
 
-@pytest.fixture(params=[False, True], ids=["store of the launcher", "store of rank 0"])
+@pytest.fixture
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Start a run in which absent ranks stop before they connect; the others then wait for 2 s."""
     entry = tmp_path / "entry.py"
@@ -81,6 +81,14 @@ def said_by(job: Job, rank: int) -> list[str]:
     return [line for line in job.stderr(rank).splitlines() if not line.startswith("waiting for ")]
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(False, id="store of the launcher", marks=pytest.mark.wide),
+        pytest.param(True, id="store of rank 0"),
+    ],
+    indirect=True,
+)
 def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     job = start("1 2", 4)
     assert wait_for_exit([job.ranks[0]], 60) == []
@@ -93,6 +101,14 @@ def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     assert "error: ranks 1, 2 of 4 did not connect within 2 s to the store at " in job.stderr(0)
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(False, id="store of the launcher"),
+        pytest.param(True, id="store of rank 0", marks=pytest.mark.wide),
+    ],
+    indirect=True,
+)
 def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
     job = start("0", 2)
     assert wait_for_exit([job.ranks[1]], 60) == []
@@ -114,8 +130,19 @@ def test_ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another
             assert re.match(where + r"there are too many open files \(the limit is \d+ per process\)", job.stderr(rank))
 
 
-@pytest.mark.parametrize("store_of_rank_0", [False, True], ids=["store of the launcher", "store of rank 0"])
-@pytest.mark.parametrize("broken", ["0", "1 2", "0 1 2"])
+@pytest.mark.parametrize(
+    ("broken", "store_of_rank_0"),
+    [
+        pytest.param(
+            broken,
+            store_of_rank_0,
+            id=f"{broken}-store of {'rank 0' if store_of_rank_0 else 'the launcher'}",
+            marks=() if (broken, store_of_rank_0) in (("0", True), ("1 2", False)) else pytest.mark.wide,
+        )
+        for broken in ("0", "1 2", "0 1 2")
+        for store_of_rank_0 in (False, True)
+    ],
+)
 def test_ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines(
     broken: str, store_of_rank_0: bool, tmp_path: Path
 ) -> None:
@@ -190,8 +217,11 @@ def test_ranks_that_differ_in_the_watchdog_are_told_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("phase", "rank", "store_of_rank_0"),
     [
-        *(("meeting", 2, True), ("group", 0, True)),
-        *(pytest.param(*case, marks=pytest.mark.wide) for case in (("meeting", 0, False), ("group", 2, False))),
+        ("meeting", 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in (("group", 0, True), ("meeting", 0, False), ("group", 2, False))
+        ),
     ],
 )
 def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others(
@@ -211,7 +241,7 @@ def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_
 
 def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
     fault = Fault("came", 0, 0, "kill")
-    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path), "LAUNCHER_SECONDS": "0.5"}
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)
@@ -222,7 +252,7 @@ def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
 
 def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path: Path) -> None:
     fault = Fault("connected", 0, 0, "kill")
-    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path), "LAUNCHER_SECONDS": "0.5"}
     with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert job.wait(timeout=40) == [-9, 85]
         (said,) = everything_said(job)

@@ -55,7 +55,7 @@ def assert_unbroken(directory: Path, run: Run, whole: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "rank", "times"),
     [
-        (signal.SIGTERM, None, 1),
+        pytest.param(signal.SIGTERM, None, 1, marks=pytest.mark.wide),
         pytest.param(signal.SIGINT, 1, 1, marks=pytest.mark.wide),
         pytest.param(signal.SIGUSR1, 0, 50, marks=pytest.mark.wide),
         (signal.SIGINT, None, 50),  # from the terminal and again through the launcher
@@ -126,6 +126,7 @@ def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     assert_same_checkpoint(directory / "iter_0000006", whole / "iter_0000006")
 
 
+@pytest.mark.wide  # as above, in the last step
 def test_an_evaluation_that_is_left_when_the_run_turns_out_to_end_there_is_made_up_for(
     start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -211,7 +212,7 @@ def test_a_killed_rank_leaves_the_last_checkpoint(start: Start, run: Run, tmp_pa
     assert not list(directory.glob("iter_*.*"))  # nothing half written is left behind by the next save
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.wide)], ids=str)
 def test_a_rank_that_waits_for_the_others_can_be_ended(number: signal.Signals, start: Start) -> None:
     job = start(*ENDLESS, "--train-iters", 10, world_size=2)
     job.kill(1)  # before it has come to the rendezvous, most of the time

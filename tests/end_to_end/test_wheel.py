@@ -56,7 +56,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
-    put = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, directory=folder)
+    put = run(*pip, "--python", python, "install", "--no-deps", "--no-index", "--no-compile", wheel, directory=folder)
     assert put.returncode == 0, put.stderr
     # Python ignores .pth files in a folder that a .pth file names, so an installed clone is not visible.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -70,6 +70,7 @@ def test_both_packages_and_all_commands_are_in_it(programs: Path, tmp_path: Path
     assert looked.returncode == 0, looked.stderr
 
 
+@pytest.mark.wide  # the commands load and end with their codes above and below
 def test_a_command_trains_outside_a_clone(programs: Path, tmp_path: Path) -> None:
     flags = (*MOCK, *GPT2, "--train-iters", 2, "--save", "run")
     trained = run(programs / "megalite-pretrain", *flags, directory=tmp_path)

@@ -38,6 +38,7 @@ from tests.harness.fault import Fault
 RANK = int(os.environ["RANK"])
 RECORD = Path(os.environ["FAULT_RECORD"])
 STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0"))  # added to the duration of each step
+LAUNCHER_SECONDS = float(os.environ.get("LAUNCHER_SECONDS", "3"))  # for a launcher to end the ranks that wait
 SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # limit for a start and for a save
 
 
@@ -232,7 +233,7 @@ def shorten() -> None:
     watchdog._LEAVING_SECONDS = 0.5
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
     watchdog._VERDICT_SECONDS = 5.0
-    failure._LAUNCHER_SECONDS, rendezvous.SILENCE = 3.0, 2.0
+    failure._LAUNCHER_SECONDS, rendezvous.SILENCE = LAUNCHER_SECONDS, 2.0
     sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     sections.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (

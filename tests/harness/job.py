@@ -12,6 +12,7 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed import TCPStore
@@ -35,6 +36,7 @@ class Job:
         store_of_rank_0: rank 0's process hosts the rendezvous store, as under srun, or under torchrun with
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
         told: the variables of another launcher for each rank, in place of torchrun's; rank 0 hosts the store then.
+        cwd: working directory, in place of this process's.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Job:
         *,
         store_of_rank_0: bool = False,
         told: Sequence[Mapping[str, str]] | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.world_size = world_size
         self.directory = directory
@@ -64,7 +67,7 @@ class Job:
                 number,
                 directory / f"rank{number}.stacks",
                 _enter,
-                (arguments, _GLOO | told[number] | dict(environment or {}), directory / f"rank{number}"),
+                (arguments, _GLOO | told[number] | dict(environment or {}), directory / f"rank{number}", cwd),
                 daemon=False,
             )
             for number in range(world_size)
@@ -161,6 +164,40 @@ class Job:
         )
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Script that has ended."""
+
+    code: int
+    """Exit code, minus the signal's number if a signal ended it."""
+    stdout: str
+    stderr: str
+
+
+def run_script(
+    argv: Sequence[str | Path],
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Ended:
+    """Run `python argv...` to its end in one forked process, as a user does: without a launcher's variables.
+
+    In place of `subprocess.run([sys.executable, ...])`, which imports torch anew: seconds. `argv[0]` is the path of a
+    script. The process has imported torch and most of megalite before it starts, so a test of what a program imports,
+    or of its start, needs a new interpreter. Its environment is `environment` on top of the fork server's: what a test
+    has changed in `os.environ` is not in it. `directory` gets its output; it must differ for scripts that run at the
+    same time.
+
+    Returns its exit code, standard output and standard error.
+
+    Raises:
+        RankTimeout: it still ran after four minutes.
+    """
+    with Job(argv, 1, directory, environment, told=[{}], cwd=cwd) as job:
+        (code,) = job.wait()
+        return Ended(code, job.stdout(0), job.stderr(0))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
@@ -184,9 +221,12 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _enter(argv: list[str], environment: dict[str, str], output: Path) -> None:
+def _enter(argv: list[str], environment: dict[str, str], output: Path, cwd: Path | None) -> None:
     """Become the process that `python argv...` would be."""
     os.setpgid(0, 0)
+    output = output.absolute()
+    if cwd is not None:
+        os.chdir(cwd)
     for stream, suffix in ((sys.stdout, ".stdout"), (sys.stderr, ".stderr")):
         with output.with_suffix(suffix).open("wb") as file:
             os.dup2(file.fileno(), 1 if stream is sys.stdout else 2)

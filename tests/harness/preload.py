@@ -20,12 +20,24 @@ MODULES = (
     "sentencepiece",
     "tyro",
     "rich.progress",
+    "rich._emoji_codes",
+    "encodings.idna",
     "yaml",
     "pytest",
     "hypothesis",
     "megalite.lifecycle.failure",
+    "megalite.commands.generate",
+    "megalite.commands.pretrain",
+    "megalite.config.alone",
+    "megalite.conversion.upcycling",
     "megalite.training.data",
+    "megalite.training.experts",
+    "megalite.training.flops",
+    "megalite.training.gpt_network",
+    "megalite.training.gpt_task",
+    "megalite.training.routing_recorder",
     "megalite.training.run",
+    "megalite.training.summary",
     "megalite.doctor.examination",
     "megalite.inference.generation",
     "megalite.inference.loading",
@@ -40,6 +52,16 @@ for module in MODULES:
     # An import that fails here fails again, visibly, in the rank that needs it.
     with contextlib.suppress(Exception):
         importlib.import_module(module)
+
+# Tables of flags and ranges, which each rank would make again from the same annotations.
+with contextlib.suppress(Exception):
+    resolve, parse_arguments = (
+        getattr(importlib.import_module(f"megalite.config.{module}"), name)
+        for module, name in (("validate", "resolve"), ("parse", "parse_arguments"))
+    )
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --lr 0.1"
+    data = "--micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 8"
+    resolve(parse_arguments([*flags.split(), *data.split()]).config, 1)
 
 # A garbage collection in a rank would visit all these objects and so copy their pages: 0.2 s.
 gc.collect()

@@ -107,6 +107,11 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_by_torchrun(FLAGS, tmp_path_factory.mktemp("torchrun"))
 
 
+@pytest.mark.parametrize(
+    "alone",
+    [pytest.param(path, id=path.name, marks=pytest.mark.wide if path.name == "jobset.yaml" else ()) for path in ALONE],
+    indirect=True,
+)
 def test_pods_run_as_processes_give_torchruns_losses(
     alone: dict[str, dict[str, Any]], torchrun: Path, tmp_path: Path
 ) -> None:
