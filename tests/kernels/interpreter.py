@@ -13,7 +13,9 @@ that no argument holds, and runs one program after the other. Under this one
   which inputs therefore must not hold, but within `nan_is_written`; lanes that are masked and have no `other` are NaN
   as well.
 
-It replaces private parts of Triton: what another version has elsewhere fails at import, not silently.
+It replaces private parts of Triton: what another version has elsewhere fails at import, not silently. It also does once
+what the stock interpreter repeats: it patches the language for good, not at each launch and at each call of a function
+inside one, looks a dtype up in a cache, and multiplies the high words of integers as arrays, not one by one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,7 +93,6 @@ class _Executor(stock.GridExecutor):
         options = {name: value for name, value in kwargs.items() if name in self.arg_names}
         arguments = dict(zip(self.arg_names, args, strict=False)) | options
         before, _launch = _launch, Launch(arguments)
-        patches = stock._patch_lang(self.fn)
         try:
             values = {
                 name: value if name in self.constexprs else stock._implicit_cvt(value)
@@ -107,7 +110,6 @@ class _Executor(stock.GridExecutor):
                 self.fn(**values)
         finally:
             _launch = before
-            patches.restore()
 
 
 # ------------------------------------------------------------------------------------------------- number formats
@@ -117,8 +119,22 @@ _stock_dtype, _stock_size = stock._get_np_dtype, stock._validate_np_data_size
 _stock_compute = stock.InterpreterBuilder.binary_op
 
 
+@cache
+def _dtype_of_scalars(scalar: Any) -> np.dtype:
+    return np.dtype(np.float32) if scalar == tl.bfloat16 else _stock_dtype(scalar)
+
+
 def _dtype(triton_type: Any) -> np.dtype:
-    return np.dtype(np.float32) if triton_type.scalar == tl.bfloat16 else _stock_dtype(triton_type)
+    scalar = triton_type.scalar
+    return _stock_dtype(scalar) if isinstance(scalar, tl.pointer_type) else _dtype_of_scalars(scalar)
+
+
+def _high_words(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the upper 64 bits of products of 64 bits."""
+    half, low = np.uint64(32), np.uint64(0xFFFF_FFFF)
+    (a, b), (c, d) = ((words >> half, words & low) for words in (left.astype(np.uint64), right.astype(np.uint64)))
+    middle = a * d + (b * d >> half)
+    return a * c + (middle >> half) + (b * c + (middle & low) >> half)
 
 
 def _round_handle(handle: Any) -> None:
@@ -201,6 +217,11 @@ def _patch(tensor: Any, scope: Any) -> None:
 
 
 def _install() -> None:
+    stock._patch_lang_tensor = _patch
+    stock._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))  # and never restored
+    stock._patch_lang = lambda function: None
+    assert callable(stock.np_umulhi_u64)
+    stock.np_umulhi_u64 = _high_words
     builder = stock.InterpreterBuilder
     casts = ["si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp"]
     replaced = dict.fromkeys(["cast_impl", *(f"create_{cast}" for cast in casts)], _cast)
@@ -212,7 +233,7 @@ def _install() -> None:
         assert hasattr(builder, name), f"this Triton has no {name}"
         setattr(builder, name, function)
     builder.get_bf16 = lambda self, value: stock.TensorHandle(np.array([value], np.float32), tl.bfloat16)
-    stock._get_np_dtype, stock._patch_lang_tensor = _dtype, _patch
+    stock._get_np_dtype = _dtype
     stock._validate_np_data_size = lambda data, dtype: dtype == tl.bfloat16 or _stock_size(data, dtype)
     stock.TensorHandle.__post_init__ = _round_handle
     stock.GridExecutor = _Executor

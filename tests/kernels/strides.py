@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import pytest
 from torch import Tensor
 
 VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -16,5 +15,3 @@ VIEWS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "one element": lambda whole: whole[:, :, :1].expand(4, 3, 40),  # elements that are one
 }
 """Views of a tensor [4, 3, 40]."""
-
-each_view = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite_kernels import cross_entropy
 from megalite_kernels.cross_entropy import Columns, LossOptions, combined, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, use
+from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import only_programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the log of what a rank of padding has
@@ -20,13 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the log of w
 # Of the norm of the error. Statistics come from the logits as they are, in fp32, whatever their dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 EVERYTHING = LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=3.0)
-TERMS = [
-    LossOptions(),
-    LossOptions(label_smoothing=0.1),
-    LossOptions(z_loss=1e-2),
-    LossOptions(soft_cap=3.0),
-    EVERYTHING,
-]
+TERMS = {
+    "plain": LossOptions(),
+    "smoothed": LossOptions(label_smoothing=0.1),
+    "z": LossOptions(z_loss=1e-2),
+    "capped": LossOptions(soft_cap=3.0),
+    "everything": EVERYTHING,
+}
 # (tokens, entries, columns with the padding, ranks): one column, odd ones, several to a tile, all in one tile, tiles
 # that end with the row and before it, ranks that hold some padding or nothing else
 SHAPES = [(1, 1, 1, 1), (3, 41, 41, 1), (4, 50, 64, 4), (2, 5, 16, 4), (3, 2048, 2048, 1), (2, 8192, 8192, 1)]
@@ -72,19 +73,22 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize("options", TERMS, ids=["plain", "smoothed", "z", "capped", "everything"])
-@pytest.mark.parametrize(("tokens", "vocab_size", "padded", "ranks"), SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.wide), torch.bfloat16],
-    ids=lambda dtype: str(dtype)[6:],
+    ("dtype", "shape", "options"),
+    cells(
+        named([*TOLERANCE], lambda dtype: str(dtype)[6:]),
+        named(SHAPES, lambda shape: "-".join(map(str, shape))),
+        TERMS,
+        kept=lambda dtype, shape, options: (shape + options) % 3 == dtype,
+    ),
 )
 def test_losses_and_gradient_are_torchs(
-    dtype: torch.dtype, tokens: int, vocab_size: int, padded: int, ranks: int, options: LossOptions
+    dtype: torch.dtype, shape: tuple[int, int, int, int], options: LossOptions
 ) -> None:
     """A gradient's numbers are differences of ones near 1, and capped logits are exact to some 1e-7 of the cap: so
     four times the tolerance in fp32.
     """
+    tokens, vocab_size, padded, ranks = shape
     logits, labels, weights = inputs(tokens, vocab_size, padded, dtype)
     wanted = exact(logits, labels, weights, vocab_size, options)
     found = ours(logits, labels, weights, vocab_size, ranks, options)

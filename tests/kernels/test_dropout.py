@@ -14,6 +14,7 @@ from megalite_kernels.dropout import GROUP, LEVELS, DropoutMask, drop, kept_refe
 from megalite_kernels.dropout_kernels import COUNTERS
 from megalite_kernels.implementation import Kernels, use
 from tests.harness.close import assert_bits_equal
+from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import only_programs
 
 MASK = DropoutMask(0.3, seed=2**32 - 1, layer=5, site=3, samples=(2**40, 7, 8), rows=(range(3, 5), range(9, 16)))
@@ -39,8 +40,14 @@ def check(input: Tensor, gradient: Tensor, dimension: int, mask: DropoutMask = M
         assert_bits_equal(ours, reference, "dropped")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("width", [GROUP, 5 * GROUP, COUNTERS * GROUP // 2])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    cells(
+        named([GROUP, 5 * GROUP, COUNTERS * GROUP // 2]),
+        named([torch.float32, torch.bfloat16, torch.float16]),
+        kept=lambda width, dtype: width == dtype,
+    ),
+)
 def test_the_kernel_drops_what_the_reference_drops(width: int, dtype: torch.dtype) -> None:
     """Compare two runs of rows, over one program and several, with the samples as second and first dimension."""
     check(numbers(9, 3, width).to(dtype), numbers(9, 3, width).to(dtype), 1)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megalite_kernels import norm as kernels
 from megalite_kernels.implementation import Kernels, use
+from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import only_programs
-from tests.kernels.strides import each_view
+from tests.kernels.strides import VIEWS
 
 # Of the norm of the error: 8 and 2 roundings to nearest of the dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -96,12 +97,14 @@ def check(norm: Function, parts: list[Tensor]) -> None:
         assert (ours.double() - theirs).norm() <= TOLERANCE[ours.dtype] * theirs.norm()
 
 
-@each_norm
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.wide), torch.bfloat16],
-    ids=lambda dtype: str(dtype)[6:],
+    ("dtype", "shape", "norm"),
+    cells(
+        named([*TOLERANCE], lambda dtype: str(dtype)[6:]),
+        named(SHAPES),
+        named(NORMS, lambda norm: norm.__name__),
+        kept=lambda dtype, shape, norm: (shape + norm) % 3 == dtype,
+    ),
 )
 def test_output_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, ...], norm: Function) -> None:
     check(norm, inputs(shape, dtype, norm))
@@ -112,8 +115,10 @@ def test_a_weight_may_be_wider_than_the_input(norm: Function) -> None:
     check(norm, inputs((6, 96), torch.bfloat16, norm, weight=torch.float32))
 
 
-@each_norm
-@each_view
+@pytest.mark.parametrize(
+    ("view", "norm"),
+    cells(VIEWS, named(NORMS, lambda norm: norm.__name__), kept=lambda view, norm: (view + norm) % 2 == 0),
+)
 def test_strides_change_no_bit(view: Callable[[Tensor], Tensor], norm: Function) -> None:
     generator = torch.Generator().manual_seed(4)
     count = 1 + (norm in RESIDUAL)

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
+from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written
 
-EXPERTS = [(8, 4), (20, 4), (7, 1), (1, 1)]  # and groups of them
-IMPLEMENTATIONS = pytest.mark.parametrize("choice", ["triton", "reference"])
-SCORES = pytest.mark.parametrize(
-    "score", [{}, {"pre_softmax": True}, {"score_function": "sigmoid"}], ids=["softmax", "pre_softmax", "sigmoid"]
-)
+SIZES = named([(8, 4), (20, 4), (7, 1), (1, 1)], lambda sizes: "-".join(map(str, sizes)))  # experts, groups of them
+CHOICES = ["triton", "reference"]
+IMPLEMENTATIONS = pytest.mark.parametrize("choice", CHOICES)
+SCORE: dict[str, dict[str, object]] = {
+    "softmax": {}, "pre_softmax": {"pre_softmax": True}, "sigmoid": {"score_function": "sigmoid"},
+}  # fmt: skip
+SCORES = pytest.mark.parametrize("score", SCORE.values(), ids=SCORE)
 
 
 def logits_of(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,13 +69,20 @@ def rules(experts: int, groups: int, score: dict[str, object]) -> list[RoutingRu
     return found
 
 
-@IMPLEMENTATIONS
-@SCORES
-@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(("experts", "groups"), EXPERTS)
+@pytest.mark.parametrize(
+    ("sizes", "biased", "score", "choice"),
+    cells(
+        SIZES,
+        {"": False, "bias": True},
+        SCORE,
+        named(CHOICES),
+        kept=lambda sizes, biased, score, choice: (sizes + biased + score + choice) % 2 == 0,
+    ),
+)
 def test_experts_are_chosen_by_the_rule(
-    experts: int, groups: int, biased: bool, score: dict[str, object], choice: str
+    sizes: tuple[int, int], biased: bool, score: dict[str, object], choice: str
 ) -> None:
+    experts, groups = sizes
     use(Kernels(choice))  # type: ignore[arg-type]
     logits = logits_of(11, experts)
     bias = torch.linspace(-0.3, 0.4, experts) if biased else None
@@ -120,10 +130,12 @@ def test_a_logit_that_is_no_number_still_chooses_experts_that_exist(choice: str)
     assert all(len({*row}) == 3 and max(row) < 5 for row in experts.tolist())
 
 
-@IMPLEMENTATIONS
-@SCORES
-@pytest.mark.parametrize(("experts", "groups"), EXPERTS)
-def test_weights_and_gradients_are_the_rules(experts: int, groups: int, score: dict[str, object], choice: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "score", "choice"),
+    cells(SIZES, SCORE, named(CHOICES), kept=lambda sizes, score, choice: (sizes + score + choice) % 2 == 0),
+)
+def test_weights_and_gradients_are_the_rules(sizes: tuple[int, int], score: dict[str, object], choice: str) -> None:
+    experts, groups = sizes
     use(Kernels(choice))  # type: ignore[arg-type]
     for rule in rules(experts, groups, score):
         logits = logits_of(5, experts).requires_grad_()

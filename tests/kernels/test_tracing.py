@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from megalite_kernels.cases import cases
 
 OUTSIDE = (
@@ -18,6 +20,7 @@ OUTSIDE = (
 )  # what no network runs, or has traced
 
 
+@pytest.mark.wide  # imports torch anew, and its compiler
 def test_no_operation_breaks_a_graph() -> None:
     """In a process of its own: Triton here is its interpreter, whose kernels cannot be traced.
 
