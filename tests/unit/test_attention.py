@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.model.batch import MicroBatch, first_keys, first_visible
@@ -39,7 +38,10 @@ def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> Micr
 def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Compile FlexAttention as for a GPU except for the last step, which leaves plain operations and gradients for a
     CPU."""
-    torch._dynamo.reset()
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
     counters.clear()
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *parts: None)
     compiled = torch.compile(flex_attention, backend="aot_eager")
@@ -170,8 +172,20 @@ def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch
     assert asked == [12, 4]
 
 
-@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 200), (True, 100), (False, None)])
-@pytest.mark.parametrize("runs", [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)])
+MASKS = [(True, None), (False, 200), (True, 100), (False, None)]
+RUNS = [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "documents", "window"),
+    [
+        pytest.param(
+            runs, documents, window, id=f"runs{i}-{documents}-{window}", marks=[pytest.mark.wide] * (j % len(RUNS) != i)
+        )
+        for i, runs in enumerate(RUNS)
+        for j, (documents, window) in enumerate(MASKS)
+    ],
+)
 def test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is(
     documents: bool, window: int | None, runs: tuple[range, ...], graphs: dict[str, int]
 ) -> None:

@@ -72,6 +72,9 @@ def refuses(run: SavedRun, path: Path) -> bool:
     return bool(refusal)
 
 
+@pytest.mark.parametrize(
+    "directory", ["synchronous", pytest.param("torch_dist", marks=pytest.mark.wide)], indirect=True
+)
 def test_a_flipped_bit_anywhere_is_refused_or_makes_no_difference(run: SavedRun, directory: Path) -> None:
     for path in files(directory):
         good = path.read_bytes()

@@ -178,11 +178,24 @@ def test_the_command_itself(saved: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ damage
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_found_or_makes_no_difference(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
+    check_a_flipped_bit(tmp_path_factory, data)
+
+
+@pytest.mark.wide
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_many_flipped_bits_are_found_or_make_no_difference(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    check_a_flipped_bit(tmp_path_factory, data)
+
+
+def check_a_flipped_bit(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("run")
     path = checkpoints.write(folder, tensors(), data.draw(checkpoints.cuts(tensors())))
     damaged = data.draw(st.sampled_from(sorted(file for file in path.iterdir())))

@@ -334,7 +334,11 @@ class Planted(HuggingFaceFiles):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe"]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2", "mixtral")))
+        for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe")
+    ],
 )
 def test_each_tensor_of_each_family_shows(folders: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = torch.load(folders / f"{name}.pt")
