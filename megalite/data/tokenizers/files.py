@@ -56,7 +56,7 @@ def read_fields_beside(path: Path) -> dict[str, Any]:
     """
     text = read_text_beside(path)
     try:
-        fields = {} if text is None else parse_json(text)
+        fields = {} if text is None else parse_json(text, larger_numbers=True)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__}, not an object")
         json.dumps(fields, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which has no UTF-8
