@@ -80,6 +80,7 @@ def main() -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
     from megalite.config.kernels import KernelsConfig
+    from megalite.data.tokenizers.interface import beginning_of_documents
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
@@ -96,7 +97,9 @@ def main() -> int:
     mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
-        prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
+        beginning = beginning_of_documents(tokenizer)
+        texts = read_prompts(arguments.prompt, arguments.prompts)
+        prompts = [encode_prompt(tokenizer, text, beginning) for text in texts]
         check_prompts(model.config, prompts)
         return prompts
 

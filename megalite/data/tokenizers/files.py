@@ -34,15 +34,19 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
         raise DataError(f"{path} cannot be read ({reason(error)}): {flag} is {what}") from error
 
 
-def read_text_beside(path: Path) -> str | None:
+def read_text_beside(path: Path, folder: Path | None = None) -> str | None:
     """Return the text of an additional file of a vocabulary, or None if there is no such file.
+
+    Args:
+        path: the file.
+        folder: the folder of the vocabulary, if it is not the file's own.
 
     Raises:
         DataError: it cannot be read.
     """
     try:
-        return read_small_file(path, largest=_LARGEST_BESIDE, folder=path.parent).decode()
-    except FileNotFoundError:
+        return read_small_file(path, largest=_LARGEST_BESIDE, folder=folder or path.parent).decode()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
