@@ -79,7 +79,7 @@ def test_what_would_be_dropped_is_refused_by_its_name() -> None:
 
 def test_without_a_template_its_fields_are_refused() -> None:
     for record in ({"messages": TALK, "tools": []}, {"messages": [TALK[0], TALK[1] | {"tool_calls": []}]}):
-        with pytest.raises(ValueError, match="'tool.*without a chat template"):
+        with pytest.raises(ValueError, match=r"'tool.*without a chat template"):
             spans(record, None)
 
 

@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from megalite.data.tokenizers import Tokenizer
-from megalite.data.tokenizers.folder import AGREEING, APPLIED, NEUTRAL, NO_EFFECT, is_name, read_folder, refusal
+from megalite.data.tokenizers.folder import AGREEING, APPLIED, NEUTRAL, NO_EFFECT, read_folder
 from megalite.errors import DataError
 from tests.harness.tokenizers import named_tokenizer
 
@@ -41,6 +41,13 @@ def opened(folder: Path) -> Tokenizer:
     return named_tokenizer("HuggingFaceTokenizer", str(folder))
 
 
+def opened_or_why(folder: Path) -> tuple[Tokenizer | None, str]:
+    try:
+        return opened(folder), ""
+    except DataError as error:
+        return None, str(error)
+
+
 def token(content: str, **options: bool) -> dict[str, Any]:
     usual = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {"content": content, **usual, **options}
@@ -57,7 +64,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "names of its own": {"tokenizer_config": BASE | {"boi_token": START, "eoi_token": STOP}},
     "model_specific": {"tokenizer_config": BASE | {"model_specific_special_tokens": {"a": START, "b": STOP}}},
     "special_tokens_map.json": {"special_tokens_map": {"pad_token": START, "additional_special_tokens": [STOP]}},
-    "special_tokens_map.json, objects": {"special_tokens_map": {"cls_token": token(START, rstrip=True), "sep_token": STOP}},
+    "special_tokens_map.json, objects": {
+        "special_tokens_map": {"cls_token": token(START, rstrip=True), "sep_token": STOP}
+    },
     "a map that is not read": {
         "tokenizer_config": BASE | {"added_tokens_decoder": {"258": token(START)}, "pad_token": STOP},
         "special_tokens_map": {"mask_token": "<|x|>"},
@@ -68,6 +77,72 @@ PLACES: dict[str, dict[str, Any]] = {
         "added_tokens": {START: 258},
     },
 }
+
+
+def test_declared_tokens_are_added_by_their_numbers_and_change_the_identity(tmp_path: Path) -> None:
+    plain = opened(write_folder(tmp_path / "plain"))
+    assert "added_sha256" not in plain.identity()
+    seen = {str(plain.identity())}
+    for number, (name, files) in enumerate(PLACES.items()):
+        folder = write_folder(tmp_path / str(number), **files)
+        tokenizer = opened(folder)
+        ids = tokenizer.encode(f"{START}a")
+        assert (ids[0] in (258, 259)) == (name != "split_special_tokens"), name
+        assert (
+            list(tokenizer.encode_documents([f"{START}a"])[0]) == tokenizer.encode_with_offsets(f"{START}a")[0] == ids
+        )
+        seen.add(str(tokenizer.identity()))
+    assert len(seen) > 5
+
+
+def test_what_is_declared_in_tokenizer_json_too_changes_nothing(tmp_path: Path) -> None:
+    """As in most folders: transformers writes 10^30 for a length without a limit."""
+    fields = {"added_tokens_decoder": {"1": token("</s>")}, "pad_token": "</s>", "add_bos_token": False}
+    fields |= {"model_max_length": 10**30, "add_prefix_space": False, "extra_special_tokens": {}, "auto_map": {}}
+    fields |= {"clean_up_tokenization_spaces": True, "legacy": False, "sp_model_kwargs": {}, "mask_token": None}
+    folder = write_folder(tmp_path, tokenizer_config=BASE | fields, special_tokens_map={"unk_token": "<unk>"})
+    assert opened(folder).identity() == opened(write_folder(tmp_path / "plain")).identity()
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tokenizer_config": BASE | {"a_key_of_tomorrow": 1}}, "tokenizer_config.json: 'a_key_of_tomorrow' is unknown"),
+    ({"special_tokens_map": {"eos": "</s>"}}, "special_tokens_map.json: 'eos' is unknown"),
+    ({"tokenizer_config": BASE | {"add_prefix_space": True}}, '"add_prefix_space" is true, but the tokenizer.json'),
+    ({"tokenizer_config": BASE | {"add_bos_token": True}}, '"add_bos_token" is true, but the tokenizer.json'),
+    ({"tokenizer_config": BASE | {"add_eos_token": "yes"}}, "'add_eos_token' is 'yes', not true or false"),
+    ({"tokenizer_config": BASE | {"auto_map": {"AutoTokenizer": ["a.B", None]}}}, "'auto_map' is"),
+    ({"tokenizer_config": BASE | {"fix_mistral_regex": True}}, "'fix_mistral_regex' is True"),
+    ({"tokenizer_config": BASE | {"pad_token": 3}}, "'pad_token' is 3, which is no token"),
+    ({"tokenizer_config": BASE | {"extra_special_tokens": "<a>"}}, "'extra_special_tokens' is '<a>'"),
+    (
+        {"tokenizer_config": BASE | {"extra_special_tokens": ["a"], "additional_special_tokens": ["b"]}},
+        "has 'b', which",
+    ),
+    ({"tokenizer_config": BASE | {"added_tokens_decoder": {"x": token("<a>")}}}, "has the id 'x', which is none"),
+    ({"tokenizer_config": BASE | {"added_tokens_decoder": {"300": token("<a>")}}}, "'<a>' as token 300 beside its"),
+    ({"added_tokens": {"<a>": 1}}, "declares '<a>' as token 1 beside its tokenizer.json, in which it is None"),
+    ({"added_tokens": {"<a>": 10**30}}, "'<a>' has the id 1e+30, which is none"),
+]
+
+
+def test_what_is_not_applied_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    for number, (files, why) in enumerate(REFUSED):
+        with pytest.raises(DataError) as raised:
+            opened(write_folder(tmp_path / str(number), **files))
+        assert why in str(raised.value)
+
+
+def test_what_must_agree_with_tokenizer_json_is_accepted_where_it_does(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tokenizer_config=BASE | {"add_bos_token": True, "add_prefix_space": True})
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([tokenizers.pre_tokenizers.ByteLevel()])
+    template = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.post_processor = template
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert opened(folder).vocab_size == 258
+    (folder / "tokenizer_config.json").write_text(json.dumps(BASE | {"add_bos_token": False}))
+    with pytest.raises(DataError, match='"add_bos_token" is false, but'):
+        opened(folder)
 
 
 @pytest.mark.wide
@@ -91,7 +166,7 @@ _FILES = ("tokenization_utils_base", "tokenization_utils_tokenizers", "models.au
 
 
 def keys_that_transformers_reads() -> set[str]:
-    """Return the keys that the source of transformers takes from the arguments of a tokenizer, and their names there."""
+    """Return the keys that the source of transformers takes from the arguments of a tokenizer."""
     found = set[str]()
     for name in _FILES:
         source = Path(str(importlib.import_module(f"transformers.{name}").__file__)).read_text()
@@ -109,7 +184,12 @@ def _keys(tree: ast.AST) -> Iterator[str]:
             place, key = node.value, node.slice
         elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             place, key = node.comparators[0], node.left
-        named = isinstance(place, ast.Name) and place.id in ("kwargs", "init_kwargs", "local_kwargs", "tokenizer_config")
+        named = isinstance(place, ast.Name) and place.id in (
+            "kwargs",
+            "init_kwargs",
+            "local_kwargs",
+            "tokenizer_config",
+        )
         if named and isinstance(key, ast.Constant) and isinstance(key.value, str):
             yield key.value
 
@@ -119,7 +199,9 @@ VALUES: tuple[Any, ...] = (True, False, 1, "right", "<|x|>", ["<|x|>"], {"x": "<
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("of_class", ["PreTrainedTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer", "LlamaTokenizer"])
+@pytest.mark.parametrize(
+    "of_class", ["PreTrainedTokenizerFast", "GPT2TokenizerFast", "Qwen2Tokenizer", "LlamaTokenizer"]
+)
 def test_every_key_is_applied_or_changes_nothing_or_is_refused(tmp_path: Path, of_class: str) -> None:
     """Walks the keys that transformers' source reads, so that a key of tomorrow is tried, too."""
     from transformers import AutoTokenizer
@@ -129,10 +211,9 @@ def test_every_key_is_applied_or_changes_nothing_or_is_refused(tmp_path: Path, o
         for value in VALUES:
             # Names that a class would otherwise add by itself, since they are missing from this small vocabulary.
             fields = BASE | {"unk_token": "</s>", "pad_token": "</s>", "tokenizer_class": of_class, key: value}
-            try:
-                ours = opened(write_folder(tmp_path / "folder", tokenizer_config=fields))
-            except DataError as error:
-                assert f"{key!r}" in str(error) or f'"{key}"' in str(error), (key, value, error)
+            ours, why = opened_or_why(write_folder(tmp_path / "folder", tokenizer_config=fields))
+            if ours is None:
+                assert f"{key!r}" in why or f'"{key}"' in why, (key, value, why)
                 continue
             try:
                 theirs = AutoTokenizer.from_pretrained(tmp_path / "folder")(TEXT)["input_ids"]
