@@ -100,6 +100,6 @@ def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> T
     if model.config.vocab_size is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}: give the one it "
-            "was trained with as --tokenizer-model"
+            "was trained with as --tokenizer-model, or remove the tokens that were added to it from its files"
         )
     return tokenizer

@@ -88,9 +88,7 @@ def test_declared_tokens_are_added_by_their_numbers_and_change_the_identity(tmp_
         tokenizer = opened(folder)
         ids = tokenizer.encode(f"{START}a")
         assert (ids[0] in (258, 259)) == (name != "split_special_tokens"), name
-        assert (
-            list(tokenizer.encode_documents([f"{START}a"])[0]) == tokenizer.encode_with_offsets(f"{START}a")[0] == ids
-        )
+        assert tokenizer.encode_with_offsets(f"{START}a")[0] == ids
         seen.add(str(tokenizer.identity()))
     assert len(seen) > 5
 
