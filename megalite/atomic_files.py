@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import shutil
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 
@@ -37,7 +39,7 @@ class TemporaryFile:
         require_regular(path)
         try:
             self.temporary.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.temporary.open("r+b" if size else "wb")
+            self._file = open_itself(self.temporary, "r+b" if size else "wb")
             self._file.truncate(size)
             self._file.seek(size)
         except OSError as error:
@@ -76,6 +78,26 @@ class TemporaryFile:
     def __exit__(self, *_: object) -> None:
         self.close()
         self.temporary.unlink(missing_ok=True)  # it is there only if it was not renamed
+
+
+def open_itself(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """Open a file for writing, but never what a link of this name leads to.
+
+    Whoever may write to the folder could have put the link there, to have another file overwritten.
+
+    Raises:
+        OSError: it is a link, or cannot be opened.
+    """
+
+    def opened(name: str, flags: int) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_NOCTTY, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                error.strerror = "it is a link, which is not followed: remove it"
+            raise
+
+    return open(path, mode, opener=opened, **options)
 
 
 def require_regular(path: Path) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import reprlib
 import stat
+import tomllib
 from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
@@ -25,6 +27,10 @@ MOST_MARKS = 3_000_000
 when parsed, in addition to the text itself."""
 DEEPEST = 64
 """Limit for the nesting of lists and objects. Of the files that megalite reads, the deepest has eight levels."""
+MOST_TOML_MARKS = 10_000
+"""Limit for the number of dots, equals signs, brackets, braces and commas in a TOML text: its parser, in Python, takes
+0.1 ms for each."""
+_DEEP_KEY = re.compile(rf"""(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""")
 MOST_AXES = 64
 """Limit for the number of axes of a tensor, the same as torch's. It bounds the time to multiply the sizes."""
 WHOLE_NUMBERS = range(-(2**63), 2**64)
@@ -118,6 +124,24 @@ def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS, larger_number
         if not level:
             return value
     raise ValueError(f"nested deeper than {DEEPEST} levels")
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML with limits: at most `MOST_TOML_MARKS` marks, and `DEEPEST` levels in a key.
+
+    Raises:
+        ValueError: the text is not TOML, or exceeds a limit.
+    """
+    # Before parsing: the time for a key goes with the square of its parts.
+    marks = sum(map(text.count, ".=[{,"))
+    if marks > MOST_TOML_MARKS:
+        raise ValueError(f"of {marks:,} dots, brackets, commas and the like, but {MOST_TOML_MARKS:,} are allowed")
+    if _DEEP_KEY.search(text):
+        raise ValueError(f"a key of more than {DEEPEST} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megalite.atomic_files import open_itself
 from megalite.checkpoint import manifest
 from megalite.checkpoint.formats import Format
 from megalite.checkpoint.manifest import SavedFile, SavedTensor
@@ -75,7 +76,7 @@ def _copy_box(
     checksums: list[int] = []
     checksum = 0
     buffer = torch.empty(manifest.BLOCK // part.dtype.itemsize, dtype=part.dtype)
-    with file.open("r+b") as stream:
+    with open_itself(file, "r+b") as stream:
         stream.seek(byte_range.start)
         for block in chunks(part.box, part.dtype):
             for box, _ in block:
@@ -91,5 +92,5 @@ def _copy_box(
 
 
 def _sync(file: Path) -> None:
-    with file.open("r+b") as stream:
+    with open_itself(file, "r+b") as stream:
         os.fsync(stream.fileno())

@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
+from megalite.atomic_files import open_itself
 from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.collective_error import raise_on_all_ranks
@@ -41,14 +42,14 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
     if isinstance(directory, ObjectPath):
         yield (f"note: {directory} is an object store, without locks: make sure that no other run saves there",)
         return
-    file: TextIO | None = None
+    file: IO[str] | None = None
     refusal, note, holder = "", "", ""
     with raise_on_all_ranks(
         mesh, f"preparing the run directory --save {directory}", "Free space there, or give another --save"
     ):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            file = (directory / NAME).open("a+")
+            file = open_itself(directory / NAME, "a+")
             os.register_at_fork(after_in_child=file.close)  # worker processes outlive a killed run, and would hold it
             refusal, note = _lock(file, directory)
             if not refusal:
@@ -69,7 +70,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
             file.close()
 
 
-def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
+def _lock(file: IO[str], directory: Path) -> tuple[str, str]:
     """Take the lock. Return an error message and a note.
 
     The error message is empty if the run may start, and the note is empty if the lock was taken.
@@ -93,7 +94,7 @@ def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
     return "", ""
 
 
-def _write_holder(file: TextIO) -> str:
+def _write_holder(file: IO[str]) -> str:
     """Write a description of this process into the lock file, and return it."""
     holder = f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
     file.truncate(0)

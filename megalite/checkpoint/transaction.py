@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.atomic_files import path_in_errors, sync_directory
+from megalite.atomic_files import open_itself, path_in_errors, sync_directory
 from megalite.checkpoint import manifest
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
 from megalite.errors import CheckpointError
@@ -217,7 +217,7 @@ def _left_over(folder: ObjectPath) -> Collection[str]:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with path_in_errors(path), path.open("w") as file:
+    with path_in_errors(path), open_itself(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -9,8 +9,6 @@ converter must make a GGUF file of it, and its program, if it is built, must wri
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +18,7 @@ from pathlib import Path
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.programs import python, run
 
 PROMPT = (5, 17, 33, 8, 21)
 """Prompt of small token ids, which every vocabulary has."""
@@ -97,18 +96,18 @@ def run_llama_cpp(folder: Path, source: Path) -> str:
         raise CheckpointError(f"--llama-cpp {source} has no convert_hf_to_gguf.py")
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "model.gguf"
-        run([sys.executable, str(converter), str(folder), "--outfile", str(file), "--outtype", "f32"])
+        output_of(python(converter, folder, "--outfile", file, "--outtype", "f32"))
         size = file.stat().st_size
         program = next((path for name in PROGRAMS if (path := source / "build" / "bin" / name).is_file()), None)
         if program is None:
             return f"converted, {size:,} bytes; its program is not built (cmake -B build && cmake --build build)"
-        text = run([str(program), "-m", str(file), "-p", "The", "-n", str(NEW), "--temp", "0", "-no-cnv"])
+        text = output_of([str(program), "-m", str(file), "-p", "The", "-n", str(NEW), "--temp", "0", "-no-cnv"])
         return f"converted, {size:,} bytes; it writes {text.strip()!r}"
 
 
-def run(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     """Run a command and return its output. Raises CheckpointError if the command fails."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run(command, capture_output=True, text=True)
     if ended.returncode:
         raise CheckpointError(f"{' '.join(command)} failed:\n{ended.stderr[-2000:]}")
     return ended.stdout

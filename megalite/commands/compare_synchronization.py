@@ -33,11 +33,12 @@ from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.host import cores
+from megalite.process.programs import python
 
 if TYPE_CHECKING:
     from megalite.comparison.synchronization import Curve, Outcome
 
-OWN_PROGRAM = [sys.executable, "-c", "from megalite.commands.pretrain import command; command()"]
+OWN_PROGRAM = python("-c", "from megalite.commands.pretrain import command; command()")
 SMALL_MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
 --attention-dropout 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 --lr 4e-3

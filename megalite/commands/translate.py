@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from megalite.config.validate import resolve
 from megalite.config.yaml_file import dump
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.programs import python, run
 
 if TYPE_CHECKING:
     from megalite.translation.report import Report
@@ -215,14 +215,10 @@ def _run(report: Report, ranks: int | None) -> None:
         )
     if (report.nodes or 1) > 1:
         raise ConfigurationError(f"--run: the file is for {report.nodes} nodes: start the command on each of them")
-    program = [sys.executable, "-c", _PROGRAM, *report.flags]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    program = python("-c", _PROGRAM, *report.flags)
+    launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     sys.stdout.flush()
-    ended = subprocess.run(
-        program if count == 1 else [*launcher, "--no-python", *program],
-        env=os.environ | report.environment,
-        check=False,
-    )
+    ended = run(program if count == 1 else [*launcher, "--no-python", *program], env=os.environ | report.environment)
     sys.exit(ended.returncode)
 
 

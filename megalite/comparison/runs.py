@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megalite.errors import MegaliteError
+from megalite.process.programs import python, run
 
 LAST_LINES = 12
 """Lines of a failed run that are shown if none of them is an error of megalite."""
@@ -29,7 +28,7 @@ def without_python(program: Sequence[str]) -> list[str]:
 
 def run_on(ranks: int, words: Sequence[str], metrics: Path) -> None:
     """Run a program without an interpreter's name under torchrun. Raises MegaliteError if it fails."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     if not words[0].endswith(".py"):
         launcher.append("--no-python")
     with TemporaryDirectory(prefix="megalite-exit-") as folder:
@@ -38,11 +37,11 @@ def run_on(ranks: int, words: Sequence[str], metrics: Path) -> None:
         settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         environment = settings | dict(os.environ) | {"MEGALITE_EXIT_FILE": str(code)}
         command = [*launcher, *words, "--metrics-path", str(metrics)]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-        if run.returncode:
-            own = code.read_text().strip() if code.exists() else str(run.returncode)
+        ended = run(command, env=environment, capture_output=True, text=True, errors="replace")
+        if ended.returncode:
+            own = code.read_text().strip() if code.exists() else str(ended.returncode)
             raise MegaliteError(
-                f"{words[0]} on {ranks} ranks ended with exit code {own}:\n{message(run.stdout + run.stderr)}"
+                f"{words[0]} on {ranks} ranks ended with exit code {own}:\n{message(ended.stdout + ended.stderr)}"
             )
 
 

@@ -31,44 +31,51 @@ class Keys:
     """
 
 
+def value_of(config: Json, name: str, default: Any = _REQUIRED) -> Any:
+    """Return the value of a key; if it is missing, `default`, which is that of transformers' class for the family.
+
+    null means nothing or false, as in Python. It is refused where the default is something, because versions of
+    transformers differ on what is meant.
+    """
+    value = config.get(name, default)
+    if value is _REQUIRED:
+        raise CheckpointError(f"it has no {name}")
+    if value is None and default:
+        otherwise = "" if default is _REQUIRED else f", or leave it out for {shown(default)}"
+        raise CheckpointError(f"{name} is null: give its value{otherwise}")
+    return default if value is None else value
+
+
 def key(name: str, field: str, default: Any = _REQUIRED, *, written: str | None = None) -> Keys:
     """Return the entry for a key that equals a field.
 
-    `default`: the family's value if the key is missing or null. `written`: the attribute of ModelConfig to write, if it
-    is not the field itself, because the field may be None.
+    `default`: the family's value if the key is missing. `written`: the attribute of ModelConfig to write, if it is not
+    the field itself, because the field may be None.
     """
-
-    def read(config: Json) -> dict[str, Any]:
-        value = config.get(name)
-        value = default if value is None else value
-        if value is _REQUIRED:
-            raise CheckpointError(f"it has no {name}")
-        return {field: value}
-
-    return Keys((name,), read, lambda model: {name: getattr(model, written or field)})
+    return Keys(
+        (name,),
+        lambda config: {field: value_of(config, name, default)},
+        lambda model: {name: getattr(model, written or field)},
+    )
 
 
 def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
-    """Return the entry for a key with only one supported value. The key may also be missing or null."""
+    """Return the entry for a key with only one supported value, which is also the default."""
 
     def read(config: Json) -> dict[str, Any]:
-        if config.get(name) not in (None, value):
-            raise CheckpointError(f"{name} is {shown(config[name])}, but only {shown(value)} is supported")
+        found = value_of(config, name, value)
+        if found != value:
+            raise CheckpointError(f"{name} is {shown(found)}, but only {shown(value)} is supported")
         return {}
 
     return Keys((name,), read, lambda _: {name: value} if written else {})
-
-
-def unread(*names: str) -> Keys:
-    """Return the entry for keys that transformers does not read, or reads only for training."""
-    return Keys(names, lambda _: {}, lambda _: {})
 
 
 def negated(name: str, field: str, default: bool) -> Keys:
     """Return the entry for a key that is true if a field is false. `default`: the family's value of a missing key."""
     return Keys(
         (name,),
-        lambda config: {field: not config.get(name, default)},
+        lambda config: {field: not value_of(config, name, default)},
         lambda model: {name: not getattr(model, field)},
     )
 
@@ -99,7 +106,7 @@ def linear_biases() -> Keys:
     """Return the entry for Llama's two keys for biases. megalite supports only both biases or none."""
 
     def read(config: Json) -> dict[str, Any]:
-        attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
+        attention, mlp = value_of(config, "attention_bias", False), value_of(config, "mlp_bias", False)
         if attention != mlp:
             raise CheckpointError(
                 f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, but they must be equal"
@@ -115,7 +122,7 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
     rows = {each: row for row in ACTIVATIONS if row.gated == gated for each in row.hugging_face}
 
     def read(config: Json) -> dict[str, Any]:
-        value = config.get(name) or default
+        value = value_of(config, name, default)
         if value not in rows:
             raise CheckpointError(f"{name} is {shown(value)}, supported are {', '.join(rows)}")
         return {flag: flag in rows[value].flags for flag in FLAGS}
@@ -125,6 +132,20 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
         return {name: default if default in alike or not alike else alike[0]}
 
     return Keys((name,), read, write)
+
+
+def equal_dropouts(*names: str, default: float) -> Keys:
+    """Return the entry for the dropouts of the embedding and of the residual branches, which megalite has as one."""
+
+    def read(config: Json) -> dict[str, Any]:
+        first, second = (value_of(config, name, default) for name in names)
+        if first != second:
+            raise CheckpointError(
+                f"{names[0]} is {shown(first)} and {names[1]} {shown(second)}, but they must be equal"
+            )
+        return {"hidden_dropout": first}
+
+    return Keys(names, read, lambda model: dict.fromkeys(names, model.hidden_dropout))
 
 
 def tanh_gate() -> Keys:
@@ -168,7 +189,7 @@ def num_experts(*names: str) -> Keys:
     """Return the entry for the number of experts, which has the first of these names in files that are written."""
 
     def read(config: Json) -> dict[str, Any]:
-        values = [config[name] for name in names if config.get(name) is not None]
+        values = [value_of(config, name) for name in names if name in config]
         if not values or any(value != values[0] for value in values):
             raise CheckpointError(f"{names[0]} is missing" if not values else f"{' and '.join(names)} differ")
         return {"num_experts": values[0]}
@@ -180,7 +201,8 @@ def sparse_layers() -> Keys:
     """Return the entry for Qwen's layers with experts: every decoder_sparse_step-th one that is not in a list."""
 
     def read(config: Json) -> dict[str, Any]:
-        step, dense, layers = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or [], _layers(config)
+        step, dense = value_of(config, "decoder_sparse_step", 1), value_of(config, "mlp_only_layers", [])
+        layers = _layers(config)
         if type(step) is not int or step < 1 or any(type(each) is not int for each in dense):
             raise CheckpointError(f"decoder_sparse_step {shown(step)} or mlp_only_layers {shown(dense)} is no number")
         with_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
@@ -200,7 +222,7 @@ def leading_dense(name: str, default: int) -> Keys:
     """Return the entry for the number of layers without experts, which are the first ones."""
 
     def read(config: Json) -> dict[str, Any]:
-        dense, layers = config.get(name, default), _layers(config)
+        dense, layers = value_of(config, name, default), _layers(config)
         if type(dense) is not int or not 0 <= dense < layers:
             raise CheckpointError(f"{name} is {shown(dense)} for {layers} layers")
         return {"moe_layer_freq": f"[{','.join(['0'] * dense + ['1'] * (layers - dense))}]" if dense else None}
@@ -211,14 +233,14 @@ def leading_dense(name: str, default: int) -> Keys:
     return Keys((name,), read, write)
 
 
-def shared_experts(name: str, width: str) -> Keys:
+def shared_experts(name: str, width: str, default_width: int) -> Keys:
     """Return the entry for the number of shared experts, each as wide as a routed one, whose width is key `width`."""
 
     def read(config: Json) -> dict[str, Any]:
-        count = config.get(name, 1)
+        count = value_of(config, name, 1)
         if type(count) is not int or count < 1:
             raise CheckpointError(f"{name} is {shown(count)}, it must be a whole number above 0")
-        return {"moe_shared_expert_intermediate_size": count * config[width]}
+        return {"moe_shared_expert_intermediate_size": count * value_of(config, width, default_width)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return {name: max((model.moe_shared_expert_intermediate_size or 0) // model.expert_ffn_size, 1)}
@@ -226,23 +248,35 @@ def shared_experts(name: str, width: str) -> Keys:
     return Keys((name,), read, write)
 
 
-def prediction_layers(name: str) -> Keys:
-    """Return the entry for the number of layers that predict further tokens, none of which megalite has."""
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Names of the number of layers after the last one that predict further tokens; the first one is written."""
+
+
+def prediction_layers(config: Json) -> int:
+    """Return the number of layers that predict further tokens, none of which megalite has."""
+    counts = [value_of(config, name, 0) for name in PREDICTION_LAYERS if name in config] or [1]
+    if any(type(count) is not int or not 0 <= count <= MOST_LAYERS for count in counts):
+        raise CheckpointError(f"{PREDICTION_LAYERS[0]} is {shown(counts[0])}, which is no number of layers")
+    if len({*counts}) > 1:
+        raise CheckpointError(f"{' and '.join(PREDICTION_LAYERS)} differ")
+    return counts[0]
+
+
+def without_prediction_layers() -> Keys:
+    """Return the entry for layers that predict further tokens: they are left out."""
 
     def read(config: Json) -> dict[str, Any]:
-        count = config.get(name) or 0
-        if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-            raise CheckpointError(f"{name} is {shown(count)}, which is no number of layers")
+        prediction_layers(config)
         return {}
 
-    return Keys((name,), read, lambda _: {name: 0})
+    return Keys(PREDICTION_LAYERS, read, lambda _: {PREDICTION_LAYERS[0]: 0})
 
 
 def expert_groups() -> Keys:
     """Return the entry for groups of experts, whose score is the sum of their two best (DeepSeek-V3, GLM-4.5)."""
 
     def read(config: Json) -> dict[str, Any]:
-        groups, chosen = config.get("n_group", 1), config.get("topk_group", 1)
+        groups, chosen = value_of(config, "n_group", 1), value_of(config, "topk_group", 1)
         if groups == 1:
             return dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"))
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_scores": 2}
@@ -253,16 +287,16 @@ def expert_groups() -> Keys:
     return Keys(("n_group", "topk_group"), read, write)
 
 
-def normalized_scores(name: str, topk: str) -> Keys:
+def normalized_scores(name: str, topk: str, default_topk: int) -> Keys:
     """Return the entry for the key that says if the scores of the chosen experts, `topk` in number, add up to 1.
 
     megalite normalizes them if there are several, and never a single one.
     """
 
     def read(config: Json) -> dict[str, Any]:
-        several = config[topk] != 1
-        if config.get(name, True) != several:
-            raise CheckpointError(f"{name} is {shown(config.get(name, True))}, but only {shown(several)} is supported")
+        several, found = value_of(config, topk, default_topk) != 1, value_of(config, name, True)
+        if found != several:
+            raise CheckpointError(f"{name} is {shown(found)}, but only {shown(several)} is supported")
         return {}
 
     return Keys((name,), read, lambda model: {name: model.moe_router_topk != 1})
@@ -293,10 +327,9 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "attention_factor": "yarn_attention_factor",
     },
 }
-"""Keys of each kind of scaling, with their fields.
-
-If a key is missing, the field has its default. Only the original length is then max_position_embeddings.
-"""
+"""Keys of each kind of scaling, with their fields."""
+_OPTIONAL = {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"}
+"""Keys of scalings that may be missing: the field then has its default. All but `truncate` may be null."""
 
 
 def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
@@ -309,15 +342,19 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
     unknown = sorted(name for name in parameters if name not in known and name not in handled)
     if unknown:
         raise CheckpointError(f"{', '.join(unknown)[:200]} of rotary embeddings scaled by {shown(kind)} is unknown")
-    given = {name: parameters[name] for name in known if parameters.get(name) is not None}
+    given = {name: parameters[name] for name in known if name in parameters}
     if "original_max_position_embeddings" in known:
         given.setdefault("original_max_position_embeddings", max_positions)
     if kind == "yarn":
-        given.setdefault("factor", max_positions / given["original_max_position_embeddings"])
+        if given.get("factor") is None:
+            given["factor"] = max_positions / given["original_max_position_embeddings"]
+        without = {name for name in ("beta_fast", "beta_slow") if not given.get(name)}  # 0 means the default
+        without |= {"attention_factor"} if given.get("attention_factor") is None else set()
         if not (given.get("mscale") and given.get("mscale_all_dim")):  # one of them alone has no effect
-            given = {name: value for name, value in given.items() if not name.startswith("mscale")}
-    elif "factor" in known and "factor" not in given:
-        raise CheckpointError(f"rotary embeddings scaled by {shown(kind)} have no factor")
+            without |= {"mscale", "mscale_all_dim"}
+        given = {name: value for name, value in given.items() if name not in without}
+    if lacking := [name for name in known if name not in _OPTIONAL and given.get(name) is None]:
+        raise CheckpointError(f"rotary embeddings scaled by {shown(kind)} have no {' and no '.join(lacking)}")
     values = {known[name]: value for name, value in given.items()}
     return values | {
         "use_rope_scaling": kind == "llama3",
@@ -344,7 +381,13 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
     return {"rope_type": kind, **values} if values else {}
 
 
-def rotary(theta: str = "rope_theta", share: str | None = None, default_share: float = 1.0) -> Keys:
+def rotary(
+    theta: str = "rope_theta",
+    share: str | None = None,
+    default_share: float = 1.0,
+    *,
+    default_base: float = 10_000.0,
+) -> Keys:
     """Return the entry for rotary embeddings: their base, the rotated share of a head, and their scaling.
 
     `share` is the key for the rotated share. If it is None, the family always rotates whole heads.
@@ -352,7 +395,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
 
     def read(config: Json) -> dict[str, Any]:
         parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
+        base: Any = parameters.get("rope_theta", config.get(theta, default_base))
         part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
         if share is None and part != 1.0:
             raise CheckpointError(f"partial_rotary_factor is {shown(part)}, but this family rotates all of a head")
@@ -375,9 +418,11 @@ def rotary_of_two_kinds() -> Keys:
         sliding = nested.get("sliding_attention") or {}
         if sliding.get("rope_type", "default") != "default":
             raise CheckpointError(f"layers with a window have rotary embeddings of kind {shown(sliding['rope_type'])}")
+        if others := sorted({*sliding} - {"rope_type", "rope_theta"} | {*full} & {"partial_rotary_factor"}):
+            raise CheckpointError(f"{', '.join(others)[:200]} of rotary embeddings of layers of two kinds is unknown")
         if "type" in (config.get("rope_scaling") or {}) and "rope_type" not in full:
             raise CheckpointError("rope_scaling has a type, but no rope_type, which transformers needs here")
-        if not full.get("truncate", True):
+        if full.get("truncate", True) is not True:
             raise CheckpointError("truncate is false, which transformers ignores if layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
         if unknown:
@@ -403,8 +448,10 @@ def rotary_of_two_kinds() -> Keys:
 
 def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
     """Return the fields for a window in which a token attends to `size` keys, including its own."""
-    if size is None or not any(windowed):
+    if not any(windowed):
         return {"window_size": None, "window_attn_skip_freq": None}
+    if size is None:
+        raise CheckpointError("layers have sliding windows, but sliding_window is null or switched off")
     pattern = None if all(windowed) else "[" + ",".join(str(int(each)) for each in windowed) + "]"
     return {"window_size": f"{size - 1},0", "window_attn_skip_freq": pattern}
 
@@ -442,17 +489,24 @@ def window_everywhere(default: int | None = 4096) -> Keys:
     """Return the entry for Mistral: all layers have a window, or no layer if the key is null."""
 
     def read(config: Json) -> dict[str, Any]:
-        return _window_fields(config.get("sliding_window", default), [True])
+        size = config.get("sliding_window", default)
+        return _window_fields(size, [size is not None])
 
     return Keys(("sliding_window",), read, lambda model: {"sliding_window": _window(model)})
 
 
-def window_from_layer() -> Keys:
-    """Return the entry for Qwen: with use_sliding_window, the layers from max_window_layers on have windows."""
+def window_from_layer(*, states_layers: bool = False) -> Keys:
+    """Return the entry for Qwen: with use_sliding_window, the layers from max_window_layers on have windows.
+
+    `states_layers`: layer_types must then say which layers have windows, because versions of transformers differ.
+    """
 
     def read(config: Json) -> dict[str, Any]:
-        size = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-        return _window_fields(size, _windowed(config, lambda layer: layer >= config.get("max_window_layers", 28)))
+        size = config.get("sliding_window", 4096) if value_of(config, "use_sliding_window", False) else None
+        first = value_of(config, "max_window_layers", 28)
+        if states_layers and size is not None and config.get("layer_types") is None:
+            raise CheckpointError("use_sliding_window is true, but no layer_types says which layers have windows")
+        return _window_fields(size, _windowed(config, lambda layer: size is not None and layer >= first))
 
     def write(model: ModelConfig) -> dict[str, Any]:
         windowed = [layer.keys_before is not None for layer in model.layers]
@@ -466,17 +520,22 @@ def window_from_layer() -> Keys:
     return Keys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
 
 
-def window_pattern(full_every: int) -> Keys:
-    """Return the entry for Gemma: in each group of `full_every` layers, the last one has no window."""
-    default = 4096
+def window_pattern(full_every: int, *, pattern_key: bool = False) -> Keys:
+    """Return the entry for Gemma: in each group of `full_every` layers, the last one has no window.
+
+    `pattern_key`: the family has a key for the size of the group.
+    """
+    default, pattern = 4096, "sliding_window_pattern"
 
     def read(config: Json) -> dict[str, Any]:
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern")) or full_every
+        every = value_of(config, pattern, full_every)
+        if every != full_every and not pattern_key and config.get("layer_types") is None:
+            raise CheckpointError(f"{pattern} is {shown(every)}, but only {full_every} is supported: give layer_types")
         windowed = _windowed(config, lambda layer: (layer + 1) % every != 0)
         return _window_fields(config.get("sliding_window", default), windowed)
 
     return Keys(
-        ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+        ("sliding_window", "layer_types", pattern),
         read,
         lambda model: {"sliding_window": _window(model) or default, "layer_types": _layer_types(model)},
     )

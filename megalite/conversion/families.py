@@ -41,12 +41,22 @@ _LLAMA_ENDS = _ends("model.embed_tokens.weight", "model.norm", "lm_head.weight")
 _LLAMA_MLP_NORM = norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm")
 _LLAMA_RULES = (*_LLAMA_LAYER, *_LLAMA_MLP_NORM, *_LLAMA_ENDS)
 
+_OF_ALL = tuple(
+    fixed(name, value, written=False)
+    for name, value in {
+        "is_causal": True,
+        "is_encoder_decoder": False,
+        "tie_encoder_decoder": False,
+        "add_cross_attention": False,
+        "pruned_heads": {},
+    }.items()
+)
 _SIZES = (
     key("vocab_size", "vocab_size"),
     key("hidden_size", "hidden_size"),
     key("num_hidden_layers", "num_layers"),
     key("num_attention_heads", "num_attention_heads"),
-    key("intermediate_size", "ffn_hidden_size", None, written="ffn_size"),
+    key("intermediate_size", "ffn_hidden_size", written="ffn_size"),
     key("max_position_embeddings", "max_position_embeddings"),
     key("initializer_range", "init_method_std", 0.02),
 )
@@ -72,7 +82,7 @@ def _llama_like(
     `groups`: number of key-value heads if config.json does not have it. `rotary`: entry for rotary embeddings; None:
     that of Llama.
     """
-    shared = (keys.activation("hidden_act", "silu", gated=True), rotary or keys.rotary(), tied(False))
+    shared = (*_OF_ALL, keys.activation("hidden_act", "silu", gated=True), rotary or keys.rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
     return Family(name, architecture, all_keys, always, _LLAMA_RULES)
 
@@ -150,13 +160,10 @@ _FUSED_EXPERTS = (
 
 
 _QWEN_EXPERTS = _experts(_MLP, _GATE_UP_DOWN)
-_OF_TRAINING = keys.unread("router_aux_loss_coef", "output_router_logits")
 _QWEN_KEYS = (
-    keys.num_experts("num_experts", "num_local_experts"),
     keys.sparse_layers(),
     keys.negated("norm_topk_prob", "moe_router_pre_softmax", False),
     key("moe_intermediate_size", "moe_ffn_hidden_size", written="expert_ffn_size"),
-    _OF_TRAINING,
 )
 
 
@@ -173,11 +180,12 @@ MIXTRAL = _with_experts(
         _WITHOUT_BIASES,
         8,
         keys.head_width(),
+        key("rms_norm_eps", "norm_epsilon", 1e-5),
         keys.window_everywhere(None),
         keys.num_experts("num_local_experts", "num_experts"),
         key("num_experts_per_tok", "moe_router_topk", 2),
         fixed("router_jitter_noise", 0.0),
-        _OF_TRAINING,
+        rotary=keys.rotary(default_base=1_000_000.0),
     ),
     _experts("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
 )
@@ -188,8 +196,9 @@ QWEN2_MOE = _with_experts(
         _WITHOUT_BIASES | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
         16,
         keys.head_width(),
-        keys.window_from_layer(),
+        keys.window_from_layer(states_layers=True),
         fixed("qkv_bias", True),
+        keys.num_experts("num_experts"),
         key("num_experts_per_tok", "moe_router_topk", 4),
         key("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
         *_QWEN_KEYS,
@@ -207,7 +216,7 @@ QWEN3_MOE = _with_experts(
         keys.head_width(),
         fixed("attention_bias", False),
         fixed("use_sliding_window", False),
-        keys.unread("sliding_window", "max_window_layers"),
+        keys.num_experts("num_experts", "num_local_experts"),
         key("num_experts_per_tok", "moe_router_topk", 8),
         *_QWEN_KEYS,
     ),
@@ -234,24 +243,23 @@ GLM4_MOE = replace(
             key("moe_intermediate_size", "moe_ffn_hidden_size", 1408, written="expert_ffn_size"),
             key("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0, written="topk_scaling_factor"),
             keys.leading_dense("first_k_dense_replace", 1),
-            keys.shared_experts("n_shared_experts", "moe_intermediate_size"),
+            keys.shared_experts("n_shared_experts", "moe_intermediate_size", 1408),
             keys.expert_groups(),
-            keys.normalized_scores("norm_topk_prob", "num_experts_per_tok"),
-            keys.prediction_layers("num_nextn_predict_layers"),
-            _OF_TRAINING,
+            keys.normalized_scores("norm_topk_prob", "num_experts_per_tok", 8),
+            keys.without_prediction_layers(),
             rotary=keys.rotary(share="partial_rotary_factor", default_share=0.5),
         ),
         _QWEN_EXPERTS,
         *_shared_experts(f"{_MLP}.shared_experts"),
         Rule(f"{_MLP}.gate.e_score_correction_bias", "experts -> experts", (MappedBox("state/moe.expert_bias"),)),
     ),
-    prediction_layers="num_nextn_predict_layers",
+    predicts_further=True,
 )
 
 # ------------------------------------------------------------------------------------------------ Gemma
 
 _GEMMA_ALWAYS = _WITHOUT_BIASES | {"apply_layernorm_1p": True, "scale_embeddings": True}
-_GEMMA_KEYS = (*_LLAMA_KEYS, keys.head_width(256), fixed("attention_bias", False), tied(True))
+_GEMMA_KEYS = (*_OF_ALL, *_LLAMA_KEYS, keys.head_width(256), fixed("attention_bias", False), tied(True))
 _ONE_WAY = fixed("use_bidirectional_attention", False, written=False)
 _SANDWICH_RULES = (
     *_LLAMA_LAYER,
@@ -264,7 +272,6 @@ _SANDWICH_KEYS = (
     *_GEMMA_KEYS,
     keys.grouped_queries(4),
     keys.activation("hidden_activation", "gelu_pytorch_tanh", gated=True),
-    keys.unread("hidden_act", "sliding_window_size"),
     keys.square_root_of_heads(),
     _ONE_WAY,
 )
@@ -295,7 +302,7 @@ GEMMA3 = Family(
     (
         *_SANDWICH_KEYS,
         keys.rotary_of_two_kinds(),
-        keys.window_pattern(full_every=6),
+        keys.window_pattern(full_every=6, pattern_key=True),
         fixed("attn_logit_softcapping", None),  # transformers reads this key, but does not apply a cap
         keys.soft_cap("final_logit_softcapping", None),
     ),
@@ -322,6 +329,7 @@ GPT2 = Family(
     "gpt2",
     "GPT2LMHeadModel",
     (
+        *_OF_ALL,
         key("vocab_size", "vocab_size"),
         key("n_embd", "hidden_size"),
         key("n_layer", "num_layers"),
@@ -330,16 +338,13 @@ GPT2 = Family(
         key("n_positions", "max_position_embeddings"),
         key("initializer_range", "init_method_std", 0.02),
         key("layer_norm_epsilon", "norm_epsilon", 1e-5),
-        key("resid_pdrop", "hidden_dropout", 0.1),
+        keys.equal_dropouts("embd_pdrop", "resid_pdrop", default=0.1),
         key("attn_pdrop", "attention_dropout", 0.1),
-        # The dropout of the embedding, which in megalite equals that of the residual branches.
-        Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
         keys.activation("activation_function", "gelu_new", gated=False),
         tied(True),
         fixed("scale_attn_weights", True),
         fixed("scale_attn_by_inverse_layer_idx", False),
         fixed("reorder_and_upcast_attn", False),
-        fixed("add_cross_attention", False, written=False),
     ),
     _LAYER_NORM | {"position_embedding_type": "learned_absolute"},
     (
@@ -360,6 +365,7 @@ GPT_NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
     (
+        *_OF_ALL,
         *_SIZES,
         key("layer_norm_eps", "norm_epsilon", 1e-5),
         key("hidden_dropout", "hidden_dropout", 0.0),
@@ -369,7 +375,6 @@ GPT_NEOX = Family(
         keys.rotary("rotary_emb_base", "rotary_pct", 0.25),
         tied(False),
         fixed("attention_bias", True, written=False),
-        keys.unread("attention_probs_dropout_prob", "hidden_dropout_prob"),
     ),
     _LAYER_NORM,
     (

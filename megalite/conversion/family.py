@@ -11,7 +11,8 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.model import model_problems, number_problems
-from megalite.conversion.config_keys import Json, Keys
+from megalite.conversion.config_keys import Json, Keys, prediction_layers
+from megalite.conversion.folder_keys import Fates
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
@@ -19,27 +20,6 @@ from megalite.small_files import shown
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that do not describe the network but are kept: the numbers of a tokenizer's special tokens."""
 
-_OF_NO_ACCOUNT = {
-    # about the file itself
-    "architectures", "auto_map", "_name_or_path", "transformers_version", "model_type", "torch_dtype", "dtype",
-    "name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
-    # how the model is run, and for which purpose
-    "use_cache", "gradient_checkpointing", "output_attentions", "output_hidden_states", "output_past", "return_dict",
-    "is_decoder", "is_encoder_decoder", "pretraining_tp", "task_specific_params", "cache_implementation",
-    "problem_type", "id2label", "label2id", "num_labels", "finetuning_task", "prefix", "torchscript",
-    "unk_token_id", "sep_token_id", "decoder_start_token_id", "n_ctx", "classifier_dropout",
-    "_num_labels", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_fixed",
-    "unsloth_version",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    # how text is generated, which older versions store in config.json
-    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
-    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
-    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
-    "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
-}  # fmt: skip
-
-_SHOWN = 20
 _KINDS = get_type_hints(ModelConfig)
 
 
@@ -65,11 +45,16 @@ class Family:
     """Name of the output layer. Files of a tied model may also have it, if it equals the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
     """Pattern for the names of tensors that are not weights."""
-    prediction_layers: str | None = None
-    """Key of config.json for the number of layers after the last one, which predict further tokens.
+    predicts_further: bool = False
+    """True if models may have layers after the last one, which predict further tokens.
 
     megalite does not have such layers: they are left out on reading, with a note.
     """
+
+    @property
+    def fates(self) -> Fates:
+        """Fates of the keys of config.json."""
+        return Fates.of("config", self.name, {name for keys in self.keys for name in keys.names}.union(CARRIED))
 
     def model(self, config: Json) -> ModelConfig:
         """Return the network that a config.json describes.
@@ -77,10 +62,8 @@ class Family:
         Raises CheckpointError with a list of all keys and values that describe a network which megalite does not have.
         """
         values = dict(self.always)
-        known = _OF_NO_ACCOUNT | set(CARRIED)
-        problems = []
+        problems = self.fates.problems(config)
         for keys in self.keys:
-            known |= set(keys.names)
             try:
                 values |= keys.read(config)
             except CheckpointError as error:
@@ -88,10 +71,6 @@ class Family:
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
                 there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
                 problems.append(f"{', '.join(there or keys.names)} cannot be read")
-        unknown = [name for name in config if name not in known]
-        problems += [f"{name[:80]} is unknown: {shown(config[name])}" for name in unknown[:_SHOWN]]
-        if unknown:
-            problems.append("(a key without meaning for the network may be deleted)")
         problems = problems or list(_nonsense(values))
         model = None if problems else ModelConfig(**values)
         if model is not None:
@@ -105,7 +84,7 @@ class Family:
 
         `config` is one that `model` accepts.
         """
-        if self.prediction_layers is None or not (count := config.get(self.prediction_layers)):
+        if not self.predicts_further or not (count := prediction_layers(config)):
             return None
         layers = "|".join(str(config["num_hidden_layers"] + layer) for layer in range(count))
         return rf"model\.layers\.({layers})\..*"

@@ -19,6 +19,7 @@ from megalite.checkpoint.tensors import Kind, numbers_as_numbers, packed
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
+from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
@@ -47,6 +48,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
+    _check_other_files(folder)
     logical = logical_tensors(model)
     # Experts one by one, or the experts of a layer together.
     mappings = [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
@@ -75,6 +77,18 @@ def open_huggingface(folder: Path) -> OpenedModel:
         notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
     what = f"{family.name}, {folder}"
     return OpenedModel(what, model, source, data, length, folder, is_huggingface=True, notes=notes)
+
+
+def _check_other_files(folder: Path) -> None:
+    """Raise CheckpointError if other files than config.json and the weights say what megalite does not apply."""
+    path = folder / "generation_config.json"
+    if path.is_file():
+        check_keys(path, read_json(path, largest=LARGEST_CONFIG), "generation_config")
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{adapter}: an adapter is not applied; merge it into the weights (peft: merge_and_unload) and save them, "
+            "or move the file away to use the weights without it"
+        )
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:

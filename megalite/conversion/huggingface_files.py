@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.family import Family
+from megalite.conversion.folder_keys import check_keys
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.restricted_pickle import StoredTensor
@@ -91,7 +92,9 @@ def _open(folder: Path) -> Iterator[_Tensors]:
             yield opener(single)
             return
         if index.is_file():
-            weight_map = read_json(index).get("weight_map")
+            found = read_json(index)
+            check_keys(index, found, "index")
+            weight_map = found.get("weight_map")
             files = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
                 raise CheckpointError(f"{index} is not an index of files in its folder")

@@ -33,6 +33,7 @@ from megalite.data.optional import optional_import
 from megalite.data.tokenizers.files import read_fields_beside, read_text_beside
 from megalite.data.tokenizers.folder import read_folder
 from megalite.errors import DataError
+from megalite.process.programs import python, start
 from megalite.small_files import parse_json, read_small_file, shown
 
 ANSWERS = "assistant"
@@ -267,12 +268,10 @@ class _Renderer:
         environment = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         program = str(Path(__file__).with_name("chat_renderer.py"))
-        command = [sys.executable, "-P", program, str(RENDERING_SECONDS)]
+        command = python("-P", program, str(RENDERING_SECONDS))
         with theirs:
             ends = theirs.fileno()
-            self._process = subprocess.Popen(
-                command, stdin=ends, stdout=ends, stderr=subprocess.DEVNULL, cwd="/", env=environment
-            )
+            self._process = start(command, stdin=ends, stdout=ends, stderr=subprocess.DEVNULL, cwd="/", env=environment)
         self._ask([self._template.source, dict(self._template.special_tokens), self._template.for_tools])
 
     def _ask(self, request: Any) -> Any:

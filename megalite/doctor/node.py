@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.doctor.findings import Finding, Severity
+from megalite.process.programs import start
 
 SECONDS = 10.0
 """Limit for a query, in seconds. Without persistence mode each query loads the driver, which takes some seconds."""
@@ -118,7 +119,7 @@ def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
 
 
 def _ask(question: str) -> _Answer:
-    process = subprocess.Popen(
+    process = start(
         ["nvidia-smi", *question.split()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

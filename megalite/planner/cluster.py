@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigurationError
-from megalite.small_files import read_small_file, reason, shown
+from megalite.small_files import parse_toml, read_small_file, reason, shown
 
 _FILE = Path(__file__).with_name("clusters.toml")
 _WITHIN, _POINT_TO_POINT = "within a node", "point to point"
@@ -141,8 +141,8 @@ def find_stack(name: str) -> Stack:
 
 def _table(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_small_file(path).decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_toml(read_small_file(path).decode())
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path}: cannot be read as TOML: {reason(error)}") from None
 
 

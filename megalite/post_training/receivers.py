@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalite.atomic_files import new_folder
+from megalite.atomic_files import new_folder, open_itself
 from megalite.checkpoint.file_writer import create_files
 from megalite.checkpoint.formats import Format, Placed
 from megalite.checkpoint.shard_file import bytes_of, write_index
@@ -82,7 +82,7 @@ class FolderReceiver:
     def box(self, name: str, row: int, values: Tensor) -> None:
         """Write rows into their file."""
         file, start, size = self._places[name]
-        with file.open("r+b") as stream:
+        with open_itself(file, "r+b") as stream:
             stream.seek(start + row * size)
             stream.write(bytes_of(values.cpu().contiguous()))
 
@@ -90,7 +90,7 @@ class FolderReceiver:
         """Write the index and config.json, and rename the folder."""
         with self._writing:
             for file in self._placed:
-                with (self._temporary / file).open("r+b") as stream:
+                with open_itself(self._temporary / file, "r+b") as stream:
                     os.fsync(stream.fileno())
             write_index(self._temporary, self._format, self._placed)
             write_related(self._temporary, self._config, {}, self._companions)

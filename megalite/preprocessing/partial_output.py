@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from megalite.atomic_files import writing_output
+from megalite.atomic_files import open_itself, writing_output
 from megalite.data.corpus import Position
 from megalite.errors import DataError, FileError
 from megalite.preprocessing.encoding import EncodedChunk
@@ -265,7 +265,7 @@ def _locked_journal(folder: Path) -> IO[bytes]:
             folder.mkdir(parents=True, exist_ok=True)
             if (names := os.listdir(folder)) and JOURNAL not in names:
                 raise not_ours
-            file = path.open("a+b")
+            file = open_itself(path, "a+b")
         except FileNotFoundError:
             continue
         except OSError as error:

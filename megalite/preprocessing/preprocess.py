@@ -25,6 +25,7 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_chunk, open_tokenizer
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
+from megalite.process.programs import safe_path
 from megalite.process.progress import Show, show_documents
 
 # Largest number of skipped records that are reported one by one.
@@ -165,7 +166,7 @@ def _encode_all(
     place = "the start of the input"
     try:
         for chunk in chunks:
-            with _interrupts_held():
+            with _interrupts_held(), safe_path():
                 pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, flags, chunk)))
             # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
             if len(pending) > 3 * workers:
@@ -185,9 +186,10 @@ def _encode_all(
 def _workers(count: int, flags: EncodingFlags) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which immediately begin to load the tokenizer."""
     # Spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
+    with safe_path():
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
     try:
-        with _interrupts_held():
+        with _interrupts_held(), safe_path():
             for _ in range(count):
                 pool.submit(_load, flags)
         yield pool

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
+from megalite.atomic_files import open_itself
 from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
@@ -147,7 +148,7 @@ class Checkpoints:
         if not self._settings.log_progress or self._rank != 0 or not isinstance(self._directory, Path):
             return
         when, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID", "none")
-        with suppress(OSError), (self._directory / "progress.txt").open("a", encoding="utf-8") as file:
+        with suppress(OSError), open_itself(self._directory / "progress.txt", "a", encoding="utf-8") as file:
             file.write(f"{when}\tjob {job}\t{self._world_size} ranks\t{text}\n")
 
     def close(self) -> None:

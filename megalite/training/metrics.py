@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO, cast
 
+from megalite.atomic_files import open_itself
 from megalite.errors import CheckpointError
 from megalite.process.place import numbered
 from megalite.small_files import open_regular, reason
@@ -241,7 +242,7 @@ class _Growing:
     """File that is appended to, without a buffer, which would lose or tear data for which there is no space."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._file = open_itself(path, "ab", buffering=0)
         self._waiting = b""
 
     def append(self, data: bytes) -> None:
@@ -340,7 +341,7 @@ def truncate_after(
     damaged = 0
     if path.exists():
         aside = path.with_name(path.name + ".tmp")
-        with _opened(path) as lines, aside.open("w", encoding="utf-8") as kept:
+        with _opened(path) as lines, open_itself(aside, "w", encoding="utf-8") as kept:
             for line, record in _records(lines):
                 if record is None:
                     damaged += 1

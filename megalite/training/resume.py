@@ -136,7 +136,8 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         return {}
     keeps_schedules = settings.use_checkpoint_opt_param_scheduler and resume_point.position
     _, (saved, data, schedules), _ = checkpoint.newest_whole(paths, partial(_saved_sections, schedules=keeps_schedules))
-    if not settings.use_checkpoint_args:
+    # A run that began with a Hugging Face folder has no flags for its network, and continues with the checkpoint's.
+    if not (settings.use_checkpoint_args or settings.loads_huggingface):
         return {"optimizer": schedules}
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:

@@ -44,6 +44,8 @@ _VERSION = "DeepSpeed 0.19's default"
 ZERO_STAGES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _OFF = "parameters and optimizer stay on the GPU: more ranks, or --exp-avg-dtype and --exp-avg-sq-dtype int8, take less"
 _OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd", "muon": "muon"}
+_RATES = {"WarmupDecayLR": 0.001}
+"""Rates of schedulers without warmup_max_lr; others, and those with null, take the optimizer's rate."""
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -66,6 +68,11 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
             )
     auto = {key for key, value in values.items() if value == "auto"}
     values = {key: value for key, value in values.items() if value != "auto" or key in by_key("idle")}
+    scheduler, highest = values.get("scheduler.type"), "scheduler.params.warmup_max_lr"
+    if isinstance(scheduler, str) and scheduler in _RATES and highest not in {*values, *auto}:
+        values[highest] = _RATES[scheduler]
+        trains = f"{highest} is missing: DeepSpeed's {scheduler} then trains at {_RATES[scheduler]}"
+        report.notes.append(f"{trains}, whatever optimizer.params.lr is; give warmup_max_lr if that is not meant")
     scheduled = values.get("scheduler.params.warmup_max_lr") is not None and "WarmupCosine" not in str(
         values.get("scheduler.type", "WarmupCosine")
     )
@@ -87,6 +94,7 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
             step()
         except ConfigurationError as error:
             report.refused += str(error).splitlines()
+    report.note_decay("DeepSpeed (unless the program groups parameters)")
     return report
 
 
@@ -243,6 +251,8 @@ def _schedule(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None
             f"scheduler.params.warmup_type log -> linear: other rates until step {warmup}, such as 50 % of --lr in the "
             f"middle instead of {100 * half:.0f} %"
         )
+    if (last := params.get("last_batch_iteration", -1)) != -1:
+        report.refused.append(f"scheduler.params.last_batch_iteration {shown(last)}: a run begins at step 0; drop it")
     if name != "WarmupLR":
         if "scheduler.params.total_num_steps" in auto:
             pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import flag_of
@@ -97,6 +98,12 @@ class Report:
         """Add flags of megalite, and a line on what they stand for."""
         self.flags += flags
         self.changed.append(f"{source} -> {' '.join(flags)}")
+
+    def note_decay(self, program: str) -> None:
+        """Add a note on the parameters whose weights decay, if any do."""
+        decays = [value for flag, value in pairwise(self.flags) if flag == "--weight-decay"]
+        if decays and float(decays[-1]):
+            self.notes.append(f"{program} decays norms and biases, too, which are not decayed here")
 
     def lines(self) -> Iterable[str]:
         """Yield the report, line by line."""

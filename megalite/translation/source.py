@@ -14,16 +14,12 @@ from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
 from megalite.small_files import parse_json, read_small_file, reason, shown
 from megalite.translation import deepspeed, fsdp, torchtitan
+from megalite.translation.environment import KEPT
 from megalite.translation.report import Report
 from megalite.translation.script import TORCHTITAN, Launch, read_script
 from megalite.translation.shell_expansion import LARGEST
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
-_KEPT_ENVIRONMENT = re.compile(
-    r"CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(LOCAL_)?RANK|WORLD_SIZE"
-    r"|(NCCL|GLOO|TORCH|PYTORCH)_(?!\w*(PLUGIN|PATH|DIR|FILE|AUTOLOAD|NVCC))\w+"
-)
-"""Variables that megalite's own libraries read, and that name no file and load no code."""
 
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
@@ -121,11 +117,11 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
 
 
 def _add_environment(environment: Mapping[str, str], report: Report, unclear: Mapping[str, str] | None = None) -> None:
-    left = [name for name in environment if not _KEPT_ENVIRONMENT.fullmatch(name)]
+    left = [name for name in environment if name not in KEPT]
     if left:
         report.notes.append(f"not kept: {', '.join(left)}; set what your machine needs of them yourself")
     for name, value in environment.items():
-        if _KEPT_ENVIRONMENT.fullmatch(name):
+        if name in KEPT:
             if unclear and name in unclear:
                 report.missing.append(unclear[name])
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from megalite.config.command_line import flag_groups
 from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
-from megalite.small_files import WHOLE_NUMBERS, read_small_file, reason, shown
+from megalite.small_files import WHOLE_NUMBERS, parse_toml, read_small_file, reason, shown
 from megalite.translation.keys import (
     add_number,
     add_others,
@@ -89,8 +88,8 @@ def read_job(path: str) -> dict[str, Any]:
 def parse_job(text: str) -> dict[str, Any]:
     """Parse a job configuration. Raises ConfigurationError if it is not TOML, or is nested too deeply."""
     try:
-        settings = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
+        settings = parse_toml(text)
+    except ValueError as error:
         raise ConfigurationError(f"not TOML: {reason(error)}") from error
     level: list[Any] = [settings]
     for _ in range(_DEEPEST):
@@ -200,6 +199,7 @@ def translate(settings: Mapping[str, Any], report: Report, ranks: int | None) ->
             step()
         except ConfigurationError as error:
             report.refused += [line for line in str(error).splitlines() if line not in report.refused]
+    report.note_decay("torchtitan")
     report.notes.append(
         "the data, the tokenizer and --save are not torchtitan's: give --data-path, --tokenizer-type, ..."
     )

@@ -61,6 +61,15 @@ def run(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
     return [result_of(cell, ranks) for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True)]
 
 
+def run_each(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
+    """Run cells of any world sizes, those of one size in one call."""
+    results: dict[int, Result] = {}
+    for size in sorted({cell.world_size for cell in cells}):
+        numbers = [number for number, cell in enumerate(cells) if cell.world_size == size]
+        results |= dict(zip(numbers, run(rank_pools, [cells[number] for number in numbers]), strict=True))
+    return [results[number] for number in range(len(cells))]
+
+
 def on_ranks(rank_pools: RankPools, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Return the results of `function` on each rank of a pool; if the world size is 1, of this process."""
     if world_size > 1:

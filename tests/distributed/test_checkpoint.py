@@ -82,7 +82,15 @@ def count_what_is_read(cell: Cell, path: Path, *, own_nodes: bool) -> int:
     return sum(read)
 
 
-@pytest.mark.parametrize("cell", [Cell(dp=2), Cell(tp=2), Cell(tp=2, dp=2, zero=1), Cell(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(dp=2),
+        Cell(tp=2, dp=2, zero=1),
+        *(pytest.param(cell, marks=pytest.mark.wide) for cell in (Cell(tp=2), Cell(pp=2, dp=2))),
+    ],
+    ids=str,
+)
 def test_each_byte_is_read_once_a_node(rank_pools: RankPools, tmp_path: Path, cell: Cell) -> None:
     save(Cell(), tmp_path)
     path = tmp_path / "iter_0000001"

@@ -90,7 +90,7 @@ def kill_everywhere(folder: Path, saved: Saved, kind: str, victim: int, fault: F
     ("kind", "victim", "fault"),
     [
         pytest.param("synchronous", 0, cut_power, marks=pytest.mark.wide),
-        ("synchronous", 1, kill),
+        pytest.param("synchronous", 1, kill, marks=pytest.mark.wide),
         ("asynchronous", 1, kill),
         pytest.param("torch_dist", 0, kill, marks=pytest.mark.wide),
     ],
@@ -148,7 +148,7 @@ def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: 
 @pytest.mark.parametrize(
     ("kind", "victim", "number"),
     [
-        ("synchronous", 0, errno.EIO),
+        pytest.param("synchronous", 0, errno.EIO, marks=pytest.mark.wide),
         ("asynchronous", 1, errno.ENOSPC),
         pytest.param("torch_dist", 1, errno.EIO, marks=pytest.mark.wide),
     ],

@@ -65,8 +65,8 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
     [
         pytest.param(2, 2, 1, "in turn", marks=pytest.mark.wide),
         (1, 2, 1, "zb-v"),
-        (1, 4, 2, "in turn"),
-        (4, 1, 1, "in turn"),
+        pytest.param(1, 4, 2, "in turn", marks=pytest.mark.wide),
+        pytest.param(4, 1, 1, "in turn", marks=pytest.mark.wide),
         pytest.param(2, 2, 1, "in turn, zb-v", marks=pytest.mark.wide),
         pytest.param(1, 4, 2, "in turn, zb-v", marks=pytest.mark.wide),
     ],
@@ -160,7 +160,9 @@ def said_and_done(cell: Cell) -> tuple[list[tuple[str, tuple[int, ...]]], list[t
     ("optimizer", "tp", "dp", "instances"),
     [
         *(pytest.param(rule, 2, 2, 1, marks=pytest.mark.wide) for rule in ("adam", "lamb")),
-        *(("muon", 2, 2, 1), ("muon", 1, 4, 2), ("adafactor", 2, 2, 1)),
+        ("muon", 2, 2, 1),
+        pytest.param("muon", 1, 4, 2, marks=pytest.mark.wide),
+        pytest.param("adafactor", 2, 2, 1, marks=pytest.mark.wide),
     ],
 )
 def test_the_step_does_the_collectives_that_it_names(

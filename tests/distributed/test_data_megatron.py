@@ -98,9 +98,24 @@ def assert_same(found: Any, expected: np.ndarray | None, size: int | None) -> No
         assert np.array_equal(found[sample], expected[sample])
 
 
-@many
+@settings(many, max_examples=20)
 @given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
 def test_samples_with_weights(
+    lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_samples_with_weights(lengths, data, rank_pools, tmp_path_factory)
+
+
+@pytest.mark.wide
+@many
+@given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
+def test_more_samples_with_weights(
+    lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_samples_with_weights(lengths, data, rank_pools, tmp_path_factory)
+
+
+def check_samples_with_weights(
     lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case = data.draw(cases(write(lengths, tmp_path_factory), weighted=True))

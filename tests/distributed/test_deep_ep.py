@@ -121,8 +121,8 @@ def trained(flags: str, reason: str | None) -> tuple[list[tuple[float, ...]], li
     "layout",
     [
         "--ep 2",
-        "--ep 2 --moe-shared-expert-overlap",
-        "--ep 2 --recompute-granularity selective --recompute-modules moe",
+        pytest.param("--ep 2 --moe-shared-expert-overlap", marks=pytest.mark.wide),
+        pytest.param("--ep 2 --recompute-granularity selective --recompute-modules moe", marks=pytest.mark.wide),
     ],
 )
 def test_a_run_trains_the_same(layout: str, rank_pools: RankPools) -> None:

@@ -24,6 +24,7 @@ from tests.distributed.layout_run import local_micro_batches
 from tests.distributed.test_memory import settled_bytes
 from tests.harness.rank_pool import RankPools
 from tests.harness.stages import loss_of
+from tests.harness.wide import wide_except
 
 WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
 SPLIT = "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
@@ -55,7 +56,7 @@ WIDE = [
 @pytest.mark.bits
 @pytest.mark.parametrize(
     "row",
-    [*CELLS, *(pytest.param(row, marks=pytest.mark.wide) for row in WIDE)],
+    wide_except(CELLS + WIDE, CELLS[3:]),
     ids=lambda row: "-".join(f"{key}={value}" for key, value in row.items()),
 )
 def test_split_backward_changes_no_bit(row: dict[str, Any], rank_pools: RankPools) -> None:

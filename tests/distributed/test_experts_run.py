@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from megalite.training.resume import find_resume_point
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 STEPS, SKIPPED, EXPERTS, TOPK, LENGTH, BATCH = 3, 1, 4, 2, 8, 4
 FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
@@ -112,7 +114,10 @@ def test_a_record_has_losses_loads_and_drops() -> None:
             assert sum(values) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FEW = ("experts apart", "stages")
+
+
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, FEW))
 def test_loads_and_states_are_the_same_on_every_layout(layout: str, rank_pools: RankPools) -> None:
     ranks, more = LAYOUTS[layout]
     records, states, _, _ = alone()
@@ -236,7 +241,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float
     return folder, found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, FEW))
 def test_records_are_the_same_on_every_layout(
     layout: str, rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
 ) -> None:
@@ -270,11 +275,25 @@ def other_choices(folder: Path) -> None:
 def test_other_choices_train_the_same_on_every_layout(
     rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
 ) -> None:
+    check_other_choices(("parts", "stages"), rank_pools, tmp_path, recorded)
+
+
+@pytest.mark.wide
+def test_other_choices_train_the_same_on_more_layouts(
+    rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
+) -> None:
+    check_other_choices(("recomputed", "experts apart", "experts recomputed"), rank_pools, tmp_path, recorded)
+
+
+def check_other_choices(
+    layouts: Iterable[str], rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
+) -> None:
     other_choices(tmp_path / "given")
     flags = f"{FLAGS} --moe-replay-routing {tmp_path / 'given'}"
     (expected,) = on_ranks(rank_pools, 1, routed, f"{flags} --moe-record-routing {tmp_path / 'alone'}", STEPS)
     assert expected != recorded[1]
-    for layout, (ranks, more) in LAYOUTS.items():
+    for layout in layouts:
+        ranks, more = LAYOUTS[layout]
         folder = tmp_path / layout.replace(" ", "-")
         for found in on_ranks(rank_pools, ranks, routed, f"{flags} {more} --moe-record-routing {folder}", STEPS):
             assert found == pytest.approx(expected, rel=1e-10), layout

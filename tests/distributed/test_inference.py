@@ -17,6 +17,7 @@ from tests.distributed.inference_run import cached, generated, order_of_work, sc
 from tests.distributed.layout_cell import LAYERS, SEQUENCE, VOCABULARIES, Cell, oracle
 from tests.distributed.layout_expected import on_ranks, one_thread
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 CELLS = (
     Cell("gpt2", vocabulary="odd"),
@@ -43,7 +44,7 @@ ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8, 9, 7, 9], [3, 2, 3, 8, 4, 6, 2], [6,
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name != "alone")) for name in LAYOUTS]
 )
 def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
@@ -69,7 +70,7 @@ def test_the_cache_has_the_window_of_each_layer(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name != "tp2-pp2")) for name in LAYOUTS]
 )
 def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
@@ -140,7 +141,7 @@ def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Te
     return logits[0, :, : VOCABULARIES[cell.vocabulary][0]]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "cp2", "cp2-pp2"])
+@pytest.mark.parametrize("layout", wide_except([*LAYOUTS, "cp2", "cp2-pp2"], ["tp2", "pp2", "cp2"]))
 def test_logits_and_scores_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
     """Sequences are padded to whole chunks under context parallelism, beyond the learned positions."""
     context = [replace(cell, cp=2, pp=1 + ("pp2" in layout)) for cell in CELLS]

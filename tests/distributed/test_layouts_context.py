@@ -11,11 +11,12 @@ import torch
 
 from megalite.parallel import collectives
 from tests.distributed.layout_cell import EXPERTS, LONG_SEQUENCE, Cell, make_cell
-from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
+from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run, run_each
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
 from tests.harness.close import assert_number_close
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, Row] = {
@@ -47,17 +48,28 @@ def cell_of(layout: Row, **more: Any) -> Cell:
     return make_cell({"dp": 1} | layout | more)
 
 
-def up_to_four_ranks(layouts: dict[str, Row]) -> list[object]:
-    """Return the names for a test; those of more ranks are `slow`: CI runs a step of every family on them."""
-    marks = {name: [pytest.mark.slow] * (cell_of(row).world_size > 4) for name, row in layouts.items()}
-    return [pytest.param(name, marks=marks[name]) for name in layouts]
+FEW = (
+    *("cp2-p2p", "cp2-all_gather", "cp3-all_gather", "cp3-a2a", "cp4-a2a+p2p", "cp2-tp2-sp", "cp2-dp2-instances"),
+    "cp2-pp2",
+)
+"""Layouts that have each way, each number of ranks, each ZeRO stage and each other axis once."""
 
 
-@pytest.mark.parametrize("layout", up_to_four_ranks(LAYOUTS))
+def marked(layouts: dict[str, Row]) -> list[object]:
+    """Return the names for a test: most are `wide`, and those of more than four ranks `slow`, because CI runs a step of
+    every family on them."""
+    few, many = set(FEW), {name for name, row in layouts.items() if cell_of(row).world_size > 4}
+    marks = {name: pytest.mark.slow if name in many else pytest.mark.wide for name in layouts if name not in few}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in layouts]
+
+
+@pytest.mark.parametrize("layout", marked(LAYOUTS))
 def test_steps_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
-    """Two families per layout take turns: learned and rotary positions, windows of three keys, soft caps."""
+    """Families take turns, two for each layout of few ranks: learned and rotary positions, windows of three keys, soft
+    caps."""
     turn = list(LAYOUTS).index(layout)
-    families = [FAMILIES[(turn + number) % len(FAMILIES)] for number in (0, 2)]
+    numbers = (0, 2) if cell_of(LAYOUTS[layout]).world_size < 4 else (0,)
+    families = [FAMILIES[(turn + number) % len(FAMILIES)] for number in numbers]
     cells = [cell_of(LAYOUTS[layout], family=family, steps=2) for family in families]
     for cell, result in zip(cells, run(rank_pools, cells), strict=True):
         assert_as_expected(cell, result)
@@ -75,9 +87,12 @@ def test_steps_of_every_family_are_the_oracles(layout: str, rank_pools: RankPool
         assert_as_expected(cell, result)
 
 
+SHORTEST = [(2, 1), (3, 1), (4, 1), (2, 2), (4, 2), (2, 4)]
+
+
 @pytest.mark.parametrize(
     ("cp", "tp"),
-    [(2, 1), (3, 1), (4, 1), (2, 2), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((4, 2), (2, 4)))],
+    [(cp, tp) if (cp, tp) in ((3, 1), (2, 2)) else pytest.param(cp, tp, marks=pytest.mark.wide) for cp, tp in SHORTEST],
 )
 def test_the_shortest_samples_are_the_oracles(cp: int, tp: int, rank_pools: RankPools) -> None:
     """Chunks have one token, or one per tensor-parallel rank."""
@@ -87,7 +102,7 @@ def test_the_shortest_samples_are_the_oracles(cp: int, tp: int, rank_pools: Rank
     assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("way", wide_except(["p2p", "all_gather", "a2a"], ["p2p"]))
 def test_one_token_that_counts_on_one_rank_is_enough(way: str, rank_pools: RankPools) -> None:
     cells = [
         cell_of({"cp": 2, "way": way, "loss_mask": f"only {token}"}, family="llama")
@@ -104,7 +119,7 @@ EXPERT_LAYOUTS: dict[str, Row] = {
     "cp2-tp2-sp-ep4": {"cp": 2, **SP, "ep": 4, "recompute": "experts", "zero": 3, "key_values": "gqa"},
 }
 IN_TURN = ((), pytest.mark.wide, pytest.mark.slow, pytest.mark.slow)
-"""The meeting of a family and a layout: `make test` has each of both once, CI twice."""
+"""The meeting of a family and a layout: CI has each of both twice, and `make test` most of them once."""
 EXPERT_DATA: list[Row] = [
     {"padding": True},
     {"drop_policy": "position"},
@@ -116,7 +131,12 @@ EXPERT_DATA: list[Row] = [
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        pytest.param(family, layout, marks=IN_TURN[(row + column) % 4], id=f"{family}-{layout}")
+        pytest.param(
+            family,
+            layout,
+            marks=IN_TURN[(row + column) % 4] if family != "deepseek" or (row + column) % 4 else pytest.mark.wide,
+            id=f"{family}-{layout}",
+        )
         for row, family in enumerate(EXPERTS)
         for column, layout in enumerate(EXPERT_LAYOUTS)
     ],
@@ -126,7 +146,7 @@ def test_steps_with_experts_are_the_oracles(family: str, layout: str, rank_pools
     turn = list(EXPERT_LAYOUTS).index(layout)
     data = EXPERT_DATA[turn] if family == "switch" else {"padding": turn % 2 == 0}
     dispatcher = ("alltoall", "allgather")[turn % 2]
-    cell = cell_of(EXPERT_LAYOUTS[layout] | data, family=family, dispatcher=dispatcher, steps=3)
+    cell = cell_of(EXPERT_LAYOUTS[layout] | data, family=family, dispatcher=dispatcher, steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
@@ -142,12 +162,12 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize("which", SAME_BITS)
+@pytest.mark.parametrize("which", wide_except(SAME_BITS, ["stages that shard gradients"]))
 @pytest.mark.parametrize("way", ["p2p", *(pytest.param(way, marks=pytest.mark.wide) for way in ("all_gather", "a2a"))])
 def test_bits_are_the_same(way: str, which: str, rank_pools: RankPools) -> None:
     common = {"cp": 2, "way": way, "documents": True, "dropout": 0.1, "family": "llama"}
     cells = [cell_of(common | row, steps=2) for row in SAME_BITS[which]]
-    results = [run(rank_pools, [cell])[0] for cell in cells]
+    results = run_each(rank_pools, cells)
     for cell, result in zip(cells[1:], results[1:], strict=True):
         for loss, other in zip(result.losses, results[0].losses, strict=True):
             assert_number_close(loss, other, str(cell))
@@ -167,8 +187,14 @@ def collectives_called(cell: Cell) -> list[tuple[int, int]]:
     return [(forward, len(chunk.inside(backward=False))), (backward, len(chunk.inside(backward=True)))]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "block"])
-@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+@pytest.mark.parametrize(
+    ("way", "recompute"),
+    [
+        pytest.param(way, recompute, marks=[pytest.mark.wide] * ((row - column) % 3 > 0))  # in turn
+        for row, way in enumerate(("p2p", "all_gather", "a2a", "a2a+p2p"))
+        for column, recompute in enumerate(("block", "none", "selective"))
+    ],
+)
 def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools: RankPools) -> None:
     cell = cell_of({"cp": 4, "way": way, "recompute": recompute}, family="llama")
     for rank in rank_pools(4).run(collectives_called, cell):
@@ -176,8 +202,14 @@ def test_what_ranks_do_together_is_declared(way: str, recompute: str, rank_pools
             assert called == declared > 0
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize("family", ["mixtral", "switch", "s-base"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        *(("mixtral", "block"), ("s-base", "none")),
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in (("mixtral", "none"), ("s-base", "block"))),
+        *(pytest.param("switch", recompute, marks=pytest.mark.wide) for recompute in ("none", "block")),
+    ],
+)
 def test_what_routers_do_together_is_declared(family: str, recompute: str, rank_pools: RankPools) -> None:
     cell = cell_of({"cp": 2, "ep": 2, "way": "a2a", "recompute": recompute}, family=family)
     for rank in rank_pools(2).run(collectives_called, cell):

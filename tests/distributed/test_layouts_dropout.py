@@ -18,6 +18,7 @@ from tests.distributed.layout_expected import Result, assert_as_expected, on_ran
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
 from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 LAYOUTS = [
     {"tp": 1, "dp": 1},
@@ -36,8 +37,7 @@ CASES = [
         layout,
         family,
         id=f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}-{family}",
-        # the families by turns, and layouts whose parts are met on fewer ranks
-        marks=[pytest.mark.wide] * ((turn + number) % 2 or layout["tp"] * layout["dp"] * layout.get("pp", 1) > 2),
+        marks=[pytest.mark.wide] * (turn + number > 0),  # a layout adds to each way only what other tests have
     )
     for turn, layout in enumerate(LAYOUTS)
     for number, family in enumerate(("gpt2", "llama"))
@@ -47,7 +47,7 @@ CASES = [
 @pytest.mark.bits
 @pytest.mark.parametrize(("layout", "family"), CASES)
 def test_recomputation_changes_no_bit(layout: dict, family: str, rank_pools: RankPools) -> None:
-    rest = layout | {"family": family, "dropout": 0.1, "documents": family == "llama", "steps": 2}
+    rest = layout | {"family": family, "dropout": 0.1, "documents": family == "llama"}
     plain, *recomputed = run(rank_pools, [make_cell(rest | {"recompute": way}) for way in RECOMPUTE])
     for way, result in zip(list(RECOMPUTE)[1:], recomputed, strict=True):
         assert result.losses == plain.losses, way
@@ -65,8 +65,9 @@ def assert_same_dropout(actual: Result, expected: Result) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize(
+    ("dp", "size"), [(2, 2), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((2, 1), (4, 1), (4, 2)))]
+)
 def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_pools: RankPools) -> None:
     cell = Cell(dropout=0.1, samples=8, micro_batch_size=size)
     (alone,) = run(rank_pools, [cell])
@@ -78,7 +79,7 @@ def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("schedule", LAYOUT_FACTORS["schedule"])
+@pytest.mark.parametrize("schedule", wide_except(LAYOUT_FACTORS["schedule"], ["zb-h1", "interleaved-2"]))
 @pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_dropout_is_the_same_over_pipelines(pp: int, schedule: str, rank_pools: RankPools) -> None:
     cell = Cell(dropout=0.1, samples=5, recompute="block")
@@ -99,10 +100,18 @@ SPLITS = {
     "tp4-sp": {"tp": 4, "sequence_parallel": True},
     "tp2-sp-pp2": {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
 }
+FAMILY_OF = {"tp2": "gemma", "tp2-sp": "gpt2", "tp2-dp2": "gpt2", "tp2-sp-pp2": "gemma"}
+"""Family of each split that `make test` runs."""
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma"])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(
+    ("split", "family"),
+    [
+        pytest.param(split, family, marks=[pytest.mark.wide] * (family != FAMILY_OF.get(split)))
+        for split in SPLITS
+        for family in ("gpt2", "gemma")
+    ],
+)
 def test_dropout_is_the_oracles_however_samples_are_split(split: str, family: str, rank_pools: RankPools) -> None:
     """The second step, with other samples, is compared too."""
     cell = make_cell({"dp": 1} | SPLITS[split], family=family, dropout=0.1, attention_dropout=0.3, steps=2)

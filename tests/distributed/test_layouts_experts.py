@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from megalite.model.moe import MoE
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from tests.distributed.layout_cell import EXPERTS, RECOMPUTE, Cell, make_cell, rates
-from tests.distributed.layout_expected import assemble, assert_as_expected, assert_same_bits, expected, on_ranks, run
+from tests.distributed.layout_expected import (
+    assemble,
+    assert_as_expected,
+    assert_same_bits,
+    expected,
+    on_ranks,
+    run,
+    run_each,
+)
 from tests.distributed.layout_run import (
     Training,
     held,
@@ -28,6 +36,7 @@ from tests.harness.close import assert_bits_equal, assert_number_close, assert_p
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 from tests.harness.unsharded import unsharded_parameters
+from tests.harness.wide import wide_except
 
 LAYOUTS: dict[str, Row] = {
     "alone": {"dp": 1, "recompute": "uniform", "dropout": 0.1},
@@ -50,32 +59,40 @@ LAYOUTS: dict[str, Row] = {
 DATA: list[Row] = [{"padding": True}, {"drop_policy": "position"}, {"padded_experts": True, "padding": True}, {}]
 
 
-def some_of(families: Iterable[str], others: Iterable[str], also: tuple[str, ...] = ()) -> list[object]:
-    """Return each pair for a test: `make test` runs each of `others` with one of four families, and pairs named in
-    `also`; CI runs it with two families. The rest is `slow`."""
+def some_of(
+    families: Iterable[str], others: Iterable[str], also: Collection[str] = (), later: Collection[str] = ()
+) -> list[object]:
+    """Return each pair for a test: CI runs each of `others` with two of four families. The rest is `slow`.
+
+    `make test` runs each of `others` with one family, except for those named in `later`, and the pairs named in `also`.
+    """
     found = []
     for (row, a), (column, b) in itertools.product(enumerate(families), enumerate(others)):
         name, mark = f"{a}-{b}", ()
         if (row + column) % 2 == 0:
             mark = pytest.mark.slow
-        elif (row // 2 + column // 2) % 2 and name not in also:
+        elif name not in also and ((row // 2 + column // 2) % 2 or b in later):
             mark = pytest.mark.wide
         found.append(pytest.param(a, b, marks=mark, id=name))
     return found
 
 
-@pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",)))
+LATER = ("ep2-experts-again", "tp2-sp-etp2", "tp2-sp-ep2", "pp2-tp2-sp", "tp2-sp-ep4", "tp2-sp-ep2-etp2")
+"""Layouts whose parts the others have."""
+
+
+@pytest.mark.parametrize(("family", "layout"), some_of(EXPERTS, LAYOUTS, also=("switch-tp2-sp",), later=LATER))
 def test_steps_are_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     """The loads of a step decide the biases and the global balancing loss of the next ones."""
     turn = list(EXPERTS).index(family) + list(LAYOUTS).index(layout)
     data = DATA[turn % 4] if family == "switch" else {"padding": turn % 2 == 0}
     dispatcher = ("alltoall", "allgather")[turn % 2]
-    cell = make_cell(LAYOUTS[layout] | data | {"family": family}, dispatcher=dispatcher, steps=3)
+    cell = make_cell(LAYOUTS[layout] | data | {"family": family}, dispatcher=dispatcher, steps=2)
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp-ep2", "pp2"])
+@pytest.mark.parametrize("layout", wide_except(["tp2-sp-ep2", "pp2"], ["pp2"]))
 def test_experts_beside_attention_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
     cell = make_cell(LAYOUTS[layout] | {"family": "mixtral", "parallel_residual": True}, steps=2)
     (result,) = run(rank_pools, [cell])
@@ -103,7 +120,9 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize(("family", "which"), some_of(EXPERTS, SAME_BITS))
+@pytest.mark.parametrize(
+    ("family", "which"), some_of(EXPERTS, SAME_BITS, later=("schedules", "shared experts during the exchange"))
+)
 def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> None:
     """Padding to the capacity changes the number of rows of a product, and so its bits: each way has its own.
 
@@ -112,7 +131,7 @@ def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> No
     cells = [make_cell(row | {"family": family}, steps=2) for row in SAME_BITS[which]]
     if family != "switch":
         cells = [cell for cell in cells if not cell.padded_experts]
-    results = [run(rank_pools, [cell])[0] for cell in cells]
+    results = run_each(rank_pools, cells)
     for cell, result in zip(cells[1:], results[1:], strict=True):
         first = next(n for n, other in enumerate(cells) if other.padded_experts == cell.padded_experts)
         for loss, other in zip(result.losses, results[first].losses, strict=True):
@@ -236,7 +255,7 @@ def unbroken(cell: Cell) -> Any:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("layout", ["alone", "ep2-etp2"])
+@pytest.mark.parametrize("layout", wide_except(["alone", "ep2-etp2"], ["ep2-etp2"]))
 def test_a_training_that_is_resumed_has_the_same_bits(layout: str, rank_pools: RankPools, tmp_path: Path) -> None:
     """Biases and loads of the previous step go with the weights."""
     cell = make_cell(LAYOUTS[layout] | {"family": "deepseek"}, optimizer="adam")
@@ -262,7 +281,7 @@ SPLITS: list[Row] = [
 @pytest.mark.parametrize(
     ("number", "family"),
     [
-        pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2))
+        pytest.param(number, family, marks=[pytest.mark.wide] * ((number + turn) % 2 or number in (1, 2, 4, 5)))
         for number in range(len(SPLITS))
         for turn, family in enumerate(("deepseek", "switch"))
     ],

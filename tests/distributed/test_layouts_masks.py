@@ -44,7 +44,7 @@ def name(layout: dict) -> str:
 
 
 CASES = [
-    *(pytest.param(layout, id=name(layout)) for layout in LAYOUTS),
+    *(pytest.param(layout, id=name(layout), marks=[pytest.mark.wide] * (layout["dp"] == 4)) for layout in LAYOUTS),
     *(pytest.param(layout, id=name(layout), marks=pytest.mark.wide) for layout in WIDE),
 ]
 
@@ -80,7 +80,7 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
     [
         *CASES,
         *(pytest.param(layout, id=name) for name, layout in EXPERTS.items()),
-        pytest.param({"tp": 1, "dp": 1, "cp": 4, "way": "all_gather", "zero": 2}, id="cp4"),
+        pytest.param({"tp": 1, "dp": 1, "cp": 4, "way": "all_gather", "zero": 2}, id="cp4", marks=pytest.mark.wide),
     ],
 )
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:

@@ -39,8 +39,8 @@ def small(row: Row) -> bool:
 
 @cache
 def rows() -> list[Row]:
-    """Return rows with every pair of values. This takes three seconds, so not when the module is imported."""
-    return covering_array(FACTORS, small, cost=lambda row: 1 + ranks(row))
+    """Return rows with every pair of values. This takes two seconds, so not when the module is imported."""
+    return covering_array(FACTORS, small, cost=lambda row: 1 + ranks(row), candidates=6, seed=2)
 
 
 REPLICATED = PLAINEST | {"family": "llama", "tp": 2, "key_values": "uneven6", "optimizer": "muon", "clip_grad": 0.0}
@@ -105,12 +105,12 @@ def test_clipping_acts_in_these_tests(optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("tp", "dp", "optimizer", "dtype"),
     [
-        (1, 2, "adam", "float64"),
+        pytest.param(1, 2, "adam", "float64", marks=pytest.mark.wide),
         (1, 3, "adam", "float64"),
         pytest.param(2, 2, "adam", "bfloat16", marks=pytest.mark.wide),
         pytest.param(1, 8, "adam", "float32", marks=pytest.mark.wide),
-        (2, 2, "muon", "float64"),
-        (2, 2, "lamb", "float64"),
+        pytest.param(2, 2, "muon", "float64", marks=pytest.mark.wide),
+        pytest.param(2, 2, "lamb", "float64", marks=pytest.mark.wide),
         pytest.param(1, 3, "lars", "float32", marks=pytest.mark.wide),
     ],
 )
@@ -133,7 +133,7 @@ def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype:
             pytest.param(*case, marks=pytest.mark.wide)
             for case in ((2, 2, 1, "adam", "bfloat16"), (1, 3, 1, "adam", "float32"))
         ),
-        (1, 4, 2, "muon", "float64"),
+        pytest.param(1, 4, 2, "muon", "float64", marks=pytest.mark.wide),
         pytest.param(2, 4, 2, "muon", "float64", marks=pytest.mark.wide),
         pytest.param(1, 4, 2, "lars", "float64", marks=pytest.mark.wide),
     ],
@@ -155,7 +155,7 @@ def test_zero_2_and_3_give_the_same_bits(
 def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools) -> None:
     """Then there is only one order of summation."""
     rest = {"tp": 2, "dp": 2, "sequence_parallel": True, "overlap": "reduce", "family": "gpt2"}
-    training = {"steps": STEPS, "optimizer": "adam", "clip_grad": 0.5, "micro_batch_size": 2}
+    training = {"steps": 2, "optimizer": "adam", "clip_grad": 0.5, "micro_batch_size": 2}
     first, *others = run(rank_pools, [make_cell(rest | {"zero": zero}, **training) for zero in range(4)])
     for stage, result in enumerate(others, start=1):
         assert_same_bits(result, first, f"ZeRO {stage} against ZeRO 0")
@@ -166,7 +166,9 @@ def test_a_network_without_experts_does_not_depend_on_their_view(rank_pools: Ran
     """The expert view only gives the ranks other names."""
     rest = {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "key_values": "mqa", "overlap": "reduce and gather"}
     views = [{"ep": ep, "etp": etp} for ep in (1, 2) for etp in (1, 2)]
-    first, *others = run(rank_pools, [make_cell(rest | view, optimizer="muon", clip_grad=0.5) for view in views])
+    first, *others = run(
+        rank_pools, [make_cell(rest | view, optimizer="muon", clip_grad=0.5, micro_batch_size=2) for view in views]
+    )
     for view, result in zip(views[1:], others, strict=True):
         assert_same_bits(result, first, f"{view} against {views[0]}")
 

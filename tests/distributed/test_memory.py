@@ -202,7 +202,7 @@ MODELS |= {
 
 
 def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[tuple[str, Memory, Memory]]:
-    """Return measured and expected memory for every model, precision and kind of recomputation."""
+    """Return measured and expected memory for every model and kind of recomputation, with each precision in turn."""
     world_size = dist.get_world_size()
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=world_size, tensor_parallel_size=tp)
     zeros = torch.zeros(TOKENS, dtype=torch.int64)
@@ -213,6 +213,8 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
         if model.num_experts is not None and tp > 1 and not sequence_parallel:  # such layers do not train
             continue
         if "padded" in name and (way, dtype) != ("none", torch.bfloat16):  # the rest is that of other models
+            continue
+        if "padded" not in name and (number // 2 + number + stage) % 2:  # precisions in turn
             continue
         loss = LossConfig(fused=number % 3 == 0)
         network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss, dtype=dtype)
@@ -239,10 +241,10 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
 @pytest.mark.parametrize(
     ("ranks", "tp", "sequence_parallel", "stage"),
     [
-        *((2, 2, True, 0), (2, 1, False, 1), (2, 1, False, 3)),
+        *((2, 2, True, 0), (2, 1, False, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.wide)
-            for case in ((2, 1, False, 0), (2, 2, False, 0), (4, 2, True, 2))
+            for case in ((2, 1, False, 3), (2, 1, False, 0), (2, 2, False, 0), (4, 2, True, 2))
         ),
     ],
 )

@@ -29,6 +29,7 @@ from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
 from tests.harness.rank_pool import RankPools
 from tests.harness.unsharded import unsharded_parameters
+from tests.harness.wide import wide_except
 from tests.unit.test_modules_training import Batch, Sometimes, cut, layers, loss, square
 
 RATE, STEPS, MICRO_BATCHES, SAMPLES = 0.05, 2, 4, 4
@@ -181,7 +182,13 @@ LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FEW = (
+    *("images on two ranks", "images, whole parameters gathered", "images, recomputed"),
+    *("images, gradients of weights later", "tied in one", "tied over two of three", "tied in V"),
+)
+
+
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, FEW))
 def test_modules_train_as_a_plain_loop(layout: str, rank_pools: RankPools) -> None:
     ranks, arguments = LAYOUTS[layout]
     expected = plainly(arguments[0]).state_dict()

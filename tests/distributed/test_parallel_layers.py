@@ -16,6 +16,7 @@ from tests.distributed.parallel_layers_run import evaluated, refusal, run, witho
 from tests.distributed.parallel_model import MODELS, RATE, Trained, initial, plainly, samples
 from tests.harness.close import assert_gradient_close, assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 SPLIT = {"tp": 2, "sequence_parallel": True}
 ONE_RANK_PER_EXPERT = {"expert_tensor_parallel_size": 1}
@@ -112,7 +113,7 @@ def check(rank_pools: RankPools, cell: Cell) -> None:
     assert_parameters(ranks, wanted)
 
 
-@pytest.mark.parametrize("cell", QUICK, ids=str)
+@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (0, 1, 2, 5, 7, 9)]), ids=str)
 def test_parallel_layers_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
     check(rank_pools, cell)
 
@@ -126,10 +127,14 @@ def test_parallel_layers_train_as_plain_torch_on_more_layouts(cell: Cell, rank_p
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
-        ("encoder-decoder", (4, {**SPLIT, "pp": 2}, {}), (2, {"dp": 2, "zero": 3}, {})),
-        ("encoder-decoder", (2, {"pp": 2}, {}), (2, {"tp": 2}, {})),
+        pytest.param(
+            *("encoder-decoder", (4, {**SPLIT, "pp": 2}, {}), (2, {"dp": 2, "zero": 3}, {})), marks=pytest.mark.wide
+        ),
+        pytest.param("encoder-decoder", (2, {"pp": 2}, {}), (2, {"tp": 2}, {}), marks=pytest.mark.wide),
         ("experts", (2, {"ep": 2, "zero": 1}, {}), (2, SPLIT, ONE_RANK_PER_EXPERT)),
-        ("encoder-decoder", (3, {"cp": 3, "zero": 3}, {}), (4, {"cp": 2, "pp": 2}, {})),
+        pytest.param(
+            *("encoder-decoder", (3, {"cp": 3, "zero": 3}, {}), (4, {"cp": 2, "pp": 2}, {})), marks=pytest.mark.wide
+        ),
     ],
     ids=["fewer ranks", "tensor-parallel ranks", "experts", "context-parallel ranks"],
 )
@@ -156,7 +161,11 @@ def test_muon_updates_matrices_that_ranks_have_parts_of(rank_pools: RankPools) -
         assert all((alone[name] - before[name]).abs().max() > RATE / 100 for name in moved)
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, SPLIT), (2, {"cp": 2})], ids=["alone", "split", "cut"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [pytest.param(1, {}, marks=pytest.mark.wide), pytest.param(2, SPLIT, marks=pytest.mark.wide), (2, {"cp": 2})],
+    ids=["alone", "split", "cut"],
+)
 def test_evaluations_have_the_terms_of_experts(ranks: int, layout: Mapping[str, Any], rank_pools: RankPools) -> None:
     shapes = {name: each.shape for name, each in assemble(rank_pools(1).run(_shapes)).items()}
     weights = {name: initial(name, torch.Generator(), shape).double() for name, shape in shapes.items()}

@@ -37,6 +37,7 @@ from tests.distributed.pipeline_run import (
 from tests.harness.close import assert_bits_equal
 from tests.harness.fork_server import RankFailure
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 PIPELINES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zb-v", 2)]
 ENDS = [*LAST, "its input"]
@@ -79,7 +80,7 @@ def assert_tidy(case: Case, ranks: list[Found]) -> None:
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ranks", wide_except([2, 3, 4], [3]))
 def test_a_pipeline_gives_the_bits_of_a_loop(ranks: int, rank_pools: RankPools) -> None:
     sizes = itertools.product(PIPELINES, ((1, True), (3, True), (8, True), (4, False)))
     cases = [
@@ -103,7 +104,7 @@ def test_interleaved_on_two_ranks_without_overlap_is_right(rank_pools: RankPools
         assert_as_alone(case, expected, found)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", wide_except(ENDS, ["sum", "tanh", ENDS[-1], ENDS[-2]]))
 def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> None:
     """A stage's output is freed after it has arrived, unless the stage's backward reads it."""
     cases = [Case(schedule, chunks, 3, (end,)) for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2))]
@@ -138,7 +139,10 @@ def test_inputs_live_until_their_backward(rank_pools: RankPools) -> None:
         assert [found.most_inputs for found in ranks[1:]] == wanted
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), PIPELINES)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [pytest.param(*case, marks=[pytest.mark.wide] * (number % 2)) for number, case in enumerate(PIPELINES)],
+)
 def test_activations_are_as_many_as_the_lists_say(schedule: str, chunks: int, rank_pools: RankPools) -> None:
     cases = [Case(schedule, chunks, micro_batches, ("sum", "tanh")) for micro_batches in (1, 3, 8)]
     for case, _, ranks in run(rank_pools, 3, cases):
@@ -173,7 +177,7 @@ def step_of_failing_rank(number: int, failing: int, seconds: float) -> str:
 
 @pytest.mark.parametrize(
     ("number", "seconds"),
-    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.5), (signal.SIGSTOP, 0.0)],
+    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.5), pytest.param(signal.SIGSTOP, 0.0, marks=pytest.mark.wide)],
     ids=["killed", "killed before the others turn to it", "stopped"],
 )
 @pytest.mark.parametrize(

@@ -145,9 +145,15 @@ def chosen_by_megatron(logits: Tensor, topk: int, training: bool) -> Tensor:
     return weights
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("std", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize(
+    ("std", "topk", "training"),
+    [
+        pytest.param(std, topk, training, marks=[pytest.mark.wide] * ((number + topk + training) % 2))  # in turn
+        for number, std in enumerate((0.1, 0.5, 2.0))
+        for topk in (1, 2)
+        for training in (True, False)
+    ],
+)
 def test_even_choices_and_their_weights_are_megatrons(
     std: float, topk: int, training: bool, rank_pools: RankPools
 ) -> None:

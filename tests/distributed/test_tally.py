@@ -28,6 +28,7 @@ from megalite.training.evaluation import evaluate
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 STEPS, BATCH, LENGTH, LAYERS = 3, 4, 8, 4
 SKIPPED = 1
@@ -104,7 +105,7 @@ def alone(batch: int) -> dict[str, list[int]]:
     return dict(held)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", wide_except(LAYOUTS, ["copies", "parts", "stages"]))
 def test_layers_count_alike_on_every_layout(layout: str, rank_pools: RankPools) -> None:
     ranks, more = LAYOUTS[layout]
     wanted = alone(6 if ranks == 3 else BATCH)

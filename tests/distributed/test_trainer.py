@@ -111,7 +111,13 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--use-distributed-optimizer --overlap-grad-reduce", "--tp 2 --sequence-parallel", "--pp 2", "--tp 2"],
+    [
+        "",
+        "--use-distributed-optimizer --overlap-grad-reduce",
+        "--tp 2 --sequence-parallel",
+        "--pp 2",
+        pytest.param("--tp 2", marks=pytest.mark.wide),
+    ],
     ids=["alone", "copies", "parts", "stages", "heads"],
 )
 def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:

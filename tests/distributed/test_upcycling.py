@@ -90,7 +90,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("more", ["", BIASED], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), BIASED], ids=["softmax", "sigmoid"])
 def test_upcycling_keeps_the_function_on_every_layout(more: str, dense: Path, rank_pools: RankPools) -> None:
     """The first step's loss is the dense model's, and from then on all layouts train the same."""
     ((_, (expected, _), _),) = on_ranks(rank_pools, 1, trained, f"{DENSE} --train-iters 2 --load {dense} --finetune")
@@ -174,3 +174,24 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
     }.items():
         with pytest.raises(ConfigurationError, match=words):
             begun(f"{flags} {more}")
+
+
+@pytest.mark.parametrize("more", ["", "--num-experts 8 --moe-router-topk 3 --moe-use-upcycling"])
+@pytest.mark.parametrize("tokenizer", ["--tokenizer-type NullTokenizer", "the folder's own"])
+def test_the_command_of_a_run_from_a_folder_continues_it(tmp_path: Path, more: str, tokenizer: str) -> None:
+    from tests.harness import huggingface as theirs
+    from tests.harness.template_tokenizer import write_template_tokenizer
+
+    theirs.save(tmp_path / "llama", "llama")
+    own = not tokenizer.startswith("--")
+    if own:
+        write_template_tokenizer(tmp_path / "llama")
+    flags = f"""--mock-data {"" if own else tokenizer} --seq-length 32 --micro-batch-size 2 --lr 1e-3 --eval-iters 0
+        {more} --load {tmp_path / "llama"} --save {tmp_path / "run"} --resume auto --lr-decay-iters 4"""
+    first = resolve(parse_arguments(f"{flags} --train-iters 2".split(), saved_fields).config, 1)
+    saved(f"{flags} --train-iters 2")
+    second = resolve(parse_arguments(f"{flags} --train-iters 2".split(), saved_fields).config, 1)
+    assert second == first
+    trainer = begun(f"{flags} --train-iters 3")
+    with trainer.loader:
+        assert trainer.iteration == 2

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 Valid = Callable[[Row], bool]
 Target = frozenset[tuple[str, Any]]  # values of two or three factors, to occur together in one row
 
-CANDIDATES = 24  # rows built per row kept
+CANDIDATES = 24
 
 
 def covering_array(
@@ -26,6 +26,7 @@ def covering_array(
     strength3: tuple[str, ...] = (),
     seed: int = 0,
     cost: Callable[[Row], float] = lambda row: 1.0,
+    candidates: int = CANDIDATES,
 ) -> list[Row]:
     """Return valid rows that cover every pair of values that a valid row can contain.
 
@@ -36,15 +37,16 @@ def covering_array(
         strength3: factors for which also every possible triple of values is covered.
         seed: the same seed gives the same rows.
         cost: cost of running a row. The candidate that covers the most missing targets per cost is kept.
+        candidates: number of rows built per row kept; few take less time and give hardly more rows.
     """
     generator = random.Random(seed)
     missing = dict.fromkeys(coverable(factors, valid, strength3))  # an ordered set
     rows: list[Row] = []
     while missing:
         first = next(iter(missing))
-        candidates = [_build_row(factors, valid, strength3, first, missing, generator) for _ in range(CANDIDATES)]
-        news = (sum(target in missing for target in _targets(row, strength3)) / cost(row) for row in candidates)
-        _, row = max(zip(news, candidates, strict=True), key=lambda candidate: candidate[0])
+        built = [_build_row(factors, valid, strength3, first, missing, generator) for _ in range(candidates)]
+        news = (sum(target in missing for target in _targets(row, strength3)) / cost(row) for row in built)
+        _, row = max(zip(news, built, strict=True), key=lambda candidate: candidate[0])
         rows.append(row)
         for target in _targets(row, strength3):
             missing.pop(target, None)
@@ -76,8 +78,12 @@ def coverable(factors: Factors, valid: Valid, strength3: tuple[str, ...] = ()) -
     """Return the pairs (and triples of `strength3`) of values that at least one valid row contains."""
     names = [*itertools.combinations(factors, 2), *itertools.combinations(strength3, 3)]
     choices = ((chosen, values) for chosen in names for values in itertools.product(*(factors[n] for n in chosen)))
-    partials = [dict(zip(chosen, values, strict=True)) for chosen, values in choices]
-    return [frozenset(partial.items()) for partial in partials if _can_complete(factors, valid, partial)]
+    found, completed = [], Row()
+    for partial in (dict(zip(chosen, values, strict=True)) for chosen, values in choices):
+        if (now := _complete(factors, valid, partial, completed)) is not None:
+            found.append(frozenset(partial.items()))
+            completed = now
+    return found
 
 
 def _targets(row: Row, strength3: tuple[str, ...]) -> list[Target]:
@@ -85,18 +91,36 @@ def _targets(row: Row, strength3: tuple[str, ...]) -> list[Target]:
     return [frozenset(items) for items in itertools.chain(itertools.combinations(row.items(), 2), triples)]
 
 
-def _can_complete(factors: Factors, valid: Valid, partial: Row) -> bool:
-    """Tell whether values for the undecided factors exist that make `partial` a valid row.
+def _complete(factors: Factors, valid: Valid, partial: Row, other: Row) -> Row | None:
+    """Return `partial` with values for those undecided factors that `valid` reads, as a valid row; None if there are
+    none.
+
+    The values of another valid row are tried first: they often do, and a search takes much longer.
+    """
+    row = other | partial
+    try:
+        if valid(row):
+            return row
+    except KeyError as asked:
+        if asked.args[0] in row:
+            raise  # a bug in `valid`
+    return _search(factors, valid, partial, other)
+
+
+def _search(factors: Factors, valid: Valid, partial: Row, other: Row) -> Row | None:
+    """Decide one factor after the other; the value of the other row is tried first.
 
     The factor that `valid` reads is the next one decided, so that a contradiction is found as soon as it exists.
     """
     try:
-        return valid(partial)
+        return partial if valid(partial) else None
     except KeyError as asked:
         name = asked.args[0]
     if name in partial or name not in factors:
         raise KeyError(name)  # a bug in `valid`
-    return any(_can_complete(factors, valid, {**partial, name: value}) for value in factors[name])
+    values = sorted(factors[name], key=lambda value: value != other.get(name))
+    rows = (_search(factors, valid, {**partial, name: value}, other) for value in values)
+    return next((row for row in rows if row is not None), None)
 
 
 def _build_row(
@@ -109,13 +133,15 @@ def _build_row(
 ) -> Row:
     """Build a valid row that contains `first`. The other factors, in random order, take the value that covers the
     most."""
-    row = dict(first)
+    row, completed = dict(first), dict(first)
     undecided = [name for name in factors if name not in row]
     generator.shuffle(undecided)
     for name in undecided:
         values = generator.sample(factors[name], len(factors[name]))
         values.sort(key=lambda value: _news(row, (name, value), strength3, missing), reverse=True)
-        row[name] = next(value for value in values if _can_complete(factors, valid, {**row, name: value}))
+        rows = (_complete(factors, valid, {**row, name: value}, completed) for value in values)
+        completed = next(found for found in rows if found is not None)
+        row[name] = completed[name]
     return {name: row[name] for name in factors}
 
 

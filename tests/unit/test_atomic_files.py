@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megalite.atomic_files import DAY, TEMPORARY, require_output, write_atomically
+from megalite.atomic_files import (
+    DAY,
+    TEMPORARY,
+    TemporaryFile,
+    open_itself,
+    require_output,
+    temporary_path,
+    write_atomically,
+)
 from megalite.errors import ConfigurationError, FileError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
@@ -54,3 +66,49 @@ def test_places_of_output_are_known_before_the_work(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=problem):
             require_output("--output", tmp_path / path)
     assert not (tmp_path / "new").exists()
+
+
+# ---------------------------------------------------------------------------------------------------- planted links
+
+
+@pytest.mark.parametrize("mode", ["w", "a", "ab", "a+", "r+b"])
+def test_a_link_is_not_followed(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "another").write_text("kept")
+    (tmp_path / "file").symlink_to(tmp_path / "another")
+    with pytest.raises(OSError, match="it is a link, which is not followed: remove it"):
+        open_itself(tmp_path / "file", mode)
+    assert (tmp_path / "another").read_text() == "kept"
+
+
+def test_a_link_to_nothing_makes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").symlink_to(tmp_path / "another")
+    with pytest.raises(OSError, match="it is a link"):
+        open_itself(tmp_path / "file", "w")
+    assert not (tmp_path / "another").exists()
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "another").write_text("kept")
+    temporary_path(tmp_path / "file").symlink_to(tmp_path / "another")
+    with pytest.raises(FileError, match=r"file cannot be written \(it is a link"):
+        TemporaryFile(tmp_path / "file")
+    assert (tmp_path / "another").read_text() == "kept"
+
+
+def test_files_are_opened_for_writing_in_one_place() -> None:
+    """Only under a name that is new ("x") can no link lie."""
+    found = []
+    for path in ROOT.glob("megalite/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and (called := getattr(node.func, "attr", getattr(node.func, "id", ""))):
+                texts = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                opens = called == "open" and any(re.fullmatch("[rwab+t]*[wa+][rwab+t]*", text) for text in texts)
+                if opens or called in ("write_text", "write_bytes", "touch"):
+                    found.append(f"{path.relative_to(ROOT)} {called}")
+    assert sorted(found) == [
+        "megalite/data/index_cache.py write_text",  # in a folder that it has just made
+        "megalite/process/output.py open",  # the null device
+        "megalite/process/output.py open",
+        "megalite/storage.py open",  # an object of an object store
+        "megalite/training/metrics.py write_bytes",  # in a temporary folder
+    ]

@@ -23,7 +23,7 @@ from megalite.data.side_file import read_side_file
 from megalite.errors import MegaliteError
 from megalite.inference.text import read_prompts
 from megalite.pipeline.trace import read_trace
-from megalite.small_files import DEEPEST, MOST_MARKS, parse_json, read_json, read_small_file, shown
+from megalite.small_files import DEEPEST, MOST_MARKS, parse_json, parse_toml, read_json, read_small_file, shown
 from megalite.watchdog.hang_dump import read_dumps
 
 
@@ -205,3 +205,24 @@ def test_a_cached_index_that_cannot_be_read_is_computed_again(tmp_path: Path) ->
         path.unlink()
         make(path)
         assert cache.get("data", {}, lambda: arrays)["a"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (".".join("a" * 100_000) + "=1", "of 100,000 dots, brackets, commas and the like, but 10,000 are allowed"),
+        (".".join("a" * 2000) + "=1", "a key of more than 64 parts"),
+        (" . ".join(["'a'", '"b c"'] * 40) + "=1", "a key of more than 64 parts"),
+        ("a=1\n[" + ".".join("a" * 70) + "]", "a key of more than 64 parts"),
+        ("a=" + "[" * 5000, "nested deeper than 64 levels"),
+        ("a=1\na=2", "Cannot overwrite a value"),
+    ],
+    ids=["dots", "key", "quoted", "table", "lists", "twice"],
+)
+def test_toml_is_bounded_before_it_is_parsed(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        parse_toml(text)
+
+
+def test_toml_with_many_dots_in_texts_is_read() -> None:
+    assert parse_toml("a.b = '1.2.3'\nc = '" + "." * 100 + "'\n")["a"] == {"b": "1.2.3"}

@@ -11,6 +11,7 @@ from tests.end_to_end.runs import ROOT, iterations
 SCRIPT = """#!/bin/bash
 touch executed; $(touch executed) `touch executed`
 export PYTHONPATH=$PWD/evil PATH=$PWD/evil LD_PRELOAD=$PWD/evil.so
+export TORCH_LOGS=+all TORCH_LOGS_OUT=$PWD/executed TORCH_LOGS_FORMAT="touch executed"
 GPUS=2
 SAVE=$1
 MODEL_ARGS=(
@@ -30,6 +31,7 @@ python -m torch.distributed.launch --nproc_per_node $GPUS pretrain_gpt.py ${MODE
 
 def test_a_translated_script_trains(tmp_path: Path) -> None:
     (tmp_path / "train.sh").write_text(SCRIPT)
+    (tmp_path / "json.py").write_text("open('executed', 'w')")  # beside the script that came from somebody
     ended = subprocess.run(
         [
             sys.executable,

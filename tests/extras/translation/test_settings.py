@@ -49,7 +49,7 @@ def test_a_configuration_of_deepspeed_sets_the_same_run() -> None:
     assert (optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style) == (1e-4, pytest.approx(1e-5), "cosine")
     assert (optimizer.lr_warmup_iters, optimizer.lr_decay_iters, optimizer.clip_grad) == (100, 1000, 1.0)
     assert (optimizer.adam_beta1, optimizer.adam_beta2, optimizer.adam_eps) == (0.9, 0.95, 1e-8)
-    assert report.notes == ["the batch is for 8 data-parallel ranks"]
+    assert report.notes[0] == "the batch is for 8 data-parallel ranks"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,24 @@ def test_the_rate_of_the_scheduler_trains(scheduler: dict[str, Any], flags: str)
     assert report.flags.count("--lr") == 1
     assert flags in " ".join(report.flags)
     assert "optimizer.params.lr 0.0001: warmup_max_lr is what trains" in report.idle
+
+
+@pytest.mark.parametrize(("highest", "rate"), [({}, "0.001"), ({"warmup_max_lr": None}, "0.0001")])
+def test_a_scheduler_that_decays_has_a_rate_of_its_own(highest: dict[str, Any], rate: str) -> None:
+    """DeepSpeed's rates for the optimizer's rate 1e-4 (https://github.com/deepspeedai/DeepSpeed/issues/7303)."""
+    params = {"total_num_steps": 9, "warmup_num_steps": 2, "last_batch_iteration": -1}
+    report = settings(scheduler={"type": "WarmupDecayLR", "params": params | highest})
+    assert report.refused == []
+    assert [report.flags[place + 1] for place, flag in enumerate(report.flags) if flag == "--lr"] == [rate]
+    assert any("WarmupDecayLR then trains at 0.001" in note for note in report.notes) == (rate == "0.001")
+    (line,) = settings(scheduler={"type": "WarmupLR", "params": {"last_batch_iteration": 3}}).refused
+    assert line == "scheduler.params.last_batch_iteration 3: a run begins at step 0; drop it"
+
+
+@pytest.mark.parametrize("decay", [0.1, 0])
+def test_the_decay_of_norms_is_told(decay: float) -> None:
+    report = settings(optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": decay}})
+    assert any("decays norms and biases, too, which are not" in note for note in report.notes) == bool(decay)
 
 
 def test_the_rates_of_a_logarithmic_warm_up_are_told() -> None:
