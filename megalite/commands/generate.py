@@ -80,11 +80,10 @@ def main() -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
     from megalite.config.kernels import KernelsConfig
-    from megalite.data.tokenizers.interface import beginning_of_documents
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
-    from megalite.inference.text import encode_prompt, in_order, of_rank_0, read_prompts
+    from megalite.inference.text import encode_prompts, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
@@ -97,9 +96,7 @@ def main() -> int:
     mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
-        beginning = beginning_of_documents(tokenizer)
-        texts = read_prompts(arguments.prompt, arguments.prompts)
-        prompts = [encode_prompt(tokenizer, text, beginning) for text in texts]
+        prompts = encode_prompts(tokenizer, read_prompts(arguments.prompt, arguments.prompts))
         check_prompts(model.config, prompts)
         return prompts
 

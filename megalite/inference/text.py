@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.tokenizers import Tokenizer
-from megalite.data.tokenizers.interface import begun
+from megalite.data.tokenizers.interface import beginning_of_documents, begun
 from megalite.errors import ConfigurationError
 from megalite.inference.generation import Finish
 from megalite.parallel import collectives
@@ -53,6 +53,12 @@ def _lines(path: Path) -> Iterator[str]:
         if not isinstance(prompt, str):
             raise ConfigurationError(f'{path}, line {number}: its "prompt" is not a text')
         yield prompt
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of prompts, which begin as documents do. Raises ConfigurationError if one cannot be encoded."""
+    beginning = beginning_of_documents(tokenizer)
+    return [encode_prompt(tokenizer, prompt, beginning) for prompt in prompts]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, beginning: Sequence[int] = ()) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import tokenizers
 
+from megalite.conversion.huggingface import copy_companions, tokenizer_fields
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.folder import AGREEING, APPLIED, NEUTRAL, NO_EFFECT, read_folder
-from megalite.errors import DataError
+from megalite.errors import CheckpointError, DataError
+from megalite.preprocessing.tokenizer_training import train_tokenizer
 from tests.harness.tokenizers import named_tokenizer
 
 START, STOP = "<|im_start|>", "<|im_end|>"
@@ -141,6 +144,33 @@ def test_what_must_agree_with_tokenizer_json_is_accepted_where_it_does(tmp_path:
     (folder / "tokenizer_config.json").write_text(json.dumps(BASE | {"add_bos_token": False}))
     with pytest.raises(DataError, match='"add_bos_token" is false, but'):
         opened(folder)
+
+
+def test_a_model_without_tokenizer_json_is_refused_for_what_it_does_not_give(tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "some words and other words " * 20}) + "\n")
+    train_tokenizer([str(tmp_path / "corpus.jsonl")], ["text"], str(tmp_path / "tokenizer"), 290)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(BASE | {"add_bos_token": False}))
+    assert tokenizer_fields(tmp_path)["tokenizer_type"] == "Llama2Tokenizer"
+    for files, why in (
+        ({"added_tokens": {START: 290}}, f"'{START}'"),
+        ({"added_tokens": {"</s>": 290}}, "'</s>'"),
+        ({"tokenizer_config": BASE | {"add_bos_token": True}}, "add_bos_token"),
+    ):
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=re.escape(f"{why}, which the tokenizer.model alone")):
+            tokenizer_fields(tmp_path)
+        for name in files:
+            (tmp_path / f"{name}.json").unlink()
+
+
+def test_templates_for_tools_are_copied_with_the_tokenizer(tmp_path: Path) -> None:
+    templates = write_folder(tmp_path / "from") / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text("T")
+    (tmp_path / "to").mkdir()
+    copy_companions(tmp_path / "from", tmp_path / "to")
+    assert (tmp_path / "to" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
 
 
 @pytest.mark.wide
