@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says beside its tokenizer.json: tokens are transformers', or the folder is refused."""
+"""Folders of Hugging Face: what stands beside tokenizer.json gives transformers' tokens, or is refused."""
 
 from __future__ import annotations
 
@@ -89,15 +89,16 @@ def test_declared_tokens_are_added_by_their_numbers_and_change_the_identity(tmp_
     for number, (name, files) in enumerate(PLACES.items()):
         folder = write_folder(tmp_path / str(number), **files)
         tokenizer = opened(folder)
-        ids = tokenizer.encode(f"{START}a")
+        text = f"{START}</s>a"
+        ids = tokenizer.encode(text)
         assert (ids[0] in (258, 259)) == (name != "split_special_tokens"), name
-        assert tokenizer.encode_with_offsets(f"{START}a")[0] == ids
+        assert tokenizer.encode_with_offsets(text)[0] == ids
         seen.add(str(tokenizer.identity()))
     assert len(seen) > 5
 
 
 def test_what_is_declared_in_tokenizer_json_too_changes_nothing(tmp_path: Path) -> None:
-    """As in most folders: transformers writes 10^30 for a length without a limit."""
+    # As in most folders. transformers writes 10^30 for a length without a limit.
     fields = {"added_tokens_decoder": {"1": token("</s>")}, "pad_token": "</s>", "add_bos_token": False}
     fields |= {"model_max_length": 10**30, "add_prefix_space": False, "extra_special_tokens": {}, "auto_map": {}}
     fields |= {"clean_up_tokenization_spaces": True, "legacy": False, "sp_model_kwargs": {}, "mask_token": None}

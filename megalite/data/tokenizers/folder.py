@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say: applied as transformers' AutoTokenizer does, or refused with the key.
+"""Files beside a tokenizer.json, applied as transformers' AutoTokenizer does, or refused with the key.
 
 transformers reads tokenizer_config.json and, if that has no `added_tokens_decoder`, special_tokens_map.json (which has
 precedence) and added_tokens.json. Each key of them has a fate:
@@ -44,6 +44,7 @@ _CHAT = "it changes no text of a conversation"
 _ORIGIN = "it says where files were, or how they were read"
 NO_EFFECT: Mapping[str, str] = {
     "chat_template": "chats are converted by megalite.data.chat, which reads it itself",
+    "vocab_size": "the vocabulary has the tokens of tokenizer.json",
     "model_input_names": "it names arrays for a model of transformers",
     "trim_offsets": "places of tokens do not come from tokenizer.json",
     **dict.fromkeys(
@@ -83,6 +84,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fast_tokenizer_files": (([], ["tokenizer.json"]), "the tokens may not be those of tokenizer.json"),
     "fix_mistral_regex": ((False,), "it changes how tokenizer.json splits words"),
     "gguf_file": ((), "the tokens are not those of tokenizer.json"),
+    "remove_space": ((False,), "tokenizer.json does not say it"),
     "init_inputs": (([],), "it has arguments for a class of transformers"),
 }
 """Keys that are refused, with the values (beside null) that change nothing, and the reason."""
@@ -98,7 +100,7 @@ class DeclaredToken:
 
 @dataclass(frozen=True)
 class Folder:
-    """What the files beside a tokenizer.json declare.
+    """Tokens and options that the files beside a tokenizer.json declare.
 
     Attributes:
         path: the folder.
