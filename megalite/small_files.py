@@ -97,11 +97,13 @@ def read_json(path: Path, *, largest: int = LARGEST, most_marks: int = MOST_MARK
     return parse_json(read_small_file(path, largest=largest, folder=folder), most_marks=most_marks)
 
 
-def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS) -> Any:
+def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS, larger_numbers: bool = False) -> Any:
     """Parse JSON with limits: no key twice in an object, integers of at most 64 bits, at most `DEEPEST` levels.
 
     Args:
         most_marks: limit for the number of opening braces and brackets, commas and colons.
+        larger_numbers: read a larger integer as a float instead of refusing it. For files of other programs, most of
+            whose numbers are not used here: "no limit" is 10^30 in some. A float is no count (`is_count`).
 
     Raises:
         ValueError: the text is not JSON, or exceeds a limit.
@@ -112,7 +114,7 @@ def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS) -> Any:
     if marks > most_marks:
         raise ValueError(f"of {marks:,} braces, brackets, commas and colons, but {most_marks:,} are allowed")
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_number if larger_numbers else _whole_number)
     except RecursionError:
         raise ValueError(f"nested deeper than {DEEPEST} levels") from None
     level = [value]
@@ -157,6 +159,13 @@ def _whole_number(text: str) -> int | float:
     if len(text) > 20 or (number := int(text)) not in WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, but 64 bits have at most 20")
     return number
+
+
+def _number(text: str) -> int | float:
+    try:
+        return _whole_number(text)
+    except ValueError:
+        return float(text)
 
 
 def is_count(value: object, end: int = 2**63) -> bool:

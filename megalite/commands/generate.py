@@ -83,7 +83,7 @@ def main() -> int:
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
-    from megalite.inference.text import encode_prompt, in_order, of_rank_0, read_prompts
+    from megalite.inference.text import encode_prompts, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
@@ -96,7 +96,7 @@ def main() -> int:
     mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
-        prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
+        prompts = encode_prompts(tokenizer, read_prompts(arguments.prompt, arguments.prompts))
         check_prompts(model.config, prompts)
         return prompts
 

@@ -11,7 +11,7 @@ from megalite.config.fields import NonNegativeInt, PositiveInt, given
 
 _OF_SAVE = """save_interval save_retain_interval save_optim async_save tolerated_save_failures log_progress
     resume"""
-_OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling"
+_OF_LOAD = "ckpt_step finetune load_optim moe_use_upcycling resize_vocabulary"
 _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args use_checkpoint_opt_param_scheduler"
 
 
@@ -52,6 +52,9 @@ class CheckpointConfig:
     """Load weights and state that were saved in another precision, rounded to the precision of this run."""
     moe_use_upcycling: bool = False
     """Load a dense model and make each expert a copy of its layer's feed-forward; the run starts at step 0."""
+    resize_vocabulary: bool = False
+    """Let the model of a Hugging Face folder grow if its tokenizer has more tokens: each new row of the embedding and
+    of the output layer begins as the mean of the others."""
     use_checkpoint_opt_param_scheduler: bool = False
     """Keep the schedules of the learning rate and the weight decay of the checkpoint, if there is one, whatever the
     flags say."""
@@ -111,6 +114,11 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
         yield "--finetune begins a new run at step 0: --save and --load must be different directories"
     if not checkpoint.save_optim and checkpoint.resume == "auto":
         yield "--resume auto continues with the optimizer's state, which --no-save-optim does not save: drop one"
+    if checkpoint.resize_vocabulary and checkpoint.load is not None and not checkpoint.loads_huggingface:
+        yield (
+            f"--resize-vocabulary is for the model of a Hugging Face folder, but --load {checkpoint.load} has no "
+            "config.json: drop it"
+        )
     if checkpoint.moe_use_upcycling:
         for flag in given(checkpoint, "finetune load_optim load_casts"):
             yield f"{flag} has no effect with --moe-use-upcycling, which loads the weights of a dense model: drop it"

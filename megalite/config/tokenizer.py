@@ -48,7 +48,7 @@ class TokenizerFlags:
     tiktoken_num_special_tokens: Annotated[NonNegativeInt, at_most(1_000_000)] = 1000
     """Special tokens of a TikTokenizer's .json file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """Names of a TikTokenizer's special tokens, if they are not the usual ones."""
+    """Names of a TikTokenizer's special tokens, if they are not the usual ones; NAME=ID for a plain .tiktoken file."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFil
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers.folder import read_folder
 from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
@@ -35,6 +36,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
 )
 """Patterns for the files of a folder that belong to its tokenizer."""
 
@@ -107,12 +109,37 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """Return the configuration fields that name the tokenizer in a folder; empty if it has none."""
+    """Return the configuration fields that name the tokenizer in a folder; empty if it has none.
+
+    Raises CheckpointError if a folder without tokenizer.json declares what a tokenizer.model alone does not give.
+    """
     if (folder / "tokenizer.json").is_file():
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
     if (folder / "tokenizer.model").is_file():
-        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
+        fields = {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
+        _check_model_alone(folder, TokenizerFlags(**fields))  # type: ignore[arg-type]
+        return fields
     return {}
+
+
+def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
+    beside = read_folder(folder)
+    declared = dict[str, int | None].fromkeys(token.content for token in (*beside.named.values(), *beside.extra))
+    declared |= {token.content: number for number, token in beside.by_id.items()}
+    around = [name for name in ("add_bos_token", "add_eos_token") if beside.agreeing.get(name)]
+    pieces = build_tokenizer(flags) if declared else None
+    found = {content: None if pieces is None else pieces.token_id(content) for content in declared}
+    other = [
+        f"the token {shown(content)}"
+        for content, number in declared.items()
+        if found[content] is None or number not in (None, found[content])
+    ]
+    if around or other:
+        raise CheckpointError(
+            f"{folder} has a tokenizer.model, but no tokenizer.json, and the files beside it declare "
+            f"{(around + other)[0]}, which the tokenizer.model alone does not give: write a tokenizer.json, with "
+            "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -208,4 +235,6 @@ def copy_companions(companions: Path, folder: Path, *more: str) -> None:
                     content = read_small_file(path, folder=companions)
                 except (OSError, ValueError) as error:
                     raise CheckpointError(f"{path} cannot be copied: {error}") from error
-                write_atomically(folder / path.name, content)
+                copy = folder / path.relative_to(companions)
+                copy.parent.mkdir(exist_ok=True)
+                write_atomically(copy, content)

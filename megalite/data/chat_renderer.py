@@ -2,9 +2,9 @@
 
 A template comes with a tokenizer of unknown origin, so it runs in Jinja's sandbox. The sandbox limits neither time nor
 memory. The template therefore also runs in a separate process, which cannot open files or start processes. Requests and
-answers are lines of JSON on its standard input and output: first the template and its special tokens, then the messages
-of one conversation per line. An answer is `[result]` or `[null, reason]`. If an answer takes too long, the timer of the
-process kills it.
+answers are lines of JSON on its standard input and output: first the template, its special tokens and its variant for
+tools, then one conversation per line, its messages and further variables. An answer is `[result]` or `[null, reason]`.
+If an answer takes too long, the timer of the process kills it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONGEST_TEXT = 8 << 20
 """Largest number of characters in a rendered conversation."""
 LONGEST_REASON = 200
 
-Render = Callable[[list[dict[str, Any]], bool], str]
-"""Function from messages, and a flag that adds the prompt of an answer, to the text."""
+Render = Callable[[list[dict[str, Any]], bool, Mapping[str, Any]], str]
+"""Function from messages, a flag that adds the prompt of an answer, and further variables, to the text."""
 
 
 class Unusable(ValueError):
@@ -41,7 +41,7 @@ def main(seconds: float) -> None:
     # Jinja imports some modules only when it needs them. After the limits below, no file can be opened any more.
     with suppress(jinja2.TemplateError):
         uses = "{{ lipsum(1) ~ '\\N{BULLET}' | pprint | wordwrap | striptags ~ raise_exception('') }}"
-        compiled(uses, {})([], False)
+        compiled(uses, {})([], False, {})
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_CORE, 0),
@@ -60,7 +60,8 @@ def main(seconds: float) -> None:
             if render is None:
                 render = compiled(*request)
             else:
-                answer = [spans_of(request, render)]
+                messages, variables = request
+                answer = [spans_of(messages, variables, render)]
             text = json.dumps(answer)
         except Exception as error:  # a template can raise every error that Python's operators raise
             text = json.dumps([None, reason(error)])
@@ -69,7 +70,7 @@ def main(seconds: float) -> None:
         sys.stdout.flush()
 
 
-def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
+def compiled(source: str, special_tokens: Mapping[str, str], for_tools: str | None = None) -> Render:
     """Return the template as a function. Raises jinja2.TemplateError if the source is not a valid template."""
     # The environment is the one in which transformers runs templates.
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -77,12 +78,13 @@ def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
     )
     environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    template = environment.from_string(source)
+    usual = environment.from_string(source)
+    with_tools = usual if for_tools is None else environment.from_string(for_tools)
 
-    def render(messages: list[dict[str, Any]], prompt: bool) -> str:
-        text = template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
-        )
+    def render(messages: list[dict[str, Any]], prompt: bool, variables: Mapping[str, Any]) -> str:
+        template = with_tools if "tools" in variables else usual
+        always = {"messages": messages, "add_generation_prompt": prompt}
+        text = template.render({"tools": None, "documents": None, **special_tokens, **variables, **always})
         if len(text) > LONGEST_TEXT:
             raise Unusable(f"the chat template makes {len(text)} characters of it; the limit is {LONGEST_TEXT}")
         return text
@@ -90,25 +92,25 @@ def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
     return render
 
 
-def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, bool]]:
+def spans_of(messages: list[dict[str, Any]], variables: Mapping[str, Any], render: Render) -> list[tuple[str, bool]]:
     """Return the text of a conversation in parts, each with a flag that is true for answers.
 
     An answer begins after the rendered earlier messages with a prompt for an answer. It ends where the rendered
     messages up to and including the answer end.
     """
-    whole, spans, at = render(messages, False), list[tuple[str, bool]](), 0
+    whole, spans, at = render(messages, False, variables), list[tuple[str, bool]](), 0
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before, after = render(messages[:number], True), render(messages[: number + 1], False)
+            before, after = render(messages[:number], True, variables), render(messages[: number + 1], False, variables)
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
                 raise Unusable(
                     "the chat template renders the beginning of this conversation alone differently than in all of "
                     "it, so the answers cannot be found: give one that does not, as --chat-template"
                 )
-            answer, content = whole[len(before) : len(after)], message["content"].strip()
+            answer, content = whole[len(before) : len(after)], message.get("content", "").strip()
             header = answer[: max(answer.find(content), 0)].strip()
             # A template without a header, such as Llama 2's, need not support add_generation_prompt.
-            if header and before == render(messages[:number], False):
+            if header and before == render(messages[:number], False, variables):
                 raise Unusable(
                     f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer if "
                     "add_generation_prompt asks for it, so it would be part of the loss: give one that does, as "

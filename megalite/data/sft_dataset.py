@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.interface import beginning_of_documents, begun
 from megalite.errors import DataError
 from megalite.small_files import open_regular, reason
 
@@ -85,10 +87,10 @@ class ConversationFile:
         self.eod = tokenizer.eod
         self.description = {
             "kind": "conversations",
-            "version": 2,
+            "version": 3,
             "file_sha256": _sha256(path),
             "tokenizer": tokenizer.identity(),
-            "template": None if template is None else [template.source, dict(template.special_tokens)],
+            "template": None if template is None else list(astuple(template)),
         }
         arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template))
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
@@ -227,13 +229,16 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
     """Return the arrays "tokens", "answers" and "ends"; see the attributes of `ConversationFile`."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
+    beginning = cache(partial(beginning_of_documents, tokenizer))
     with conversation_reader(template) as spans_of, Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 record = parse_record(line)
-                ids, learned = _encoded(spans_of(record), tokenizer)
+                # A template itself writes what begins a conversation.
+                is_begun = template is not None and record.get("messages") is not None
+                ids, learned = _encoded(spans_of(record), tokenizer, () if is_begun else beginning())
                 if len(ids) < 2:
                     raise ValueError("it has no text")
                 if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
@@ -243,7 +248,7 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
                     )
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is not a conversation: {error}") from error
-            roles.update(message["role"] for message in record.get("messages", ()))
+            roles.update(message["role"] for message in record.get("messages") or ())
             begin = ends[-1] if ends else 0
             borders = np.flatnonzero(np.diff(learned, prepend=False, append=False))
             answers.frombytes((begin + borders).astype(np.int64).tobytes())
@@ -263,8 +268,13 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
     }
 
 
-def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """Return the tokens of a conversation, and a mask of the tokens that count in the loss."""
+def _encoded(
+    spans: Sequence[Span], tokenizer: Tokenizer, beginning: Sequence[int] = ()
+) -> tuple[list[int], np.ndarray]:
+    """Return the tokens of a conversation, and a mask of the tokens that count in the loss.
+
+    `beginning`: tokens to put first, unless the text begins with them.
+    """
     ids, learned = list[int](), list[np.ndarray]()
     for stretch in _stretches(spans):
         text = "".join(span.text for span in stretch)
@@ -277,7 +287,8 @@ def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np
         if stretch[-1].ends:
             ids.append(tokenizer.eod)
             learned.append(np.array([stretch[-1].learned]))
-    return ids, np.concatenate(learned)
+    whole = begun(ids, list(beginning))
+    return whole, np.concatenate([np.zeros(len(whole) - len(ids), bool), *learned])
 
 
 def _stretches(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:

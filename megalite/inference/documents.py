@@ -14,6 +14,7 @@ from megalite.data.documents import BadRecord, read_documents
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.interface import beginning_of_documents
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.verification import check_record
 from megalite.errors import DataError
@@ -41,14 +42,6 @@ class Documents:
     def count(self) -> int:
         """Number of tokens in all documents."""
         return sum(map(len, self.tokens))
-
-
-def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that the tokenizer's own template puts before a document. Few tokenizers have such tokens."""
-    text = "0"  # every tokenizer can encode it
-    bare, whole = tokenizer.encode(text), [int(token) for token in tokenizer.encode_documents([text])[0]]
-    starts = range(len(whole) - len(bare) + 1)
-    return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
 
 
 def context_of_documents(tokenizer: Tokenizer) -> list[int]:

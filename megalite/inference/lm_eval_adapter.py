@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.interface import beginning_of_documents, begun
 from megalite.errors import ConfigurationError, DataError
-from megalite.inference.documents import beginning_of_documents, context_of_documents
+from megalite.inference.documents import context_of_documents
 from megalite.inference.generation import generate
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling
@@ -93,8 +94,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             tokens = self._tokenizer.encode(string)
         except ValueError as error:
             raise DataError(f"a task's text cannot be encoded: {error}: {string[:200]!r}") from error
-        begins = add_special_tokens is False or tokens[: len(self._beginning)] == self._beginning
-        return tokens if begins else [*self._beginning, *tokens]
+        return tokens if add_special_tokens is False else begun(tokens, self._beginning)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Return for each continuation its log-probability, and whether greedy generation would produce it."""

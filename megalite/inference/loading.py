@@ -95,10 +95,11 @@ def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> T
         size -= 1  # the model's vocabulary includes the end-of-document token, which NullTokenizer adds by itself
     elif flags.tokenizer_type != "TikTokenizer":
         size = None  # the tokenizer's file has its own size, which is compared below
-    tokenizer = build_tokenizer(replace(flags, tokenizer_model=tokenizer_model or flags.tokenizer_model), size)
+    flags = replace(flags, tokenizer_model=tokenizer_model or flags.tokenizer_model)
+    tokenizer = build_tokenizer(flags, size, fast_encoding="off")  # which would take seconds to prepare, for few texts
     if model.config.vocab_size is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.config.vocab_size}: give the one it "
-            "was trained with as --tokenizer-model"
+            "was trained with as --tokenizer-model, or remove the tokens that were added to it from its files"
         )
     return tokenizer

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.interface import beginning_of_documents, begun
 from megalite.errors import ConfigurationError
 from megalite.inference.generation import Finish
 from megalite.parallel import collectives
@@ -54,10 +55,19 @@ def _lines(path: Path) -> Iterator[str]:
         yield prompt
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt. Raises ConfigurationError if it cannot be encoded."""
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of prompts, which begin as documents do. Raises ConfigurationError if one cannot be encoded."""
+    beginning = beginning_of_documents(tokenizer)
+    return [encode_prompt(tokenizer, prompt, beginning) for prompt in prompts]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str, beginning: Sequence[int] = ()) -> list[int]:
+    """Return the tokens of a prompt, after `beginning` if they do not begin with it.
+
+    Raises ConfigurationError if it cannot be encoded.
+    """
     try:
-        return tokenizer.encode(prompt)
+        return begun(tokenizer.encode(prompt), list(beginning))
     except ValueError as error:
         shown = prompt if len(prompt) <= 60 else f"{prompt[:60]}..."
         raise ConfigurationError(f"the prompt {shown!r} cannot be encoded: {error}") from error

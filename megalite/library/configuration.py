@@ -30,7 +30,8 @@ _OF_A_GPT = {
     "cross_entropy_loss_fusion fused_linear_cross_entropy",
 }
 _REFUSED = {
-    "checkpoint": "save resume moe_use_upcycling use_checkpoint_args use_checkpoint_opt_param_scheduler",
+    "checkpoint": "save resume moe_use_upcycling resize_vocabulary use_checkpoint_args "
+    "use_checkpoint_opt_param_scheduler",
     "optimizer": "optimizer lr",
     "logging": "log_validation_ppl_to_tensorboard",
     "synchronization": "local_update local_update_period local_update_warmup_iters local_update_fragments "

@@ -58,7 +58,7 @@ def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
 def known_vocabulary(config: RunConfig) -> tuple[int, str]:
     """Return the number of tokens, whether or not the tokenizer can be opened, and where it comes from, as text."""
     try:
-        return build_tokenizer(config.data, config.model.vocab_size).vocab_size, "of the tokenizer"
+        return open_tokenizer(config).vocab_size, "of the tokenizer"
     except MegaliteError:
         if config.model.vocab_size is not None:
             return config.model.vocab_size, "of --vocab-size"
@@ -173,7 +173,10 @@ def _identity(config: RunConfig) -> dict[str, Any]:
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
     """Return the tokenizer from the flags. Raises DataError or ConfigurationError."""
-    return build_tokenizer(config.data, config.model.vocab_size)
+    # A NullTokenizer and a TikTokenizer's .json have as many tokens as they are told.
+    has_own_size = config.data.tokenizer_type not in (None, "NullTokenizer", "TikTokenizer")
+    grows = config.checkpoint.resize_vocabulary and has_own_size
+    return build_tokenizer(config.data, None if grows else config.model.vocab_size)
 
 
 def _open_datasets(

@@ -165,7 +165,7 @@ def test_identity_is_of_the_model_and_not_of_its_path(model: str, corpus: Path, 
         (("SentencePieceTokenizer",), "needs --tokenizer-model"),
         (("NullTokenizer",), "needs --vocab-size"),
         (("WordPiece",), "unknown: use one of SentencePieceTokenizer"),
-        (("ByteTokenizer", None, 200), "--vocab-size 200, but the ByteTokenizer has 257"),
+        (("ByteTokenizer", None, 200), "the ByteTokenizer has 257 tokens, more than the 200"),
     ],
 )
 def test_flags_that_do_not_make_a_tokenizer(arguments: tuple[str], message: str) -> None:

@@ -159,7 +159,7 @@ def test_a_document_of_a_tiktoken_vocabulary_with_flags_of_its_own(tmp_path: Pat
     ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
     (tmp_path / "corpus.jsonl").write_text('{"text": "one two"}\n')
     flags = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", ranks, "--tiktoken-pattern", "gpt2")
-    flags += ("--tokenizer-special-tokens", "<end>", "<other>")
+    flags += ("--tokenizer-special-tokens", "<end>=256", "<other>=257")
     source = ("--input", tmp_path / "corpus.jsonl", "--output-prefix", tmp_path / "c", "--append-eod")
     made = run("tools/preprocess_data.py", *source, *flags, "--workers", 1)
     assert made.code == 0, made.stderr

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.errors import ConfigurationError
-from megalite.inference.text import TextStream, encode_prompt, in_order
+from megalite.inference.text import TextStream, encode_prompt, encode_prompts, in_order
+from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.tokenizers import named_tokenizer
 
 BYTES = named_tokenizer("ByteTokenizer")
@@ -63,3 +66,9 @@ def test_texts_come_in_order_each_after_its_prompt() -> None:
         (2, "z", None),
         (2, "", "length"),
     ]
+
+
+def test_prompts_begin_as_documents_do_unless_they_say_it(tmp_path: Path) -> None:
+    tokenizer = named_tokenizer("HuggingFaceTokenizer", str(write_template_tokenizer(tmp_path)))
+    assert encode_prompts(tokenizer, ["a b", "<s> a", ""]) == [[0, 3, 4], [0, 3], [0]]
+    assert encode_prompts(BYTES, ["a"]) == [[97]]

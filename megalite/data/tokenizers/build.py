@@ -54,8 +54,9 @@ def build_tokenizer(
         )
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(
-            f"--vocab-size {vocab_size}, but the {kind} has {tokenizer.vocab_size} tokens: leave "
-            "--vocab-size out, or give the tokenizer of the model that --load names"
+            f"the {kind} has {tokenizer.vocab_size} tokens, more than the {vocab_size} of the model (--vocab-size, "
+            "or the folder that --load names): leave --vocab-size out, or give that model's tokenizer. A model from a "
+            "Hugging Face folder can grow, with --resize-vocabulary"
         )
     return tokenizer
 

@@ -34,15 +34,19 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
         raise DataError(f"{path} cannot be read ({reason(error)}): {flag} is {what}") from error
 
 
-def read_text_beside(path: Path) -> str | None:
+def read_text_beside(path: Path, folder: Path | None = None) -> str | None:
     """Return the text of an additional file of a vocabulary, or None if there is no such file.
+
+    Args:
+        path: the file.
+        folder: the folder of the vocabulary, if it is not the file's own.
 
     Raises:
         DataError: it cannot be read.
     """
     try:
-        return read_small_file(path, largest=_LARGEST_BESIDE, folder=path.parent).decode()
-    except FileNotFoundError:
+        return read_small_file(path, largest=_LARGEST_BESIDE, folder=folder or path.parent).decode()
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
@@ -56,7 +60,7 @@ def read_fields_beside(path: Path) -> dict[str, Any]:
     """
     text = read_text_beside(path)
     try:
-        fields = {} if text is None else parse_json(text)
+        fields = {} if text is None else parse_json(text, larger_numbers=True)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__}, not an object")
         json.dumps(fields, ensure_ascii=False).encode()  # fails for half of a surrogate pair, which has no UTF-8

@@ -17,9 +17,10 @@ import numpy as np
 from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
-from megalite.data.tokenizers.files import fingerprint, read_fields_beside, read_tokenizer_file
+from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
+from megalite.data.tokenizers.folder import read_folder
 from megalite.data.tokenizers.interface import Ids
-from megalite.errors import ConfigurationError, DataError
+from megalite.errors import ConfigurationError, DataError, MegaliteError
 from megalite.small_files import parse_json, reason
 
 END_OF_TEXT = "<|endoftext|>"
@@ -77,7 +78,9 @@ class HuggingFaceTokenizer:
     def _untrimmed(self) -> Any:
         """Tokenizer without post-processing, which in some files excludes spaces from the offsets."""
         description = json.loads(self._tokenizer.to_str()) | {"post_processor": None}
-        return type(self._tokenizer).from_str(json.dumps(description))
+        untrimmed = type(self._tokenizer).from_str(json.dumps(description))
+        untrimmed.encode_special_tokens = self._tokenizer.encode_special_tokens  # no part of the description
+        return untrimmed
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the tokens of texts."""
@@ -121,11 +124,13 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
-    """Load a `tokenizer.json`, given by its path or its folder. The end of a document is read from the files in the
-    same folder, such as tokenizer_config.json.
+    """Load a `tokenizer.json`, given by its path or its folder, with the tokens that the files beside it declare.
+
+    The end of a document is named in these files, such as tokenizer_config.json.
 
     Raises:
-        DataError: it cannot be read, or it is not clear which token ends a document.
+        DataError: it cannot be read, the files beside it have what cannot be applied, or it is not clear which token
+            ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
@@ -136,16 +141,22 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
         raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({reason(error)})") from error
-    named = _named_end(file.parent)
+    beside = read_folder(file.parent)
+    identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
+    try:
+        identity |= beside.apply(tokenizer, tokenizers.AddedToken)
+    except MegaliteError:
+        raise
+    except Exception as error:  # as above
+        raise DataError(f"the tokens beside {file} cannot be added to it ({reason(error)})") from error
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    ends = [name for name in USUAL_ENDS if name in added] if named is None else [named]
+    ends = [name for name in USUAL_ENDS if name in added] if beside.end is None else [beside.end]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
         found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
         raise DataError(
             f"{file} does not say which token ends a document ({found}): put a tokenizer_config.json next to it, with "
             f'{{"eos_token": "{END_OF_TEXT}"}} or another one'
         )
-    identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     eod = tokenizer.token_to_id(ends[0])
     return HuggingFaceTokenizer(tokenizer, eod, identity, include_special_tokens, fast_encoding)
 
@@ -181,13 +192,3 @@ def _tokenizers(tokenizer_type: str) -> Any:
     return optional_import(
         "tokenizers", "tokenizers", f"--tokenizer-type {tokenizer_type} reads its files with a library"
     )
-
-
-def _named_end(folder: Path) -> str | None:
-    """Return the end-of-document token in the files next to a tokenizer.json; tokenizer_config.json has precedence."""
-    name = None
-    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        value = read_fields_beside(file).get("eos_token")
-        value = value.get("content") if isinstance(value, dict) else value
-        name = name if value is None else str(value)
-    return name

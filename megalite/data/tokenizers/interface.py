@@ -66,3 +66,16 @@ class Tokenizer(Protocol):
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that identify the tokenizer: equal values mean that every token has the same meaning."""
+
+
+def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that the tokenizer's own template puts before a document. Few tokenizers have such tokens."""
+    text = "0"  # every tokenizer can encode it
+    bare, whole = tokenizer.encode(text), [int(token) for token in tokenizer.encode_documents([text])[0]]
+    starts = range(len(whole) - len(bare) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
+
+
+def begun(tokens: list[int], beginning: list[int]) -> list[int]:
+    """Return the tokens of a text after those that begin a document, unless the text itself begins with them."""
+    return tokens if tokens[: len(beginning)] == beginning else [*beginning, *tokens]

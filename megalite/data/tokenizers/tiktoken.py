@@ -5,8 +5,9 @@ The file has one of two formats:
 - Megatron-LM's JSON: a list of {"rank", "token_bytes" (base64), "token_str"}. The special tokens come first: <unk>,
   <s>, </s>, <mask>, <pad>, <cls>, <sep> (or those of --tokenizer-special-tokens, which must include these), then
   <SPECIAL_7> and so on, up to --tiktoken-num-special-tokens tokens. The ranks follow. Documents end with </s>.
-- A plain .tiktoken file: base64 and rank on each line. The ranks are the tokens. The special tokens follow the last
-  rank: <|endoftext|>, unless others are given. Documents end with the first of them.
+- A plain .tiktoken file: base64 and rank on each line. The ranks are the tokens. The file does not say which special
+  tokens there are, so they are given as NAME=ID. Without any, they are those of `PUBLISHED`, if the file is one of
+  these, and otherwise <|endoftext|>, after the last rank. Documents end with the first of them.
 
 As in Megatron Core, a text that contains the name of a special token is encoded with this token.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,17 @@ PATTERNS = {
 """Regular expressions that cut words: Megatron-LM's two, with their names there, and two of published vocabularies."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_VOCABULARY = 1 << 17
+END_OF_TEXT = "<|endoftext|>"
+_OF_LLAMA_3 = ("end_of_text", 1), ("begin_of_text", 0), ("start_header_id", 6), ("end_header_id", 7), ("eot_id", 9)
+_OF_CL100K = ("endoftext", 1), ("fim_prefix", 2), ("fim_middle", 3), ("fim_suffix", 4), ("endofprompt", 20)
+PUBLISHED: Mapping[tuple[int, int], Mapping[str, int]] = {
+    (50_256, 50_255): {END_OF_TEXT: 50_256},  # r50k, of GPT-2 and GPT-3
+    (50_280, 50_280): {END_OF_TEXT: 50_256},  # p50k, whose ranks leave out this number
+    (100_256, 100_255): {f"<|{name}|>": 100_256 + place for name, place in _OF_CL100K},
+    (128_000, 127_999): {f"<|{name}|>": 128_000 + place for name, place in _OF_LLAMA_3},
+    (199_998, 199_997): {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018},  # o200k
+}
+"""Special tokens of published .tiktoken files, by the number of ranks and the last rank; the first ends documents."""
 
 
 class TikTokenizer:
@@ -48,7 +60,7 @@ class TikTokenizer:
         flags: `tiktoken_pattern` is a name in `PATTERNS` or a regular expression; `tiktoken_num_special_tokens` is for
             a .json file; without `tokenizer_special_tokens`, special tokens have their default names.
         vocab_size: number of tokens to use of a .json file, including special tokens; None: all, but at most 2^17, as
-            in Megatron-LM.
+            in Megatron-LM. A plain file has a fixed number.
 
     Raises:
         DataError: the file cannot be read.
@@ -73,23 +85,21 @@ class TikTokenizer:
                     f"--vocab-size {ordinary + num_special_tokens} minus --tiktoken-num-special-tokens "
                     f"{num_special_tokens} is not from 256 to the {len(ranks)} tokens of {path}"
                 )
-            self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
+            self._special: Mapping[str, int] = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
             ranks = {token: rank + num_special_tokens for token, rank in ranks.items() if rank < ordinary}
             self.eod = self._special["</s>"]
         else:
-            first = max(ranks.values()) + 1
-            names = special_tokens or ("<|endoftext|>",)
-            self._special = {name: first + i for i, name in enumerate(names)}
-            self.eod = first
+            self._special = _special_after(ranks, special_tokens, path)
+            self.eod = next(iter(self._special.values()))
         self.vocab_size = 1 + max(*ranks.values(), *self._special.values())
-        if vocab_size not in (None, self.vocab_size):
+        if is_json and vocab_size not in (None, self.vocab_size):
             raise ConfigurationError(
                 f"--vocab-size {vocab_size}, but {path} has {self.vocab_size} tokens: leave it out"
             )
         self._pattern = PATTERNS.get(flags.tiktoken_pattern, flags.tiktoken_pattern)
         try:
             self._encoding = tiktoken.Encoding(
-                "", pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=self._special
+                "", pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=dict(self._special)
             )
         except ValueError as error:
             known = ", ".join(PATTERNS)
@@ -97,7 +107,7 @@ class TikTokenizer:
                 f"--tiktoken-pattern {flags.tiktoken_pattern} is not one of {known}, and not a regular expression "
                 f"({error})"
             ) from error
-        self._special_ids = frozenset(self._special.values())
+        self._with_text = frozenset(ranks.values())  # numbers between special tokens may be none
         self._content = fingerprint(content)
 
     def encode(self, text: str) -> list[int]:
@@ -122,8 +132,8 @@ class TikTokenizer:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return self._encoding.decode([int(token) for token in ids if int(token) not in self._special_ids])
+        """Return the text of tokens, without special tokens and numbers that no token has."""
+        return self._encoding.decode([int(token) for token in ids if int(token) in self._with_text])
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the file's hash, the regular expression, the special tokens and the number of tokens."""
@@ -131,7 +141,7 @@ class TikTokenizer:
             "type": "TikTokenizer",
             "model_sha256": self._content,
             "pattern": self._pattern,
-            "special_tokens_sha256": fingerprint(json.dumps(self._special).encode()),
+            "special_tokens_sha256": fingerprint(json.dumps(dict(self._special)).encode()),
             "vocab_size": self.vocab_size,
         }
 
@@ -169,3 +179,29 @@ def _special_before(names: Sequence[str], count: int) -> dict[str, int]:
             f"--tiktoken-num-special-tokens {count} is not from the {len(names)} special tokens to {LARGEST_VOCABULARY}"
         )
     return {name: i for i, name in enumerate([*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))])}
+
+
+def _special_after(ranks: Mapping[bytes, int], given: Sequence[str], path: str) -> Mapping[str, int]:
+    """Return the special tokens of a plain file."""
+    last = max(ranks.values())
+    if not given:
+        return PUBLISHED.get((len(ranks), last), {END_OF_TEXT: last + 1})
+    pairs = [name.rpartition("=") for name in given]
+    if not all(name and number.isascii() and number.isdigit() and len(number) < 10 for name, _, number in pairs):
+        published = PUBLISHED.get((len(ranks), last), {})
+        numbers = {name: published.get(name, last + 1 + i) for i, name in enumerate(given)}
+        example = " ".join(f"'{name}={number}'" for name, number in numbers.items() if "=" not in name)
+        whose = "published ones" if published.keys() >= set(given) else "numbers after the last rank"
+        raise ConfigurationError(
+            f"--tokenizer-special-tokens: {path} does not say the numbers of special tokens: give NAME=ID for each, "
+            f"such as {example or END_OF_TEXT + f'={last + 1}'} ({whose})"
+        )
+    special = {name: int(number) for name, _, number in pairs}
+    taken = set(ranks.values())
+    if len(set(special.values())) < len(given):
+        raise ConfigurationError("--tokenizer-special-tokens has a name or a number twice")
+    for name, number in special.items():
+        if number in taken or number >= LARGEST_VOCABULARY:
+            why = "is the rank of another token" if number in taken else f"is not below {LARGEST_VOCABULARY}"
+            raise ConfigurationError(f"--tokenizer-special-tokens {name}={number}: {number} {why} of {path}")
+    return special
