@@ -59,9 +59,8 @@ def measured(
 ) -> Memory:
     """Measure the tensors of this rank.
 
-    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
-    that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
-    micro-batch.
+    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch. `peak` computes
+    the peak of a step from the bytes that each chunk keeps per micro-batch.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
     flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
@@ -70,11 +69,7 @@ def measured(
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
-    before = [state.clone() for state in states]
     activations = peak([_kept(forward, parameters) for forward in forwards])
-    with torch.no_grad():
-        for state, values in zip(states, before, strict=True):
-            state.copy_(values)
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
