@@ -1,4 +1,4 @@
-"""What forward changes beside gradients: the buffers of modules, and generators of random numbers.
+"""Changes that forward makes beside gradients: to buffers of modules, and to generators of random numbers.
 
 A step keeps these changes if it updates the weights. A step that is skipped or raises leaves none, and neither does a
 forward that is not a step's: of a measurement, an evaluation, a search for NaN. A recomputation repeats the first run.
@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.parallel.device import default_generators
+from megalite.parallel.state import State
+
+_Place = tuple[dict[str, Any], dict[str, Tensor | None]]
+"""A dictionary that holds tensors, and those that it held at one time."""
 
 
 class _Generator(NamedTuple):
@@ -27,8 +31,8 @@ class _Generator(NamedTuple):
 
 
 class ForwardState:
-    """Buffers of modules, and the generators that they may draw from: attributes of theirs, and the global ones of
-    Python, NumPy and torch. Without modules, the global generators alone.
+    """Buffers and `State` of modules, and the generators that they may draw from: attributes of theirs, and the global
+    ones of Python, NumPy and torch. Without modules, the global generators alone.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -39,7 +43,7 @@ class ForwardState:
         self._generators = [*of_programs, *(each for each in found.values() if each is not None)]
 
     def copy(self) -> Copies:
-        """Copy the buffers and the states of the generators as they are now."""
+        """Copy everything as it is now."""
         return Copies(self._modules, self._generators)
 
     @contextmanager
@@ -56,47 +60,54 @@ class Copies:
     """Copies of what a `ForwardState` has, as it was at one time."""
 
     def __init__(self, modules: Sequence[nn.Module], generators: Sequence[_Generator]) -> None:
-        self._buffers = [(part._buffers, dict(part._buffers)) for part in modules]
-        tensors = {id(each): each for _, named in self._buffers for each in named.values() if each is not None}
-        self._values = {key: each.detach().clone() for key, each in tensors.items()}
-        self._generators, self._states = generators, [generator.get() for generator in generators]
+        self._modules, self._generators = modules, generators
+        self._places = self._places_now()
+        tensors = {id(each): each for _, named in self._places for each in named.values() if each is not None}
+        self._values = {key: (each, each.detach().clone()) for key, each in tensors.items()}
+        self._random_states = self._random_states_now()
 
     def restore(self) -> None:
         """Set everything to the copies. Each buffer is the tensor again that it was."""
-        self._assign(self._buffers)
-        for _, named in self._buffers:
-            for tensor in named.values():
-                if tensor is not None:
-                    _overwrite(tensor, self._values[id(tensor)])
-        self._draw_from(self._states)
+        self._assign(self._places)
+        for tensor, values in self._values.values():
+            _overwrite(tensor, values)
+        self._draw_from(self._random_states)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Let forward run on the copies within the block, as it did when they were made. Call it once.
 
-        The buffers themselves are not written to: backward may have saved them.
+        The tensors themselves are not written to: backward may have saved them.
         """
-        buffers = [(held, dict(held)) for held, _ in self._buffers]
-        states = [generator.get() for generator in self._generators]
+        places, random_states = self._places_now(), self._random_states_now()
         copied = [
-            (held, {name: None if each is None else self._values[id(each)] for name, each in named.items()})
-            for held, named in self._buffers
+            (held, {name: None if each is None else self._values[id(each)][1] for name, each in named.items()})
+            for held, named in self._places
         ]
         try:
             self._assign(copied)
-            self._draw_from(self._states)
+            self._draw_from(self._random_states)
             yield
         finally:
-            self._assign(buffers)
-            self._draw_from(states)
+            self._assign(places)
+            self._draw_from(random_states)
 
-    def _assign(self, buffers: Iterable[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]) -> None:
-        for held, named in buffers:
-            held.clear()
+    def _places_now(self) -> list[_Place]:
+        buffers: list[_Place] = [(part._buffers, dict(part._buffers)) for part in self._modules]
+        states: list[_Place] = [(vars(s), {"values": s.values}) for s in self._modules if isinstance(s, State)]
+        return buffers + states
+
+    def _random_states_now(self) -> list[Any]:
+        return [generator.get() for generator in self._generators]
+
+    def _assign(self, places: Iterable[_Place]) -> None:
+        for part in self._modules:
+            part._buffers.clear()  # forward may have registered more
+        for held, named in places:
             held.update(named)
 
-    def _draw_from(self, states: Iterable[Any]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
+    def _draw_from(self, random_states: Iterable[Any]) -> None:
+        for generator, state in zip(self._generators, random_states, strict=True):
             generator.set(state)
 
 

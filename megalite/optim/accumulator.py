@@ -113,8 +113,6 @@ class Accumulator:
 
     def begin_step(self, micro_batches: int) -> None:
         """Reset the counts and expect the gradients of this number of micro-batches."""
-        if self._pending is not None:  # of a step that has ended by an error
-            self._finish_round()
         self._rounds, self._rounds_due = 0, micro_batches if self._stage >= 2 else 1
         self._micro_batches_per_round = micro_batches // self._rounds_due
         self._begin_round()

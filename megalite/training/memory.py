@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.config.model import FeedForward, LayerSpec, Mixer, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
+from megalite.modules.forward_state import ForwardState
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.shard import bytes_per_element
@@ -59,8 +60,9 @@ def measured(
 ) -> Memory:
     """Measure the tensors of this rank.
 
-    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch. `peak` computes
-    the peak of a step from the bytes that each chunk keeps per micro-batch.
+    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
+    that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
+    micro-batch.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
     flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
@@ -69,7 +71,8 @@ def measured(
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
-    activations = peak([_kept(forward, parameters) for forward in forwards])
+    with ForwardState(optimizer.module_states).unchanged():
+        activations = peak([_kept(forward, parameters) for forward in forwards])
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),

@@ -102,7 +102,7 @@ class Trainer:
         self.terms = loss_terms.declared_terms(self.chunks)
         self._forward_state = task.forward_state()
         self._before: Copies | None = None
-        """What forward may change, as it was before the step that is running."""
+        """Copies of what forward may change, from before the step that is running."""
         self.optimizer = builder.make_optimizer(
             config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
         )

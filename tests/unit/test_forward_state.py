@@ -1,9 +1,11 @@
-"""What forward changes beside gradients: a step that updates the weights keeps it, and nothing else does."""
+"""Changes that forward makes beside gradients: a step that updates the weights keeps them, and nothing else does."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import megalite
+from megalite.model.router import Router
 from megalite.modules.balance import measured_costs
 from megalite.modules.forward_state import ForwardState
 from megalite.modules.messages import find_messages
+from megalite.parallel.state import states_of
 
 STEPS, MICRO_BATCH, BATCH, WIDTH, RATE = 3, 4, 8, 3, 0.1
 BAD_STEP = 1
@@ -162,8 +166,7 @@ def test_an_error_in_a_step_that_the_program_catches_leaves_no_trace(recompute: 
 
 def test_what_is_saved_after_an_error_is_the_step_before(tmp_path: Path) -> None:
     """A step that raises is not saved by half when the program ends."""
-    norm = lambda: nn.BatchNorm1d(WIDTH)  # noqa: E731
-    whole, first, second = (model(norm) for _ in range(3))
+    whole, first, second = (model(partial(nn.BatchNorm1d, WIDTH)) for _ in range(3))
     with run_of(whole, samples()) as run:
         run.train(steps=STEPS)
     loss = Loss()
@@ -188,7 +191,7 @@ def test_a_skipped_step_leaves_no_trace(recompute: bool, search: str) -> None:
 
 
 def test_statistics_are_those_of_plain_torch_without_the_skipped_step() -> None:
-    module, expected = (model(lambda: nn.BatchNorm1d(WIDTH, momentum=None)) for _ in range(2))
+    module, expected = (model(partial(nn.BatchNorm1d, WIDTH, momentum=None)) for _ in range(2))
     with run_of(module, samples(bad=True)) as run:
         run.train(steps=STEPS)
     optimizer, loss = torch.optim.SGD(expected.parameters(), lr=RATE, momentum=0.9), Loss()
@@ -219,3 +222,50 @@ def test_an_evaluation_and_the_measurement_of_memory_leave_no_trace() -> None:
 
 def test_a_recomputation_repeats_what_depends_on_buffers_and_generators() -> None:
     assert trained(samples()) == trained(samples(), recompute=True)
+
+
+GPT = megalite.GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=2,
+    vocab_size=16,
+    max_position_embeddings=4,
+    num_experts=4,
+    moe_router_score_function="sigmoid",
+    moe_router_load_balancing_type=("none",),
+    moe_router_enable_expert_bias=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+
+
+def trained_gpt(errors: int) -> list[Any]:
+    """Train a GPT whose loss draws random numbers, and raises so often; return what training has changed."""
+    noise = Loss(0)
+
+    def loss(outputs: Any, batch: Any) -> Tensor:
+        drawn = torch.rand(()) + random.random()
+        return -(outputs.log_probabilities * drawn).sum() + noise(torch.zeros(1), [0, torch.zeros(1)])
+
+    tokens = torch.randint(16, (2 * BATCH, 4), generator=torch.Generator().manual_seed(1))
+    options = {"seq_length": 4, "loss": loss, "dataset": [{"tokens": each} for each in tokens], "quiet": True}
+    with megalite.Trainer(
+        GPT, optimizer=megalite.SGD(lr=RATE), micro_batch_size=MICRO_BATCH, global_batch_size=BATCH, **options
+    ) as run:
+        torch.manual_seed(1)
+        random.seed(2)
+        run.step()
+        noise.times = errors
+        while run.iteration < 2:
+            with contextlib.suppress(ZeroDivisionError):
+                run.step()
+        assert noise.times == 0
+        network = run._trainer.network
+        changed = [*network.parameters(), *(state.values for state in states_of(network))]
+        (load,) = [each.load for each in network.modules() if isinstance(each, Router)]
+        assert load is not None
+        return [random.getstate(), *(each.tolist() for each in (*changed, load, torch.get_rng_state()))]
+
+
+def test_an_error_in_a_loss_of_a_gpt_leaves_loads_and_random_numbers_as_they_were() -> None:
+    assert trained_gpt(errors=2) == trained_gpt(errors=0)
