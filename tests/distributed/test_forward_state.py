@@ -35,7 +35,7 @@ WITHOUT = Subset(Samples(LENGTH), [n for n in range(LENGTH) if n // SAMPLES != B
 SKIPPING = [
     Cell("conv", pp=2),
     Cell("conv", dp=2, zero=3, overlap=True, recompute=True),
-    Cell("conv over ranks", dp=2, recompute=True),
+    pytest.param(Cell("conv over ranks", dp=2, recompute=True), marks=pytest.mark.wide),
     pytest.param(Cell("conv", dp=2, pp=2, zero=1, schedule="zb-v", recompute=True), marks=pytest.mark.wide),
     pytest.param(Cell("conv", pp=4, micro_batches=4, schedule="gpipe"), marks=pytest.mark.wide),
     pytest.param(Cell("conv", dp=2, precision="fp16", clip=0.5), marks=pytest.mark.wide),
@@ -95,7 +95,7 @@ def after_error(cell: Cell, where: str | None) -> tuple[dict[str, bytes], bool]:
     "cell",
     [
         Cell("conv", dp=2, zero=3, overlap=True, recompute=True),
-        Cell("conv", dp=2, overlap=True),
+        pytest.param(Cell("conv", dp=2, overlap=True), marks=pytest.mark.wide),
         pytest.param(Cell("conv", dp=2, zero=2, overlap=True), marks=pytest.mark.wide),
         pytest.param(Cell("conv", dp=2, zero=3), marks=pytest.mark.wide),
     ],

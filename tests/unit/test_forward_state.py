@@ -208,8 +208,8 @@ def test_statistics_are_those_of_plain_torch_without_the_skipped_step() -> None:
 
 def test_an_evaluation_and_the_measurement_of_memory_leave_no_trace() -> None:
     module = model()
-    before = all_of(module)
     with run_of(module, samples(), valid_dataset=samples(bad=True), eval_interval=1) as run:
+        before = all_of(module)
         assert run.evaluate()
         assert all_of(module) == before
         run._trainer.summary()
