@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from megalite.errors import MegaliteError
 from megalite.modules.calling import arguments, goes_by_position, results
+from megalite.modules.forward_state import ForwardState
 from megalite.modules.messages import runs_on_meta
 from megalite.parallel.device import synchronize
+from megalite.parallel.nested import map_tensors
 
 OPERATIONS_PER_PARAMETER = 8
 """Cost of a parameter's update, in operations."""
@@ -65,21 +67,23 @@ def counted_costs(layers: Sequence[nn.Module], values: Any) -> list[float]:
 
 
 def measured_costs(layers: Sequence[nn.Module], values: Any) -> list[float]:
-    """Measure the time of forward and backward of each layer for a micro-batch, in seconds."""
+    """Measure the time of forward and backward of each layer for a micro-batch, in seconds, and leave no trace."""
     costs, inputs = [], dict[str, Tensor]()
     for number, layer in enumerate(layers):
-        by_position, by_name, _ = arguments(number, layer, inputs, values)
+        given = arguments(number, layer, inputs, values)[:2]
         times = []
-        for _ in range(REPEATS + 1):
-            began = time.perf_counter()
-            found = results(number, layer, layer(*by_position, **by_name))
-            ends = [tensor for tensor in found.values() if tensor.requires_grad]
-            if ends:
-                torch.autograd.grad(
-                    ends, _leaves(layer, inputs), [torch.ones_like(tensor) for tensor in ends], allow_unused=True
-                )
-            synchronize(next(iter(found.values())).device)
-            times.append(time.perf_counter() - began)
+        with ForwardState([layer]).unchanged():
+            for _ in range(REPEATS + 1):
+                by_position, by_name = map_tensors(Tensor.clone, given)  # it may change them in place
+                began = time.perf_counter()
+                found = results(number, layer, layer(*by_position, **by_name))
+                ends = [tensor for tensor in found.values() if tensor.requires_grad]
+                if ends:
+                    torch.autograd.grad(
+                        ends, _leaves(layer, inputs), [torch.ones_like(tensor) for tensor in ends], allow_unused=True
+                    )
+                synchronize(next(iter(found.values())).device)
+                times.append(time.perf_counter() - began)
         costs.append(statistics.median(times[1:]))
         inputs = {name: tensor for name, tensor in inputs.items() if not goes_by_position(name)} | found
         inputs = {name: tensor.detach().requires_grad_(tensor.requires_grad) for name, tensor in inputs.items()}

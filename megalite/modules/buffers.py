@@ -23,7 +23,7 @@ SAVED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int6
 
 
 class KeptBuffers(nn.Module):
-    """The persistent buffers of a stage's module. Call `synchronize` after each step, on all ranks together.
+    """The persistent buffers of a stage's module. Call `synchronize` after each update, on all ranks together.
 
     The module sees its buffers as before, and may change them in place or assign others.
     """

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from megalite.errors import MegaliteError
 from megalite.modules.calling import goes_by_position, named, results
+from megalite.modules.forward_state import ForwardState
 from megalite.modules.layers import Layers, arguments_of_stage
 from megalite.parallel.nested import map_tensors
 from megalite.parallel.parameter import Parameter
@@ -94,7 +95,7 @@ def runs_on_meta(modules: Sequence[nn.Module], values: Any) -> Iterator[MetaRun]
         try:
             copied = {name: tensor.clone() for name, tensor in inputs.items()}
             by_position, by_name, taken = arguments_of_stage(number, alike, copied, values)
-            with torch.enable_grad(), META, _BlockWatch(alike) as watch:
+            with ForwardState().unchanged(), torch.enable_grad(), META, _BlockWatch(alike) as watch:
                 output = alike(*by_position, **by_name)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             where = alike.running() if isinstance(alike, Layers) else named(number, module)

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from megalite.errors import MegaliteError
 from megalite.modules.buffers import KeptBuffers
 from megalite.modules.calling import arguments_of, named, results
+from megalite.modules.forward_state import ForwardState
 from megalite.modules.layers import arguments_of_stage
 from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
@@ -120,7 +121,7 @@ class ModuleStage(StageModule):
             if id(part) not in within:
                 part.register_forward_pre_hook(partial(self._seed_part, name))
         for part in self._recomputed:
-            call = partial(_recomputing, part, part.forward)
+            call = partial(_recomputing, part, part.forward, ForwardState([part]))
             call.__signature__ = inspect.signature(part.forward)  # type: ignore[attr-defined]  # for `Layers`
             part.forward = call
 
@@ -293,13 +294,18 @@ class _UseOf(torch.autograd.Function):
         return accumulate_grad(ctx.parameter, DenseGradient(gradients[0]), ctx.use), None
 
 
-def _recomputing(module: nn.Module, forward: Callable[..., Any], *by_position: Any, **by_name: Any) -> Any:
+def _recomputing(
+    module: nn.Module, forward: Callable[..., Any], state: ForwardState, *by_position: Any, **by_name: Any
+) -> Any:
+    """Run forward, and once more in backward: from the same buffers and random numbers, which it does not change."""
     if not torch.is_grad_enabled():
         return forward(*by_position, **by_name)
     from torch.utils.checkpoint import checkpoint  # imported here: it imports torch's compiler
 
+    before = state.copy()
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _buffers_unchanged(module)
+        return nullcontext(), before.repeating()
 
     versions = [(tensor, tensor._version) for tensor in _tensors((by_position, by_name))]
     output = checkpoint(forward, *by_position, use_reentrant=False, context_fn=contexts, **by_name)
@@ -321,15 +327,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     elif isinstance(values, Mapping | tuple | list):
         for each in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors(each)
-
-
-@contextmanager
-def _buffers_unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers after the block: a recomputed forward must not count a batch twice."""
-    places = [(part, name, b, b.clone()) for part in module.modules() for name, b in part.named_buffers(recurse=False)]
-    try:
-        yield
-    finally:
-        for part, name, buffer, values in places:
-            buffer.data.copy_(values)  # not an operation that autograd counts: backward may have saved the buffer
-            setattr(part, name, buffer)

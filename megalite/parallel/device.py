@@ -42,6 +42,13 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def default_generators() -> list[torch.Generator]:
+    """Return the generators that torch's random operations use by default: the CPU's, and the current device's."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
+
+
 def adds_products_in(target: torch.Tensor) -> bool:
     """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary."""
     return on_gpu(target) and torch.version.hip is None and target.dtype == torch.float32

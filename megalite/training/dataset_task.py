@@ -16,6 +16,7 @@ from megalite.data.any_dataset import AnyDatasetLoader, Batch, check, checksum_o
 from megalite.data.sample_source import SampleSource
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.modules.forward_state import ForwardState
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
@@ -83,6 +84,9 @@ class DatasetTask(Task):
             return tensor.to(self.mesh.device, wide, non_blocking=True)
 
         return map_tensors(moved, values)
+
+    def forward_state(self) -> ForwardState:
+        return ForwardState()  # a loss of one's own may draw random numbers
 
     def _loader_of(self, source: SampleSource) -> AnyDatasetLoader:
         return AnyDatasetLoader(
@@ -169,7 +173,6 @@ class DatasetTask(Task):
     def lines(self, trainer: Trainer, micro_batch: Any) -> dict[str, object]:
         """Return the lines of the summary on the layout and the memory, measured by a forward on a micro-batch."""
         measured = summary.measured_by(trainer, micro_batch)
-        self.loaded()  # a forward may change buffers
         kinds = {f"  {kind}": memory.in_words(size) for kind, size in asdict(measured).items()}
         return {
             "layout": summary.layout_line(trainer),

@@ -36,7 +36,7 @@ def evaluate(
     sums, counts = NO_SUMS, NO_SUMS
     local_update = trainer.local_update
     same_weights = nullcontext() if local_update is None else local_update.with_anchor()
-    with same_weights, loader or task.evaluation_loader(test=test) as loader:
+    with trainer.unchanged(), same_weights, loader or task.evaluation_loader(test=test) as loader:
         wanted = (trainer.config.training.eval_iters if batches is None else batches) * batch_size
         samples = wanted if loader.length is None else min(wanted, loader.length)
         for start in range(0, samples, batch_size):

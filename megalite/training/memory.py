@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.config.model import FeedForward, LayerSpec, Mixer, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
+from megalite.modules.forward_state import ForwardState
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.shard import bytes_per_element
@@ -70,11 +71,8 @@ def measured(
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
-    before = [state.clone() for state in states]
-    activations = peak([_kept(forward, parameters) for forward in forwards])
-    with torch.no_grad():
-        for state, values in zip(states, before, strict=True):
-            state.copy_(values)
+    with ForwardState(optimizer.module_states).unchanged():
+        activations = peak([_kept(forward, parameters) for forward in forwards])
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),

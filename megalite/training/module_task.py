@@ -20,6 +20,7 @@ from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.alike import check_alike, check_apart
 from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
+from megalite.modules.forward_state import ForwardState
 from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
@@ -285,6 +286,10 @@ class ModuleTask(DatasetTask):
         for kept in self._kept():
             kept.restore()
 
+    def forward_state(self) -> ForwardState:
+        loss = self.options.loss
+        return ForwardState([*self.chunks, *([loss] if isinstance(loss, nn.Module) else ())])
+
     def _kept(self) -> list[KeptBuffers]:
         """Return the buffers of this rank's stages."""
         return [chunk.kept for chunk in self.chunks if chunk.kept is not None]
@@ -327,7 +332,7 @@ class ModuleTask(DatasetTask):
         return Batch(self.on_device(values), batch.sample_ids)
 
     def end_step(self, micro_batches: Sequence[Any], *, updated: bool) -> None:
-        for kept in self._kept():
+        for kept in self._kept() if updated else ():
             kept.synchronize()
 
     # ------------------------------------------------------------------------------------------------ reports

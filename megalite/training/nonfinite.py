@@ -1,8 +1,8 @@
 """Search for the source of NaN or infinity in a step: which rank, which micro-batch, which module.
 
-All ranks skip a step whose gradient is not finite. The parameters are then unchanged, and random numbers depend only on
-their keys. So the step can be run again with bitwise identical results, this time with checks in every module. Steps
-that are not skipped have no extra cost.
+All ranks skip a step whose gradient is not finite. Parameters, buffers and generators are then as before it, and other
+random numbers depend only on their keys. So the step can be run again with bitwise identical results, this time with
+checks in every module. Steps that are not skipped have no extra cost.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class WorkerTrainer(_PartTrainer):
         rates, name = self.rates.at(self.consumed_samples), gradients.terms[0].name
         step = self.iteration + 1
         seconds = time.perf_counter() - gradients.began
-        with self.sections(OPTIMIZER):
+        with self._undone_by_error(), self.sections(OPTIMIZER):
             is_finite = not self.optimizer.complete().skipped
             answer = self.worker.exchange(
                 Message(
@@ -138,6 +138,7 @@ class WorkerTrainer(_PartTrainer):
                     *astuple(rates),
                 )
             )
+        self._end_forward(updated=is_finite)
         of_servers = answer.figures
         with self.sections(SAVING):
             self.task.end_step(gradients.micro_batches, updated=of_servers.applied > 0)

@@ -160,8 +160,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
 def measured_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
     """Add up this rank's parameters, gradients, optimizer state and peak of saved activations.
 
-    A forward of each chunk over meaningless tokens measures the activations. All ranks run it, and the modules' state
-    is restored afterwards.
+    A forward of each chunk over meaningless tokens measures the activations. All ranks run it.
     """
     training, device = task.config.training, trainer.mesh.device
     shape = training.micro_batch_size, task.config.data.seq_length
@@ -182,14 +181,17 @@ def measured_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
 
 
 def measured_by(trainer: Trainer, micro_batch: object) -> memory.Memory:
-    """Add up this rank's memory, with the activations of a forward of each chunk over this micro-batch."""
+    """Add up this rank's memory, with the activations of a forward of each chunk over this micro-batch, which leaves no
+    trace.
+    """
     device, stages = trainer.mesh.device, trainer.schedules.stages
     own = stages.of_rank(trainer.mesh.coordinate("pp"))
     forwards = [
         functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
         for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
-    return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+    with trainer.unchanged():
+        return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
 
 
 def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from megalite.checkpoint import Manifest
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import ConfigurationError
+from megalite.modules.forward_state import ForwardState
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -80,6 +81,13 @@ class Task(ABC):
     def check(self, optimizer: Optimizer) -> None:
         """Raise MegaliteError if the buckets of the optimizer do not fit the network. Called by all ranks together."""
         return
+
+    def forward_state(self) -> ForwardState | None:
+        """Return what forward may change beside gradients on this rank; None if it can change nothing.
+
+        Called once, after `make_chunks`.
+        """
+        return None
 
     # ------------------------------------------------------------------------------------------------ the data
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
+from megalite.modules.forward_state import Copies
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.replica import ANCHOR
@@ -98,6 +100,9 @@ class Trainer:
         self.chunks = task.make_chunks(replica, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
+        self._forward_state = task.forward_state()
+        self._before: Copies | None = None
+        """Copies of what forward may change, from before the step that is running."""
         self.optimizer = builder.make_optimizer(
             config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
         )
@@ -177,7 +182,8 @@ class Trainer:
         scaled = multipliers(loss_terms.loss_multipliers(terms, divisors, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
-        with self.sections(FORWARD_BACKWARD):
+        self._before = None if self._forward_state is None else self._forward_state.copy()
+        with self._undone_by_error(), self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
         return Gradients(began, bytes_sent, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
 
@@ -196,10 +202,11 @@ class Trainer:
         """
         loss_scale = gradients.loss_scale
         rates = self.rates.at(self.consumed_samples)
-        with self.sections(OPTIMIZER):
+        with self._undone_by_error(), self.sections(OPTIMIZER):
             self.return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
             self.return_unused_memory(2)
+        self._end_forward(updated=not update.skipped)
         micro_batches = gradients.micro_batches
         with self.sections(SAVE):
             self.task.end_step(micro_batches, updated=not update.skipped)
@@ -221,6 +228,24 @@ class Trainer:
         sent = self.mesh.traffic.bytes_sent - gradients.bytes_sent
         return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, sent, figures)
 
+    def _end_forward(self, *, updated: bool) -> None:
+        """Keep what the forward of the step has changed beside gradients if the weights are updated, or undo it."""
+        before, self._before = self._before, None
+        if before is not None and not updated:
+            before.restore()
+
+    @contextmanager
+    def _undone_by_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._end_forward(updated=False)
+            raise
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Undo what a forward within the block changes in the network: it is not that of a step."""
+        return nullcontext() if self._forward_state is None else self._forward_state.unchanged()
+
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
         number = self.num_micro_batches(self.batch_size.at(self.consumed_samples))
@@ -240,7 +265,7 @@ class Trainer:
         skipped, self._skipped = self._skipped, None
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
-        with self.sections(SECOND_RUN):
+        with self.unchanged(), self.sections(SECOND_RUN):
             return locate(skipped, self.chunks, self.engine, self.schedules.stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
