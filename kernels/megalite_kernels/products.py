@@ -1,4 +1,10 @@
-"""Elementwise product that is written into existing memory."""
+"""Elementwise products in existing memory, and roundings, that are also right under torch.compile.
+
+torch 2.11 compiles an autograd function wrongly, without a word, if forward returns what an in-place operation returned,
+or one that had nothing to do, such as `.to` with the same dtype: the gradients of this output are lost (pytorch issue
+180642). So forward returns only what a new operation made; `product_` and `rounded` see to it.
+tests/kernels/test_compiled_gradients.py finds those that do not.
+"""
 
 from __future__ import annotations
 
@@ -11,3 +17,13 @@ def product_into(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler supports no such view as out=, and it fuses the copy
         return place.copy_(first * second)
     return torch.mul(first, second, out=place)
+
+
+def product_(first: Tensor, second: Tensor) -> Tensor:
+    """Return first * second, in the dtype of `first` and in its memory, or in new memory in compiled code."""
+    return rounded(first * second, first.dtype) if torch.compiler.is_compiling() else first.mul_(second)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in this dtype: the same tensor if it has it."""
+    return values if values.dtype == dtype else values.to(dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
-from megalite_kernels.products import product_into
+from megalite_kernels.products import product_into, rounded
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -35,7 +35,7 @@ def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> 
     product_into(second_output, second, cosine).addcmul_(first, sine)
     if rotated < input.shape[-1]:
         output[..., rotated:] = wide[..., rotated:]
-    return output.to(input.dtype)
+    return rounded(output, input.dtype)
 
 
 def _pairs(heads: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:
