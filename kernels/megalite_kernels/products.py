@@ -1,9 +1,9 @@
-"""Elementwise products in existing memory, and roundings, that are also right under torch.compile.
+"""Operations on existing memory that are also right under torch.compile.
 
 torch 2.11 compiles an autograd function wrongly, without a word, if forward returns what an in-place operation returned,
 or one that had nothing to do, such as `.to` with the same dtype: the gradients of this output are lost (pytorch issue
-180642). So forward returns only what a new operation made; `product_` and `rounded` see to it.
-tests/kernels/test_compiled_gradients.py finds those that do not.
+180642). So forward returns only what a new operation made; `changed` and `rounded` see to it, and
+tests/unit/test_compiled_gradients.py finds those that do not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ def product_into(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
     return torch.mul(first, second, out=place)
 
 
-def product_(first: Tensor, second: Tensor) -> Tensor:
-    """Return first * second, in the dtype of `first` and in its memory, or in new memory in compiled code."""
-    return rounded(first * second, first.dtype) if torch.compiler.is_compiling() else first.mul_(second)
+def changed(values: Tensor, operation: str, *arguments: Tensor | float) -> Tensor:
+    """Return what an operation, such as "mul", makes of the values: in their memory, or in new one in compiled code."""
+    if torch.compiler.is_compiling():
+        return rounded(getattr(values, operation)(*arguments), values.dtype)
+    return getattr(values, operation + "_")(*arguments)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:

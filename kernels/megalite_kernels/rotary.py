@@ -31,7 +31,7 @@ def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> 
     output = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     first, second = _pairs(wide, rotated, interleaved)
     first_output, second_output = _pairs(output, rotated, interleaved)
-    product_into(first_output, first, cosine).addcmul_(second, sine, value=-1.0)
+    product_into(first_output, first, cosine).addcmul_(second, -sine)  # compiled, addcmul by -1 rounds differently
     product_into(second_output, second, cosine).addcmul_(first, sine)
     if rotated < input.shape[-1]:
         output[..., rotated:] = wide[..., rotated:]
