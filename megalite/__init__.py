@@ -5,8 +5,14 @@ All names are imported when they are first used: `import megalite` imports neith
 
 from __future__ import annotations
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+_KERNELS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "kernels")
+if os.path.isfile(os.path.join(_KERNELS, "megalite_kernels", "__init__.py")) and _KERNELS not in sys.path:
+    sys.path.insert(0, _KERNELS)  # in a clone: its own kernels, also if nothing or another clone is installed
 
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig as GPTConfig

@@ -6,6 +6,7 @@ tests/unit/test_torch_internals.py tests all of them with the torch releases tha
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -119,6 +120,23 @@ def flash_operator(*, of_gpu: bool) -> Callable[..., Sequence[Any]]:
 def argument_names(operator: str) -> list[str]:
     """Return the names of the arguments of an operator of torch, in order."""
     return [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments]
+
+
+@functools.cache
+def mend_products_on_meta() -> torch.library.Library | None:
+    """Make torch add a product of another dtype on the meta device, which torch 2.11 and 2.12 fail to do.
+
+    They take the dtype for `beta`.
+    """
+    target = torch.empty(1, 1, device="meta")
+    factor = target.bfloat16()
+    try:
+        torch.addmm(target, factor, factor, out_dtype=target.dtype, beta=0.0, out=target)
+    except TypeError:
+        library = torch.library.Library("aten", "IMPL", "Meta")
+        library.impl("addmm.dtype_out", lambda *given, out, **options: out, allow_override=True)
+        return library  # whose end would undo it
+    return None
 
 
 def record_memory(entries: int, out_of_memory: Callable[[int, int, int, int], None]) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.implementation import current
-from megalite_kernels.products import product_into
+from megalite_kernels.products import changed, product_into
 from megalite_kernels.torch_internals import gelu_gradient_into, silu_gradient_into
 
 # ------------------------------------------------------------------------------------------------- the references
@@ -46,7 +46,7 @@ class _Gated(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         ctx.function = function
         gate, up = gate_up.chunk(2, dim=-1)
-        return _REFERENCES[function](gate).mul_(up)
+        return changed(_REFERENCES[function](gate), "mul", up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
+from megalite_kernels.products import changed
 
 GROUP = 16
 """Elements that share a counter."""
@@ -105,7 +106,7 @@ class _DroppedReference(torch.autograd.Function):
 
 def _masked(input: Tensor, kept: Tensor, mask: DropoutMask) -> Tensor:
     # Multiply by the scale last: inside a bf16 mask it would be rounded.
-    return kept.to(input.dtype).mul_(input).mul_(mask.scale)
+    return changed(changed(kept.to(input.dtype), "mul", input), "mul", mask.scale)
 
 
 # ------------------------------------------------------------------------------------------------- public functions

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
+from megalite_kernels.products import changed, rounded
 from megalite_kernels.torch_internals import layer_norm_gradients
 
 # ------------------------------------------------------------------------------------------------- the reference
@@ -35,7 +36,7 @@ class _RMSNormReference(torch.autograd.Function):
         mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(input.shape[-1])
         inverse = mean_square.add_(epsilon).rsqrt_()
         ctx.save_for_backward(input, weight, inverse)
-        return (wide * inverse).mul_(weight).to(input.dtype)
+        return rounded(changed(wide * inverse, "mul", weight), input.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -44,8 +45,9 @@ class _RMSNormReference(torch.autograd.Function):
         normed = input * inverse
         products = gradient * normed
         weight_gradient = products.flatten(0, -2).sum(dim=0)
-        shared = (products @ scale).unsqueeze(-1).div_(input.shape[-1])
-        input_gradient = (gradient * scale).addcmul_(normed, shared, value=-1.0).mul_(inverse)
+        # The sign is here, because the compiler rounds an addcmul with another factor than 1 differently.
+        shared = (products @ scale).unsqueeze(-1).div_(-input.shape[-1])
+        input_gradient = (gradient * scale).addcmul_(normed, shared).mul_(inverse)
         return input_gradient.to(input.dtype), weight_gradient.to(weight.dtype), None
 
 
@@ -60,7 +62,7 @@ class _LayerNormReference(torch.autograd.Function):
         wide, scale, shift = _widened(input, weight, bias)
         output, mean, inverse = torch.native_layer_norm(wide, weight.shape, scale, shift, epsilon)
         ctx.save_for_backward(input, weight, bias, mean, inverse)
-        return output.to(input.dtype)
+        return rounded(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
+from megalite_kernels.products import changed, rounded
 
 
 class Permutation(NamedTuple):
@@ -92,8 +93,8 @@ def _added(rows: Tensor, places: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = torch.zeros(len(places), rows.shape[1], dtype=wide, device=rows.device)
     for place in places.unbind(1):
-        total += _copied(rows, place)
-    return total.to(rows.dtype)
+        total = changed(total, "add", _copied(rows, place))
+    return rounded(total, rows.dtype)
 
 
 class _Copy(torch.autograd.Function):

@@ -1,4 +1,10 @@
-"""Elementwise product that is written into existing memory."""
+"""Operations on existing memory that are also right under torch.compile.
+
+torch 2.11 compiles an autograd function wrongly, without a word, if forward returns what an in-place operation returned,
+or one that had nothing to do, such as `.to` with the same dtype: the gradients of this output are lost (pytorch issue
+180642). So forward returns only what a new operation made; `changed` and `rounded` see to it, and
+tests/unit/test_compiled_gradients.py finds those that do not.
+"""
 
 from __future__ import annotations
 
@@ -11,3 +17,15 @@ def product_into(place: Tensor, first: Tensor, second: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler supports no such view as out=, and it fuses the copy
         return place.copy_(first * second)
     return torch.mul(first, second, out=place)
+
+
+def changed(values: Tensor, operation: str, *arguments: Tensor | float) -> Tensor:
+    """Return what an operation, such as "mul", makes of the values: in their memory, or in new one in compiled code."""
+    if torch.compiler.is_compiling():
+        return rounded(getattr(values, operation)(*arguments), values.dtype)
+    return getattr(values, operation + "_")(*arguments)
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in this dtype: the same tensor if it has it."""
+    return values if values.dtype == dtype else values.to(dtype)

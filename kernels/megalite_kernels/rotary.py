@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
-from megalite_kernels.products import product_into
+from megalite_kernels.products import product_into, rounded
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -31,11 +31,11 @@ def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> 
     output = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     first, second = _pairs(wide, rotated, interleaved)
     first_output, second_output = _pairs(output, rotated, interleaved)
-    product_into(first_output, first, cosine).addcmul_(second, sine, value=-1.0)
+    product_into(first_output, first, cosine).addcmul_(second, -sine)  # compiled, addcmul by -1 rounds differently
     product_into(second_output, second, cosine).addcmul_(first, sine)
     if rotated < input.shape[-1]:
         output[..., rotated:] = wide[..., rotated:]
-    return output.to(input.dtype)
+    return rounded(output, input.dtype)
 
 
 def _pairs(heads: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tensor]:

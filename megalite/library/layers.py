@@ -320,7 +320,8 @@ def _cut(context: ParallelContext, tokens: int) -> SequenceLayout:
 
 
 def _own_part(whole: Tensor, context: ParallelContext) -> Tensor:
-    return whole.tensor_split(context.shards)[context.shard].contiguous()
+    part = whole.tensor_split(context.shards)[context.shard]
+    return part if part.is_contiguous() else part.contiguous()  # see megalite_kernels/products.py
 
 
 class _Split(torch.autograd.Function):

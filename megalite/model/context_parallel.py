@@ -29,6 +29,7 @@ from megalite.parallel.transfer import exchange_rows_async
 from megalite_kernels.attention import Kept, Mask
 from megalite_kernels.attention_parts import attend, part_gradients
 from megalite_kernels.dropout import DropoutMask, kept_reference
+from megalite_kernels.products import rounded
 
 
 class _Calls(NamedTuple):
@@ -92,7 +93,7 @@ class _AttentionByParts(torch.autograd.Function):
                 else:
                     output[:, :, rows], lse[:, :, rows] = found
                 begun[rows] = True
-        output = output.to(query.dtype)
+        output = rounded(output, query.dtype)
         ctx.calls = calls
         ctx.save_for_backward(query, prepared, output, lse)
         return output

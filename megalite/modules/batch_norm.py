@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group, ParallelMesh
+from megalite_kernels.products import rounded
 
 
 class SyncBatchNorm(nn.Module):
@@ -114,4 +115,4 @@ def _by_feature(values: Tensor) -> Tensor:
 def _as(values: Tensor, like: Tensor) -> Tensor:
     """Return [features, elements] in the shape and dtype of [batch, features, ...]."""
     moved = like.transpose(0, 1)
-    return values.view(moved.shape).transpose(0, 1).to(like.dtype)
+    return rounded(values.view(moved.shape).transpose(0, 1), like.dtype)

@@ -14,6 +14,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import RowsGradient, accumulate_grad
 from megalite.parallel.sharding import Sharding
+from megalite_kernels.products import changed
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _VocabParallelRows(torch.autograd.Function):
         local = local.masked_fill(outside, 0)
         ctx.table, ctx.gather_over = table, group if sequence_parallel else None
         ctx.save_for_backward(local, outside)
-        rows = F.embedding(local, table).masked_fill_(outside.unsqueeze(-1), 0.0)
+        rows = changed(F.embedding(local, table), "masked_fill", outside.unsqueeze(-1), 0.0)
         return collectives.reduce_scatter(rows, group) if sequence_parallel else collectives.all_reduce_(rows, group)
 
     @staticmethod

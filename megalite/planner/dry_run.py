@@ -29,6 +29,7 @@ from megalite.pipeline.schedules import Action
 from megalite.planner.host_time import host_speed
 from megalite.planner.recording import Recorder
 from megalite.planner.records import Work
+from megalite.torch_internals import mend_products_on_meta
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData, known_vocabulary
@@ -175,6 +176,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
 @contextmanager
 def gpu_kernels(config: KernelsConfig) -> Iterator[None]:
     """Choose the kernels that a GPU runs, within the block: Triton's if it is installed and the flags allow it."""
+    mend_products_on_meta()
     before = current()
     auto = "triton" if config.kernels == "auto" and is_installed() else config.kernels
     use(Kernels(auto, config.to_reference))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -49,3 +50,28 @@ def test_the_help_has_the_name_that_was_called(
     assert shown.startswith(f"usage: {program} ")
     for example in examples:
         assert example in shown
+
+
+_FROM_A_CLONE = """
+import importlib.util, runpy, sys
+for script in sys.argv[1:]:
+    before, modules = sys.path[:], set(sys.modules)
+    sys.path.insert(0, script.rpartition("/")[0])
+    runpy.run_path(script, run_name="tried")
+    print(importlib.util.find_spec("megalite").origin, importlib.util.find_spec("megalite_kernels").origin)
+    sys.path[:] = before
+    for name in set(sys.modules) - modules:
+        if name.startswith("megalite"):
+            del sys.modules[name]
+"""
+
+
+def test_scripts_run_from_a_clone_that_is_not_installed(tmp_path: Path) -> None:
+    """In an interpreter that has what the project depends on, and ignores what says where the project is."""
+    libraries = Path(str(importlib.import_module("numpy").__file__)).parents[1]
+    command = [sys.executable, "-S", "-c", _FROM_A_CLONE, *map(str, SCRIPTS)]
+    environment = {"PYTHONPATH": str(libraries)}
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    own = f"{ROOT / 'megalite/__init__.py'} {ROOT / 'kernels/megalite_kernels/__init__.py'}"
+    assert ended.stdout.splitlines() == [own] * len(SCRIPTS)

@@ -49,6 +49,12 @@ def test_a_group_of_its_own_name_is_made_and_listed(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+def test_a_product_of_another_dtype_is_added_on_meta() -> None:
+    internals.mend_products_on_meta()
+    target, factor = torch.zeros(3, 3, device="meta"), torch.zeros(3, 3, dtype=torch.bfloat16, device="meta")
+    assert torch.addmm(target, factor, factor, out_dtype=target.dtype, beta=1.0, out=target) is target, VERSION
+
+
 def test_a_profiler_is_noticed() -> None:
     assert not internals.is_profiling(), VERSION
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
