@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.model.batch import MicroBatch, first_keys, first_visible
@@ -39,7 +38,10 @@ def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> Micr
 def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Compile FlexAttention as for a GPU except for the last step, which leaves plain operations and gradients for a
     CPU."""
-    torch._dynamo.reset()
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()
     counters.clear()
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *parts: None)
     compiled = torch.compile(flex_attention, backend="aot_eager")
@@ -65,7 +67,9 @@ def heads(sequence: int, count: int, generator: torch.Generator) -> Tensor:
     return states.permute(1, 2, 0, 3).requires_grad_()
 
 
-@pytest.mark.parametrize(("groups", "cap", "scale"), [(4, None, None), (2, 2.0, 0.7)])
+@pytest.mark.parametrize(
+    ("groups", "cap", "scale"), [pytest.param(4, None, None, marks=pytest.mark.wide), (2, 2.0, 0.7)]
+)
 def test_attention_in_blocks_is_the_dense_one(
     groups: int, cap: float | None, scale: float | None, graphs: dict[str, int]
 ) -> None:
@@ -85,7 +89,7 @@ def test_attention_in_blocks_is_the_dense_one(
     assert graphs["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("groups", "cap"), [(4, None), (2, 2.0)])
+@pytest.mark.parametrize(("groups", "cap"), [(4, None), pytest.param(2, 2.0, marks=pytest.mark.wide)])
 def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
     """Its gradient is compared, too."""
     generator = torch.Generator().manual_seed(0)
@@ -170,8 +174,20 @@ def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch
     assert asked == [12, 4]
 
 
-@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 200), (True, 100), (False, None)])
-@pytest.mark.parametrize("runs", [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)])
+MASKS = [(True, None), (False, 200), (True, 100), (False, None)]
+RUNS = [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "documents", "window"),
+    [
+        pytest.param(
+            runs, documents, window, id=f"runs{i}-{documents}-{window}", marks=[pytest.mark.wide] * (j % len(RUNS) != i)
+        )
+        for i, runs in enumerate(RUNS)
+        for j, (documents, window) in enumerate(MASKS)
+    ],
+)
 def test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is(
     documents: bool, window: int | None, runs: tuple[range, ...], graphs: dict[str, int]
 ) -> None:

@@ -178,11 +178,24 @@ def test_the_command_itself(saved: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ damage
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_found_or_makes_no_difference(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
+    check_a_flipped_bit(tmp_path_factory, data)
+
+
+@pytest.mark.wide
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_many_flipped_bits_are_found_or_make_no_difference(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    check_a_flipped_bit(tmp_path_factory, data)
+
+
+def check_a_flipped_bit(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("run")
     path = checkpoints.write(folder, tensors(), data.draw(checkpoints.cuts(tensors())))
     damaged = data.draw(st.sampled_from(sorted(file for file in path.iterdir())))
@@ -295,7 +308,7 @@ def test_progress_counts_every_byte_once(saved: Path, capsys: pytest.CaptureFixt
 NUMBERS = st.floats(-1e3, 1e3, width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, -1e-44])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), numbers=st.lists(NUMBERS, min_size=12, max_size=12))
 def test_statistics_are_those_of_the_whole_tensor_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, numbers: list[float]
@@ -363,7 +376,7 @@ def compared(a: Path, b: Path, names: list[str] | None = None) -> Comparison:
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_values_are_compared_whatever_cuts_saved_them(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,6 +38,7 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 from tests.harness import checkpoints
 from tests.harness.checkpoints import STATE
+from tests.harness.job import Job
 from tests.harness.tool import Ended, run_tool
 
 pytestmark = pytest.mark.costly
@@ -101,7 +100,7 @@ def assert_same(a: Path, b: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ the same values
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_cut_becomes_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -145,12 +144,10 @@ def test_a_run_continues_from_it_bit_for_bit(saved: Path, tmp_path: Path, flags:
 
 
 def test_the_command_itself(saved: Path, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/checkpoint/reshard.py"), "--load", str(saved), "--files", "2"]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    command += ["--save", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    assert_same(saved, tmp_path / "iter_0000007")
+    command = [ROOT / "tools/checkpoint/reshard.py", "--load", saved, "--files", "2", "--save", tmp_path / "new"]
+    with Job(command, 1, tmp_path, told=[{}]) as job:
+        assert job.wait() == [0], job.stderr(0)
+    assert_same(saved, tmp_path / "new" / "iter_0000007")
 
 
 # ------------------------------------------------------------------------------------------------------ how it is cut

@@ -62,9 +62,16 @@ def test_the_file_of_a_run_that_knew_fewer_axes_is_read() -> None:
     assert load_yaml(older) == config
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=15)
 @given(configs())
 def test_any_configuration_comes_back_equal(config: RunConfig) -> None:
+    assert load_yaml(dump(config)) == config
+
+
+@pytest.mark.wide
+@settings(deadline=None, max_examples=50)
+@given(configs())
+def test_many_configurations_come_back_equal(config: RunConfig) -> None:
     assert load_yaml(dump(config)) == config
 
 

@@ -156,8 +156,10 @@ def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, t
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        *((name, form) for form in ("stacked", "per layer", "legacy") for name in MODELS),
-        *((name, form) for form in ("stacked", "per layer") for name in EXPERTS),
+        pytest.param(name, form, marks=[pytest.mark.wide] * ((model + place) % len(forms) > 0))
+        for models, forms in ((MODELS, ("stacked", "per layer", "legacy")), (EXPERTS, ("stacked", "per layer")))
+        for place, form in enumerate(forms)
+        for model, name in enumerate(models)
     ],
 )
 def test_what_megatron_core_saves_is_read(
@@ -180,7 +182,7 @@ def test_what_megatron_core_saves_is_read(
         assert (b"linear_fc1.weight_w" in described) == (form == "per layer" and model.swiglu)
 
 
-@pytest.mark.parametrize("form", ["stacked", "legacy"])
+@pytest.mark.parametrize("form", ["stacked", pytest.param("legacy", marks=pytest.mark.wide)])
 def test_two_tensor_parallel_ranks_save_and_load(
     form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
 ) -> None:

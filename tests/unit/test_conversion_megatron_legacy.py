@@ -43,9 +43,20 @@ def models(draw: st.DrawFn, tensor_ranks: int, layers: int) -> ModelConfig:
     return replace(model, exact_gelu=not (model.swiglu or model.add_bias_linear))
 
 
-@settings(**MANY)
+@settings(**MANY | {"max_examples": 12})
 @given(data=st.data())
 def test_any_layout_is_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    check_any_layout(tmp_path_factory, data)
+
+
+@pytest.mark.wide
+@settings(**MANY)
+@given(data=st.data())
+def test_many_layouts_are_read(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    check_any_layout(tmp_path_factory, data)
+
+
+def check_any_layout(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     tensor_ranks, pipeline_ranks, chunks = (data.draw(st.integers(1, most)) for most in (3, 3, 2))
     stages = [[data.draw(st.integers(1, 2)) for _ in range(pipeline_ranks)] for _ in range(chunks)]
     model = data.draw(models(tensor_ranks, sum(map(sum, stages))))

@@ -104,16 +104,33 @@ def vocabulary(request: pytest.FixtureRequest) -> tuple[Any, FastByteLevelBPE]:
     return tokenizer, FastByteLevelBPE(tokenizer, add_special_tokens=True)
 
 
-@settings(deadline=None, max_examples=50)
-@given(texts=st.lists(TEXT, max_size=4))
-@example(texts=["e\u0301", "\u212b \u2126", "\U00040000", "\u0378", "a" * 300, " " * 70 + "x"])
+TEXTS = st.lists(TEXT, max_size=4)
+EXAMPLE = ["e\u0301", "\u212b \u2126", "\U00040000", "\u0378", "a" * 300, " " * 70 + "x"]
+
+
+@settings(deadline=None, max_examples=12)
+@given(texts=TEXTS)
+@example(texts=EXAMPLE)
 def test_tiktoken_gives_the_same_tokens(vocabulary: tuple[Any, FastByteLevelBPE], texts: list[str]) -> None:
+    check_texts(vocabulary, texts)
+
+
+@pytest.mark.wide
+@settings(deadline=None, max_examples=50)
+@given(texts=TEXTS)
+def test_tiktoken_gives_the_same_tokens_of_many_texts(
+    vocabulary: tuple[Any, FastByteLevelBPE], texts: list[str]
+) -> None:
+    check_texts(vocabulary, texts)
+
+
+def check_texts(vocabulary: tuple[Any, FastByteLevelBPE], texts: list[str]) -> None:
     tokenizer, fast = vocabulary
     expected = [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=True)]
     assert [list(ids) for ids in fast.encode_documents(texts)] == expected
 
 
-@pytest.mark.parametrize("name", ["GPT-2's words", "normalized"])
+@pytest.mark.parametrize("name", [pytest.param("GPT-2's words", marks=pytest.mark.wide), "normalized"])
 def test_every_character_goes_the_same_way(name: str) -> None:
     """Each between a letter and a digit, where its class decides what it is cut from."""
     tokenizer = VOCABULARIES[name]()
@@ -135,8 +152,21 @@ def test_it_is_the_fast_road_that_is_tested(vocabulary: tuple[Any, FastByteLevel
     _, fast = vocabulary
     assert all(fast._encode(text) is not None for text in TRAINING if "<|" not in text)
     assert fast._encode("ends with <|endoftext|> spelled out") is None
-    # Too much for the stack of the regular expression's engine, and no matter.
+
+
+def check_many_spaces(fast: FastByteLevelBPE) -> None:
+    """Encode what is too much for the stack of the regular expression's engine."""
     assert len(*fast.encode_documents([" " * 1_000_000])) > 0
+
+
+@pytest.mark.parametrize("name", ["GPT-2's words", "pattern 0", "pattern 6"])
+def test_a_million_spaces_are_no_matter(name: str) -> None:
+    check_many_spaces(FastByteLevelBPE(VOCABULARIES[name](), add_special_tokens=True))
+
+
+@pytest.mark.wide
+def test_a_million_spaces_are_no_matter_to_any(vocabulary: tuple[Any, FastByteLevelBPE]) -> None:
+    check_many_spaces(vocabulary[1])
 
 
 def changed(path: str, value: Any) -> Any:
@@ -187,10 +217,21 @@ def crafted(merges: list[tuple[str, str]], ignore_merges: bool = False) -> Any:
     return tokenizer
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_merges_that_no_training_makes_are_the_same_or_refused(data: st.DataObject) -> None:
-    """Random rules over two letters: tokens that cannot be reached, that come about in two ways, in any order."""
+    check_merges(data)
+
+
+@pytest.mark.wide
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_many_merges_that_no_training_makes_are_the_same_or_refused(data: st.DataObject) -> None:
+    check_merges(data)
+
+
+def check_merges(data: st.DataObject) -> None:
+    """Draw rules over two letters: tokens that cannot be reached, that come about in two ways, in any order."""
     tokens, merges = ["a", "b"], list[tuple[str, str]]()
     for _ in range(data.draw(st.integers(1, 8))):
         merge = (data.draw(st.sampled_from(tokens)), data.draw(st.sampled_from(tokens)))
@@ -244,7 +285,7 @@ def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return processor, cache
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(text=TEXT)
 @example(text=" ")
 @example(text="x ")

@@ -209,14 +209,28 @@ def global_batch(consumed: int, size: int, micro: int, ranks: int, num_workers: 
     return [sample for of_each in zip(*of_ranks, strict=True) for samples in of_each for sample in samples]
 
 
-@settings(deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(0, 2)), min_size=1, max_size=5
-    ),
-    st.none() | st.integers(1, 100),
+SPLITS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(0, 2)), min_size=1, max_size=5
 )
+OVER = st.none() | st.integers(1, 100)
+
+
+@settings(deadline=None, max_examples=25)
+@given(SPLITS, OVER)
 def test_any_split_may_go_on_and_the_global_batches_stay(splits: list[tuple[int, int, int]], over: int | None) -> None:
+    check_splits(splits, over)
+
+
+@pytest.mark.wide
+@settings(deadline=None)
+@given(SPLITS, OVER)
+def test_many_splits_may_go_on_and_the_global_batches_stay(
+    splits: list[tuple[int, int, int]], over: int | None
+) -> None:
+    check_splits(splits, over)
+
+
+def check_splits(splits: list[tuple[int, int, int]], over: int | None) -> None:
     """Micro-batches, ranks and workers change between steps, as at a checkpoint, also while the batch grows."""
     size = GlobalBatchSize(72, None if over is None else (24, 24, over))
     consumed = 0

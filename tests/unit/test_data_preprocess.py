@@ -1,4 +1,4 @@
-"""The commands that turn text into token files, as processes."""
+"""The commands that turn text into token files, most in the test's process."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import pytest
 
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
 from megalite.config.tokenizer import EncodingFlags
+from megalite.data import corpus as data_corpus
 from megalite.data.corpus import Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
@@ -27,6 +28,7 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
 from megalite.preprocessing.encoding import encode_chunk
 from tests.harness.terminal import read_to_end
+from tests.harness.tool import Ended, run_tool
 
 pytestmark = pytest.mark.costly
 
@@ -35,13 +37,16 @@ BYTES = EncodingFlags(tokenizer_type="ByteTokenizer")
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
 
 
-def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+COMMANDS = {"tools/preprocess_data.py": "preprocess", "tools/train_tokenizer.py": "train_tokenizer"}
+
+
+def started(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / tool), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def preprocess(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run("tools/preprocess_data.py", "--tokenizer-type", "ByteTokenizer", *arguments)
+def preprocess(*arguments: object, workers: int = 1) -> Ended:
+    return run_tool("preprocess", "--tokenizer-type", "ByteTokenizer", *arguments, "--workers", workers)
 
 
 def corpus(path: Path, texts: list[str]) -> Path:
@@ -78,7 +83,7 @@ def test_an_end_of_documents_beyond_the_vocabulary_is_refused(tmp_path: Path, mo
 def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     result = preprocess("--input", source, "--output-prefix", tmp_path / "out" / "c", "--append-eod")
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     prefix = tmp_path / "out" / "c_text_document"
     assert f"--data-path {prefix}\n" in result.stdout
     assert "302 documents" in result.stdout
@@ -95,19 +100,20 @@ def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
 def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = TEXTS * 100
+    monkeypatch.setattr(data_corpus, "CHUNK_BYTES", 1 << 14)
+    texts = TEXTS * 10
     whole = corpus(tmp_path / "whole.jsonl", texts)
-    assert whole.stat().st_size > 5 * (1 << 18)  # several chunks in flight
-    first = corpus(tmp_path / "first.jsonl", texts[:7000])
-    second = corpus(tmp_path / "second.jsonl", texts[7000:])
+    assert whole.stat().st_size > 5 * (1 << 14)  # several chunks in flight
+    first = corpus(tmp_path / "first.jsonl", texts[:700])
+    second = corpus(tmp_path / "second.jsonl", texts[700:])
     packed = tmp_path / "second.jsonl.gz"
     packed.write_bytes(gzip.compress(second.read_bytes()))
     runs = [([whole], 1), ([whole], 3), ([first, packed], 2)]
     for number, (inputs, workers) in enumerate(runs):
         out = tmp_path / str(number) / "c"
         keys = ("--json-keys", "text", "title")
-        result = preprocess("--input", *inputs, "--output-prefix", out, *keys, "--workers", workers)
-        assert result.returncode == 0, result.stderr
+        result = preprocess("--input", *inputs, "--output-prefix", out, *keys, workers=workers)
+        assert result.code == 0, result.stderr
     outputs = [contents(tmp_path / str(number)) for number in range(3)]
     names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "megalite.json")}
     assert set(outputs[0]) == names
@@ -185,8 +191,8 @@ def test_a_line_that_is_wrong_is_named_and_nothing_is_left(
     source = tmp_path / "corpus.jsonl"
     source.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
     out = tmp_path / "out"
-    result = preprocess("--input", source, "--output-prefix", out / "c", "--workers", workers)
-    assert result.returncode == 64
+    result = preprocess("--input", source, "--output-prefix", out / "c", workers=workers)
+    assert result.code == 64
     assert result.stderr.startswith(f"error: {source}{message}")
     assert len(result.stderr.splitlines()) == 1
     assert list(out.iterdir()) == []
@@ -195,10 +201,10 @@ def test_a_line_that_is_wrong_is_named_and_nothing_is_left(
 def test_an_error_leaves_earlier_files(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     out = tmp_path / "out"
-    assert preprocess("--input", source, "--output-prefix", out / "c").returncode == 0
+    assert preprocess("--input", source, "--output-prefix", out / "c").code == 0
     before = contents(out)
     source.write_text("{")
-    assert preprocess("--input", source, "--output-prefix", out / "c").returncode == 64
+    assert preprocess("--input", source, "--output-prefix", out / "c").code == 64
     assert contents(out) == before
 
 
@@ -215,7 +221,7 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
     if content is not None:
         (tmp_path / name).write_bytes(content)
     result = preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out" / "c")
-    assert result.returncode == 64
+    assert result.code == 64
     assert message in result.stderr
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -232,7 +238,7 @@ def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
 ) -> None:
     out = tmp_path / "out"
     result = preprocess("--input", tmp_path / "none", "--output-prefix", out / "c", "--json-keys", *keys)
-    assert result.returncode == 64
+    assert result.code == 64
     assert result.stderr.startswith(f"error: {message}")
     assert not out.exists()
 
@@ -241,11 +247,11 @@ def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
     first = preprocess(*arguments)
-    assert first.returncode == 0, first.stderr
+    assert first.code == 0, first.stderr
     assert f"given more than once, but read once: {source}\n" in first.stderr
     before = contents(tmp_path)
     second = preprocess(*arguments)
-    assert second.returncode == 0, second.stderr
+    assert second.code == 0, second.stderr
     assert contents(tmp_path) == before
 
 
@@ -322,14 +328,14 @@ def test_every_tokenizer_flag_of_megatron_has_a_fate(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("tool", ["tools/preprocess_data.py", "tools/train_tokenizer.py"])
 def test_a_misspelt_flag_is_refused_with_the_right_one(tool: str) -> None:
-    result = run(tool, "--inptu", "x", "--output_prefix=y")
-    assert result.returncode == 64
+    result = run_tool(COMMANDS[tool], "--inptu", "x", "--output_prefix=y")
+    assert result.code == 64
     assert result.stderr == "error: there is no flag --inptu: did you mean --input?\n"
-    missing = run(tool, "--input", "x")
-    assert missing.returncode == 64
+    missing = run_tool(COMMANDS[tool], "--input", "x")
+    assert missing.code == 64
     assert "--output-prefix" in missing.stderr
-    help_text = run(tool, "--help")
-    assert help_text.returncode == 0
+    help_text = run_tool(COMMANDS[tool], "--help")
+    assert help_text.code == 0
     assert "--json-keys" in help_text.stdout
 
 
@@ -344,7 +350,7 @@ def test_the_standard_library_makes_a_tokenizer_and_a_dataset(tmp_path: Path) ->
         ("tools/train_tokenizer.py", "--input", lines, "--vocab-size", 1000, "--output-prefix", tokenizer),
         ("tools/preprocess_data.py", "--input", lines, *output_flags, *tokenizer_flags),
     ):
-        result = run(*arguments)
+        result = started(*arguments)
         assert result.returncode == 0, result.stderr
     assert lines.stat().st_size > 3_000_000
     records = [json.loads(line) for line in lines.read_text().splitlines()]

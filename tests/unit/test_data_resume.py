@@ -29,6 +29,7 @@ from megalite.preprocessing import partial_output, preprocess
 from megalite.preprocessing.encoding import encode_chunk
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import PartialOutput, partial_folder
+from tests.harness.tool import run_tool
 
 pytestmark = pytest.mark.costly
 
@@ -132,7 +133,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, stop: int, prefix: Path, source: 
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("left", ["nothing", "a part", "all but the names"])
+@pytest.mark.parametrize("left", [pytest.param("nothing", marks=pytest.mark.wide), "a part", "all but the names"])
 def test_a_kill_at_every_step_of_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     """Whatever an earlier run left unfinished, and with output of other text under the final names."""
     source = write_corpus(tmp_path / "corpus.jsonl", 15, 40)
@@ -255,14 +256,14 @@ def command(*arguments: object) -> list[str]:
 
 def test_only_who_wrote_something_is_told_how_to_go_on(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
-    arguments = command("--input", source, "--output-prefix", tmp_path / "c", *BYTES)
+    arguments = ["--input", source, "--output-prefix", tmp_path / "c", *BYTES]
     folder = partial_folder(str(tmp_path / "c"))
     with output(tmp_path / "c", resume=False) as partial:
         partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
-        second = subprocess.run(arguments, capture_output=True, text=True)
+        second = run_tool("preprocess", *arguments)
         wait = "wait for it, or choose another --output-prefix"
         assert second.stderr == f"error: another run is writing {folder}: {wait}\n"
-    different = subprocess.run([*arguments, "--resume"], capture_output=True, text=True)
+    different = run_tool("preprocess", *arguments, "--resume")
     assert different.stderr.startswith(f"error: {folder} is from a run with other inputs")
     assert (folder / "journal").stat().st_size > 0
 
@@ -294,49 +295,47 @@ def test_kills_of_the_real_command(tmp_path: Path) -> None:
     assert not journal.parent.exists()
 
 
-def test_a_bad_line_then_without_it(tmp_path: Path) -> None:
-    source = write_corpus(tmp_path / "corpus.jsonl", 20_000, 400)
+def test_a_bad_line_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 1 << 13)
+    source = write_corpus(tmp_path / "corpus.jsonl", 600, 400)
     lines = source.read_text().splitlines(keepends=True)
-    source.write_text("".join([*lines[:15_000], '{"text": 7}\n', *lines[15_000:]]))
+    source.write_text("".join([*lines[:450], '{"text": 7}\n', *lines[450:]]))
     arguments = ("--input", source, *BYTES)
-    stopped = subprocess.run(
-        command(*arguments, "--output-prefix", tmp_path / "out" / "c"), capture_output=True, text=True
-    )
-    assert stopped.returncode == 64
-    assert f"error: {source}:15001: the field 'text' is a int, not a text. Correct or remove it" in stopped.stderr
+    stopped = run_tool("preprocess", *arguments, "--output-prefix", tmp_path / "out" / "c")
+    assert stopped.code == 64
+    assert f"error: {source}:451: the field 'text' is a int, not a text. Correct or remove it" in stopped.stderr
     assert "--skip-bad-lines" in stopped.stderr
     assert "c.partial: the same command with --resume continues it" in stopped.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.partial"]
     skipping = (*arguments, "--skip-bad-lines")
-    went_on = subprocess.run(
-        command(*skipping, "--output-prefix", tmp_path / "out" / "c", "--resume"), capture_output=True, text=True
-    )
-    assert went_on.returncode == 0, went_on.stderr
+    went_on = run_tool("preprocess", *skipping, "--output-prefix", tmp_path / "out" / "c", "--resume")
+    assert went_on.code == 0, went_on.stderr
     assert "continuing after" in went_on.stderr
-    assert f"left out {source}:15001: the field 'text' is a int" in went_on.stderr
+    assert f"left out {source}:451: the field 'text' is a int" in went_on.stderr
     assert "1 bad lines were left out" in went_on.stdout
-    assert "20,000 documents" in went_on.stdout
-    subprocess.run(command(*skipping, "--output-prefix", tmp_path / "whole" / "c"), check=True, capture_output=True)
+    assert "600 documents" in went_on.stdout
+    assert run_tool("preprocess", *skipping, "--output-prefix", tmp_path / "whole" / "c").code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_a_full_disk_then_a_freed_one(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk."""
-    source = write_corpus(tmp_path / "corpus.jsonl", 20_000, 400)
-    arguments = command("--input", source, *BYTES)
+    source = write_corpus(tmp_path / "corpus.jsonl", 5_000, 400)
+    arguments = ["--input", source, *BYTES]
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
 
     full = subprocess.run(
-        [*arguments, "--output-prefix", str(tmp_path / "out" / "c")], capture_output=True, text=True, preexec_fn=limit
+        command(*arguments, "--output-prefix", tmp_path / "out" / "c"), capture_output=True, text=True, preexec_fn=limit
     )
     assert full.returncode == 93
     assert "c_text_document.bin failed (File too large): free space or choose another output path" in full.stderr
     assert "Traceback" not in full.stderr
-    subprocess.run([*arguments, "--output-prefix", str(tmp_path / "out" / "c"), "--resume"], check=True)
-    subprocess.run([*arguments, "--output-prefix", str(tmp_path / "whole" / "c")], check=True)
+    for folder, more in (("out", ["--resume"]), ("whole", [])):
+        prefix = tmp_path / folder / "c"
+        assert run_tool("preprocess", *arguments, "--output-prefix", prefix, *more).code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 

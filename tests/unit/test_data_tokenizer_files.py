@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.tokenizer_training import train_byte_level_bpe
 from tests.harness.tokenizers import named_tokenizer
+from tests.harness.tool import run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "def area(radius):\n    return 3.14159 * radius ** 2\n\n\nclass Circle:\n\tname = 'Zirkel, größer'\n"
@@ -65,7 +65,7 @@ def gpt2_files(folder: Path) -> dict[str, str]:
 def test_nothing_of_a_text_is_lost(folder: Path, form: str) -> None:
     tokenizer = BUILDS[form](folder)
 
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=20)
     @given(text=st.text())
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
@@ -351,9 +351,8 @@ def test_the_command_writes_what_the_tokenizer_gives(folder: Path, tmp_path: Pat
         "ranks.json": ["TikTokenizer", "--tokenizer-model", folder / "ranks.json"],
         "ranks.tiktoken": ["TikTokenizer", "--tokenizer-model", folder / "ranks.tiktoken"],
     }[form]
-    command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", folder / "corpus.jsonl", "--append-eod"]
-    command += ["--output-prefix", tmp_path / "c", "--workers", 1, "--tokenizer-type", *flags]
-    subprocess.run(list(map(str, command)), check=True, timeout=120, stdout=subprocess.DEVNULL)
+    arguments = ["--input", folder / "corpus.jsonl", "--append-eod", "--output-prefix", tmp_path / "c"]
+    assert run_tool("preprocess", *arguments, "--workers", 1, "--tokenizer-type", *flags).code == 0
     tokenizer, data = BUILDS[form](folder), IndexedDataset(tmp_path / "c_text_document")
     assert [data.get(i).tolist() for i in range(4)] == [
         [*tokenizer.encode(TEXT * i), tokenizer.eod] for i in range(1, 5)

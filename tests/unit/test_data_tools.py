@@ -22,17 +22,21 @@ from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from megalite.preprocessing.inspection import length_statistics, verify
 from tests.harness.fork_server import fork_context
 from tests.harness.token_files import add_document
+from tests.harness.tool import Ended, run_tool
 
 pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ByteTokenizer().identity()
+COMMANDS = {
+    "tools/merge_datasets.py": "merge_datasets",
+    "tools/inspect_dataset.py": "inspect_dataset",
+    "tools/preprocess_data.py": "preprocess",
+}
 
 
-def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / tool), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+def run(tool: str, *arguments: object) -> Ended:
+    return run_tool(COMMANDS[tool], *arguments)
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16, tokenizer: object = BYTES) -> None:
@@ -70,7 +74,7 @@ def test_merging_a_directory_and_prefixes_in_their_order(tmp_path: Path) -> None
     result = run(
         "tools/merge_datasets.py", "--input", tmp_path / "z", tmp_path / "parts", "--output-prefix", tmp_path / "m"
     )
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     assert "3 datasets, 3 documents, 4 tokens" in result.stdout
     assert f"--data-path {tmp_path / 'm'}\n" in result.stdout
     data = IndexedDataset(tmp_path / "m")
@@ -122,14 +126,14 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "x.bin").write_bytes(b"")
     result = run("tools/merge_datasets.py", "--input", tmp_path / "half", "--output-prefix", out)
-    assert result.returncode == 64
+    assert result.code == 64
     assert "x.idx is missing" in result.stderr
 
 
 def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[*b"one", 256]], [], [[*b"two"], [*b"three", 256]]])
     shown = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--verify")
-    assert shown.returncode == 0, shown.stderr
+    assert shown.code == 0, shown.stderr
     lines = dict(line.split("  ", 1) for line in shown.stdout.splitlines() if "  " in line)
     facts = {name: value.strip() for name, value in lines.items()}
     assert facts["documents"] == "3"
@@ -146,7 +150,7 @@ def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     )
     assert text.stdout == "two\nthree\n"
     missing = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 3)
-    assert missing.returncode == 64
+    assert missing.code == 64
     assert "has documents 0 to 2" in missing.stderr
 
 
@@ -158,9 +162,9 @@ def test_a_document_of_a_tiktoken_vocabulary_with_flags_of_its_own(tmp_path: Pat
     flags += ("--tokenizer-special-tokens", "<end>", "<other>")
     source = ("--input", tmp_path / "corpus.jsonl", "--output-prefix", tmp_path / "c", "--append-eod")
     made = run("tools/preprocess_data.py", *source, *flags, "--workers", 1)
-    assert made.returncode == 0, made.stderr
+    assert made.code == 0, made.stderr
     shown = run("tools/inspect_dataset.py", "--prefix", tmp_path / "c_text_document", "--document", 0, *flags)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.code == 0, shown.stderr
     assert shown.stdout == "one two\n"
 
 
@@ -174,11 +178,11 @@ def test_a_sample_of_a_run(tmp_path: Path) -> None:
         "optimizer: {lr: 1.0}\n"
     )
     shown = run("tools/inspect_dataset.py", "--config", config, "--sample", 3)
-    assert shown.returncode == 0, shown.stderr
+    assert shown.code == 0, shown.stderr
     assert shown.stdout.startswith("sample 3: 24 tokens, 24 count in the loss\n")
     assert shown.stdout.count("document ") >= 1
     beyond = run("tools/inspect_dataset.py", "--config", config, "--sample", 1000)
-    assert beyond.returncode == 64
+    assert beyond.code == 64
     assert "the run has samples 0 to" in beyond.stderr
 
 

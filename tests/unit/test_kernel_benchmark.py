@@ -45,6 +45,15 @@ def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: 
 
 
 def test_a_rival_that_is_missing_or_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_notes(tmp_path, monkeypatch, "--rivals", "torch", "liger")
+
+
+@pytest.mark.wide  # compiles what the others are
+def test_all_rivals_run_beside_those_that_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_notes(tmp_path, monkeypatch)
+
+
+def check_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'liger_kernel'")
 
@@ -53,7 +62,7 @@ def test_a_rival_that_is_missing_or_fails_is_a_note(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(kernel_rivals, "liger", missing)
     monkeypatch.setitem(kernel_rivals.PLAIN, "rms_norm", failing)
-    table, figures = run(tmp_path)
+    table, figures = run(tmp_path, *flags)
     assert {row["implementation"] for row in table if row["operation"].startswith("rms_norm")} == {"megalite"}
     first, *others = figures["notes"]
     assert "pip install liger-kernel" in first

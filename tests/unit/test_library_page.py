@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import megalite
+from tests.harness.job import Job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("library.md", "parallel_layers.md")]
@@ -41,6 +42,9 @@ def test_names_are_imported_when_they_are_used() -> None:
 
 def test_the_program_of_the_readme_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "finished after step 100" in ended.stdout
+    script = tmp_path / "program.py"
+    script.write_text(f"import os\n\nos.chdir({str(tmp_path)!r})\n{program}")
+    with Job([script], 1, tmp_path / "job", told=[{}]) as job:
+        assert job.wait() == [0], job.stderr(0)
+        assert "finished after step 100" in job.stdout(0)
     assert (tmp_path / "run/squares/DONE").exists()

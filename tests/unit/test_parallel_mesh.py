@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.parallel.mesh import DENSE_AXES, EXPERT_AXES, ParallelMesh, UnconnectedMesh
+from tests.harness.job import Job
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,10 +160,10 @@ print(rank, mesh.coordinate("pp"), mesh.coordinate("dp"), mesh.coordinate("tp"))
     ],
     ids=str,
 )
-def test_any_rank_of_16384_can_be_built_here(rank: int, place: str) -> None:
+def test_any_rank_of_16384_can_be_built_here(rank: int, place: str, tmp_path: Path) -> None:
     """Model, buckets and sharded optimizer on the meta device under a fake process group."""
-    command = [sys.executable, "-c", ANY_RANK, str(rank)]
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split(maxsplit=1) == [str(rank), place + "\n"]
+    script = tmp_path / "any_rank.py"
+    script.write_text(ANY_RANK)
+    with Job([script, str(rank)], 1, tmp_path / "job", told=[{}]) as job:
+        assert job.wait() == [0], job.stderr(0)
+        assert job.stdout(0).split(maxsplit=1) == [str(rank), place + "\n"]

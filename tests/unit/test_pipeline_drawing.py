@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -22,6 +23,7 @@ from megalite.pipeline.simulator import Span, bubble, durations, simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine, measured_durations
 from megalite.pipeline.trace import read_trace, to_trace
+from tests.harness.tool import Ended, run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -263,10 +265,9 @@ def test_what_is_no_trace_of_a_step(tmp_path: Path, text: str) -> None:
 # ------------------------------------------------------------------------------------------------- the command
 
 
-def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/draw_schedule.py"), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=folder)
+def run(folder: Path, *arguments: object) -> Ended:
+    with chdir(folder):
+        return run_tool("draw_schedule", *arguments)
 
 
 def size(schedule: str, ranks: int = 4, micro_batches: int = 8) -> list[object]:
@@ -275,7 +276,10 @@ def size(schedule: str, ranks: int = 4, micro_batches: int = 8) -> list[object]:
 
 
 def test_the_command_draws_and_prints(tmp_path: Path) -> None:
-    result = run(tmp_path, *size("1f1b"), "--output", "a.svg", "b/a.html", "a.json")
+    arguments = map(str, (*size("1f1b"), "--output", "a.svg", "b/a.html", "a.json"))
+    command = [sys.executable, str(ROOT / "tools/draw_schedule.py"), *arguments]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
         "1f1b: 4 ranks, 8 micro-batches",
@@ -308,7 +312,7 @@ GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 )
 def test_every_schedule_is_drawn(tmp_path: Path, schedule: str, more: tuple[object, ...], step: int) -> None:
     result = run(tmp_path, *size(schedule), *more, "--output", "a.svg")
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     assert f"time of a step  {step}\n" in result.stdout
 
 
@@ -316,12 +320,12 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
     line = measured("1f1b", Stages(4), 8)
     drawing.write_timeline(tmp_path, "step", line)
     result = run(tmp_path, "--measured", "step.json", "--output", "same.svg", "same.json")
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     assert f"step 7\ntime of a step  {line.show(line.ideal + line.bubble)}\n" in result.stdout
     assert (tmp_path / "same.svg").read_text() == drawing.to_svg(read_trace(tmp_path / "step.json"))
 
     result = run(tmp_path, "--measured", "step.json", "--pipeline-schedule", "zb-v", "--output", "zb-v.json")
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.stderr
     assert "zb-v: 4 ranks × 2 chunks, 8 micro-batches" in result.stdout
     other = read_trace(tmp_path / "zb-v.json")
     assert other.ideal == pytest.approx(line.ideal)
@@ -364,7 +368,7 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
 def test_bad_input_ends_with_64_and_a_reason(tmp_path: Path, arguments: list[object], problem: str) -> None:
     drawing.write_timeline(tmp_path, "step", time_line("1f1b", Stages(2), 2))
     result = run(tmp_path, *arguments)
-    assert result.returncode == 64
+    assert result.code == 64
     assert problem in result.stderr + result.stdout
     assert "Traceback" not in result.stderr
     assert not list(tmp_path.glob("a.*"))

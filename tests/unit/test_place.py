@@ -13,6 +13,7 @@ from megalite.errors import ConfigurationError
 from megalite.process import launchers, place
 from megalite.process.launchers import POD_PORT, RANK_VARIABLES, derived_port, first_host
 from megalite.process.place import Place, place_from_environment, place_or_alone
+from tests.harness.job import Job
 from tests.harness.tool import run_tool
 
 ROOT = Path(__file__).parents[2]
@@ -257,14 +258,8 @@ def test_tools_that_use_ranks_refuse_to_be_alone_by_mistake(
 
 
 @pytest.mark.parametrize("environment", [f"{STEP} RANK=1".replace("PROCID=5", "PROCID=0"), "RANK=a WORLD_SIZE=2"])
-def test_training_refuses_it_at_once_with_exit_code_64(environment: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, ROOT / "pretrain_gpt.py"],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"} | variables(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (64, "")
-    assert ended.stderr.startswith("error: ") or "error on rank 1: " in ended.stderr
-    assert ended.stderr.count("\n") == 1
+def test_training_refuses_it_at_once_with_exit_code_64(environment: str, tmp_path: Path) -> None:
+    with Job([ROOT / "pretrain_gpt.py"], 1, tmp_path, told=[variables(environment)]) as job:
+        assert (job.wait(), job.stdout(0)) == ([64], "")
+        assert job.stderr(0).startswith("error: ") or "error on rank 1: " in job.stderr(0)
+        assert job.stderr(0).count("\n") == 1
