@@ -67,7 +67,9 @@ def heads(sequence: int, count: int, generator: torch.Generator) -> Tensor:
     return states.permute(1, 2, 0, 3).requires_grad_()
 
 
-@pytest.mark.parametrize(("groups", "cap", "scale"), [(4, None, None), (2, 2.0, 0.7)])
+@pytest.mark.parametrize(
+    ("groups", "cap", "scale"), [pytest.param(4, None, None, marks=pytest.mark.wide), (2, 2.0, 0.7)]
+)
 def test_attention_in_blocks_is_the_dense_one(
     groups: int, cap: float | None, scale: float | None, graphs: dict[str, int]
 ) -> None:
@@ -87,7 +89,7 @@ def test_attention_in_blocks_is_the_dense_one(
     assert graphs["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize(("groups", "cap"), [(4, None), (2, 2.0)])
+@pytest.mark.parametrize(("groups", "cap"), [(4, None), pytest.param(2, 2.0, marks=pytest.mark.wide)])
 def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
     """Its gradient is compared, too."""
     generator = torch.Generator().manual_seed(0)

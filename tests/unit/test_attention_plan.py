@@ -142,7 +142,7 @@ def tokens_of(runs: Runs) -> np.ndarray:
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=30)
 @given(cases(), st.booleans())
 def test_each_visible_score_is_computed_once_and_no_pair_in_vain(case: Case, gathers: bool) -> None:
     visible, computed = case.visible, np.zeros((case.length, case.length), dtype=np.int64)
@@ -180,7 +180,7 @@ def test_each_visible_score_is_computed_once_and_no_pair_in_vain(case: Case, gat
     assert (computed.reshape(of_chunks).max((1, 3)) == needed).all()
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=30)
 @given(cases())
 def test_the_work_of_chunks_is_that_of_their_parts(case: Case) -> None:
     """The work of a chunk is exactly that of its parts, one by one, and the sum for a rank is that of its plan."""
@@ -263,7 +263,7 @@ def test_the_work_of_all_layers_is_balanced() -> None:
     assert max(of_ranks) * 8 <= 1.05 * sum(of_ranks)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 5), st.integers(1, 5), st.data())
 def test_chunks_are_dealt_evenly_and_each_once(ranks: int, each: int, data: st.DataObject) -> None:
     work = data.draw(st.lists(st.integers(0, 1000), min_size=ranks * each, max_size=ranks * each))

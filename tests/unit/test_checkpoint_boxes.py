@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.checkpoint.coverage import covers
@@ -32,6 +32,7 @@ def mask(box: Box, shape: tuple[int, ...]) -> torch.Tensor:
     return filled
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_a_flat_range_is_cut_into_few_boxes_that_hold_exactly_its_elements(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -51,6 +52,7 @@ def test_a_flat_range_is_cut_into_few_boxes_that_hold_exactly_its_elements(data:
     assert not parts or parts[0][1] == start
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_an_intersection_is_what_both_masks_share(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -66,6 +68,7 @@ def test_an_intersection_is_what_both_masks_share(data: st.DataObject) -> None:
         assert torch.equal(inside, whole[both.slices()])
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_covers_counts_each_element_of_the_target_once(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -77,6 +80,7 @@ def test_covers_counts_each_element_of_the_target_once(data: st.DataObject) -> N
     assert covers(boxes, target) == bool((total[target.slices()] == 1).all())
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_the_parts_of_a_cut_tensor_cover_it_and_no_longer_when_one_is_lost_or_doubled(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -91,6 +95,7 @@ def test_the_parts_of_a_cut_tensor_cover_it_and_no_longer_when_one_is_lost_or_do
     assert not covers([*parts, parts[one]], whole)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_cuts_within_cuts_cover_a_tensor_and_no_longer_when_one_box_is_moved(data: st.DataObject) -> None:
     shape = data.draw(shapes)

@@ -15,7 +15,7 @@ from tests.harness.saved_run import SavedRun
 
 pytestmark = pytest.mark.costly
 
-POSITIONS = 200
+POSITIONS = 100
 """Positions per file, evenly spaced, in addition to its first and last bytes."""
 EDGE = 24
 INDEX = ".metadata"
@@ -89,6 +89,9 @@ def test_a_flipped_bit_anywhere_is_refused_or_makes_no_difference(run: SavedRun,
         assert refused > 0.5 * len(positions) or path.name == INDEX, f"much of {path} is not checked"
 
 
+@pytest.mark.parametrize(
+    "directory", ["synchronous", pytest.param("torch_dist", marks=pytest.mark.wide)], indirect=True
+)
 def test_a_file_that_was_cut_off_or_lengthened_or_emptied_or_is_gone(run: SavedRun, directory: Path) -> None:
     for path in files(directory):
         good = path.read_bytes()

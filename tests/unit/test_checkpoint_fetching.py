@@ -39,7 +39,7 @@ def wanted_of(described: Manifest, name: str, targets: list[Target]) -> dict[Sav
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_boxes_are_filled_from_any_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -93,7 +93,7 @@ def test_damage_elsewhere_does_not_matter_and_here_it_does(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------ between ranks
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_what_several_ranks_need_is_read_by_one_of_them_and_the_work_is_shared(data: st.DataObject) -> None:
     boxes = [SavedBox("t", (48,), torch.float32, Box((row * 4,), (4,)), "f", row * 16, (0,)) for row in range(12)]

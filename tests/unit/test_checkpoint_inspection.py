@@ -308,7 +308,7 @@ def test_progress_counts_every_byte_once(saved: Path, capsys: pytest.CaptureFixt
 NUMBERS = st.floats(-1e3, 1e3, width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, -1e-44])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), numbers=st.lists(NUMBERS, min_size=12, max_size=12))
 def test_statistics_are_those_of_the_whole_tensor_however_it_is_cut(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, numbers: list[float]
@@ -376,7 +376,7 @@ def compared(a: Path, b: Path, names: list[str] | None = None) -> Comparison:
     return found
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_values_are_compared_whatever_cuts_saved_them(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -202,7 +202,7 @@ def test_casts_round_once_from_the_finest_values(tmp_path: Path, state: bool, op
 # ------------------------------------------------------------------------------------------------------ retention
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.sets(st.integers(1, 20), min_size=1, max_size=8),
     st.integers(1, 6),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.harness.covering_array import Row, covering_array, every_value_once, uncovered
@@ -95,6 +95,7 @@ def spaces(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Callable[[Row],
     return factors, lambda row: not any(all(row[name] == value for name, value in rule) for rule in forbidden)
 
 
+@settings(max_examples=40)
 @given(spaces(), st.integers(0, 3))
 def test_every_pair_of_some_valid_row_is_covered(
     space: tuple[dict[str, tuple[int, ...]], Callable[[Row], bool]], seed: int

@@ -152,8 +152,21 @@ def test_it_is_the_fast_road_that_is_tested(vocabulary: tuple[Any, FastByteLevel
     _, fast = vocabulary
     assert all(fast._encode(text) is not None for text in TRAINING if "<|" not in text)
     assert fast._encode("ends with <|endoftext|> spelled out") is None
-    # Too much for the stack of the regular expression's engine, and no matter.
+
+
+def check_many_spaces(fast: FastByteLevelBPE) -> None:
+    """Encode what is too much for the stack of the regular expression's engine."""
     assert len(*fast.encode_documents([" " * 1_000_000])) > 0
+
+
+@pytest.mark.parametrize("name", ["GPT-2's words", "pattern 0", "pattern 6"])
+def test_a_million_spaces_are_no_matter(name: str) -> None:
+    check_many_spaces(FastByteLevelBPE(VOCABULARIES[name](), add_special_tokens=True))
+
+
+@pytest.mark.wide
+def test_a_million_spaces_are_no_matter_to_any(vocabulary: tuple[Any, FastByteLevelBPE]) -> None:
+    check_many_spaces(vocabulary[1])
 
 
 def changed(path: str, value: Any) -> Any:

@@ -96,7 +96,7 @@ def walk(lengths: list[int], order: list[int], samples: int, sequence_length: in
     return [line[start : start + sequence_length + 1] for start in starts]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 0),
     num_samples=st.none() | st.integers(0, 40),

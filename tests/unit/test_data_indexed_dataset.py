@@ -28,7 +28,7 @@ def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> N
         writer.finish()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     documents=st.lists(st.lists(st.integers(0, 1000), max_size=5), max_size=12),
     dtype=st.sampled_from([np.uint16, np.int16, np.int32, np.int64]),
@@ -68,7 +68,7 @@ def test_layout_is_megatrons(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == np.array([7, 8, 9, 5], "<i4").tobytes()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(0, 4), max_size=20))
 def test_documents_in_bulk_are_those_one_by_one(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
     folder = tmp_path_factory.mktemp("data")

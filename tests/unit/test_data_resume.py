@@ -133,7 +133,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, stop: int, prefix: Path, source: 
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("left", ["nothing", "a part", "all but the names"])
+@pytest.mark.parametrize("left", [pytest.param("nothing", marks=pytest.mark.wide), "a part", "all but the names"])
 def test_a_kill_at_every_step_of_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     """Whatever an earlier run left unfinished, and with output of other text under the final names."""
     source = write_corpus(tmp_path / "corpus.jsonl", 15, 40)

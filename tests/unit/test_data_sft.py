@@ -234,7 +234,7 @@ def test_the_template_of_a_tokenizer_is_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- packing
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=40), st.none() | st.integers(1, 60), st.integers(0, 99))
 def test_packing_takes_whole_epochs_in_turn(lengths: list[int], num_samples: int | None, seed: int) -> None:
     order, starts = pack(np.array(lengths), 10, num_samples, seed)

@@ -201,6 +201,7 @@ def test_layouts_of_several_gpus_include_context_parallelism() -> None:
         assert not any("--cp" in flags for _, flags in gpu_training.layouts(1, family))
 
 
+@pytest.mark.wide  # builds a rank of a published layout
 def test_ranks_of_layouts_run_alone_on_a_cpu_and_a_failure_is_wrong(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

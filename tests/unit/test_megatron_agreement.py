@@ -46,7 +46,13 @@ def alone(name: str, folder: Path) -> list[str]:
     return [*kept, *RANDOM]
 
 
-@pytest.mark.parametrize("name", COMMANDS, ids=lambda name: Path(name).name)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, id=Path(name).name, marks=[pytest.mark.wide] * (place % 2))
+        for place, name in enumerate(COMMANDS)
+    ],
+)
 def test_loss_and_gradient_norm_are_megatrons(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
     """Megatron-LM's network is configured from the flags, draws the weights and saves them, which are converted."""
     flags = alone(name, tmp_path)

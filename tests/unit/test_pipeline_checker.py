@@ -31,14 +31,35 @@ def behind(pipeline: Pipeline) -> list[list[Collective]]:
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_every_schedule_passes(schedule: str) -> None:
-    for pipeline in every_pipeline(schedule, most_micro_batches=16):
+    check_schedule(schedule, most_micro_batches=9)  # more than ranks
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("schedule", sorted(CHUNKS))
+def test_every_schedule_passes_also_with_many_micro_batches(schedule: str) -> None:
+    check_schedule(schedule, most_micro_batches=16)
+
+
+def check_schedule(schedule: str, most_micro_batches: int) -> None:
+    for pipeline in every_pipeline(schedule, most_micro_batches):
         reductions = Reductions(overlap=True, align_ranks=True)
         check(pipeline.stages, pipeline.lists(reductions), pipeline.micro_batches, reductions)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS))
 def test_every_kind_of_step_passes(pipeline: Pipeline, reductions: Reductions | None) -> None:
+    check_step(pipeline, reductions)
+
+
+@pytest.mark.wide
+@settings(max_examples=300)
+@given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS))
+def test_many_kinds_of_steps_pass(pipeline: Pipeline, reductions: Reductions | None) -> None:
+    check_step(pipeline, reductions)
+
+
+def check_step(pipeline: Pipeline, reductions: Reductions | None) -> None:
     reductions = reductions if pipeline.backward else None
     check(
         pipeline.stages,

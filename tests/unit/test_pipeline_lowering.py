@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.pipeline.lowering import Reductions, lower
@@ -23,11 +23,13 @@ def _computations(actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if action.kind in COMPUTATIONS]
 
 
+@settings(max_examples=40)
 @given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS))
 def test_the_orders_stay_as_they_are(pipeline: Pipeline, reductions: Reductions | None) -> None:
     assert [_computations(actions) for actions in pipeline.lists(reductions)] == pipeline.orders()
 
 
+@settings(max_examples=40)
 @given(pipeline=pipelines())
 def test_a_message_travels_beside_a_computation(pipeline: Pipeline) -> None:
     """A receive is posted at least one computation before its use, except those that a rank begins with."""
@@ -46,6 +48,7 @@ def test_a_message_travels_beside_a_computation(pipeline: Pipeline) -> None:
         assert not posted
 
 
+@settings(max_examples=40)
 @given(pipeline=pipelines(), overlap=st.booleans())
 def test_a_send_stands_behind_what_gives_it_and_is_waited_for_behind_the_next_computation(
     pipeline: Pipeline, overlap: bool
@@ -94,6 +97,7 @@ def _behind(actions: Sequence[Action]) -> list[tuple[Action, int]]:
     return [(action, len(_computations(actions[:index]))) for index, action in enumerate(actions) if action.kind == "R"]
 
 
+@settings(max_examples=40)
 @given(pipeline=pipelines(), overlap=st.booleans(), align=st.booleans())
 def test_reductions_stand_behind_the_last_gradients(pipeline: Pipeline, overlap: bool, align: bool) -> None:
     pipeline = replace(pipeline, backward=True)
@@ -109,6 +113,7 @@ def test_reductions_stand_behind_the_last_gradients(pipeline: Pipeline, overlap:
             assert behind == expected + 1
 
 
+@settings(max_examples=40)
 @given(pipeline=pipelines())
 def test_each_micro_batch_may_be_reduced_by_itself(pipeline: Pipeline) -> None:
     pipeline = replace(pipeline, backward=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.pipeline.schedules import Action
@@ -19,6 +19,7 @@ def _bubble(pipeline: Pipeline, times: tuple[float, float, float]) -> float:
     return bubble(simulate(pipeline.stages, pipeline.orders(), durations(*times)))
 
 
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 8), micro_batches=st.integers(1, 32), times=TIMES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_bubble_of_gpipe_and_1f1b(
@@ -27,6 +28,7 @@ def test_bubble_of_gpipe_and_1f1b(
     assert _bubble(Pipeline(schedule, ranks, 1, micro_batches), times) == (ranks - 1) * sum(times)
 
 
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 8), chunks=st.integers(1, 4), rounds=st.integers(1, 4), times=TIMES)
 def test_bubble_of_interleaved_1f1b(ranks: int, chunks: int, rounds: int, times: tuple[float, float, float]) -> None:
     """`times` are a chunk's: a rank's whole forward and backward take `chunks` times as long."""
@@ -34,6 +36,7 @@ def test_bubble_of_interleaved_1f1b(ranks: int, chunks: int, rounds: int, times:
     assert _bubble(pipeline, times) == (ranks - 1) * sum(times)
 
 
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 8), more=st.integers(0, 24), times=TIMES)
 def test_bubble_of_zb_h1_with_no_fewer_micro_batches_than_ranks(
     ranks: int, more: int, times: tuple[float, float, float]
@@ -48,6 +51,7 @@ def test_bubble_of_zb_h1_with_no_fewer_micro_batches_than_ranks(
     assert _bubble(Pipeline("zb-h1", ranks, 1, ranks + more), times) == (ranks - 1) * expected
 
 
+@settings(max_examples=40)
 @given(ranks=st.integers(2, 8), data=st.data(), times=TIMES)
 def test_bubble_of_zb_h1_with_fewer_is_no_smaller(
     ranks: int, data: st.DataObject, times: tuple[float, float, float]
@@ -70,6 +74,7 @@ def test_zb_v_never_idles_once_begun(ranks: int) -> None:
             assert own[-1].end - own[0].start == 6 * micro_batches
 
 
+@settings(max_examples=40)
 @given(ranks=st.integers(1, 8), more=st.integers(0, 16), times=TIMES)
 def test_bubble_of_zb_v_does_not_grow_with_the_micro_batches(
     ranks: int, more: int, times: tuple[float, float, float]

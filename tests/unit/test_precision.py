@@ -417,8 +417,14 @@ def masters(config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.d
     return torch.cat([(each if isinstance(each, Tensor) else each.read()).double() for each in kept])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("gradient_dtype", "name"),
+    [
+        pytest.param(dtype, name, id=f"{str(dtype)[6:]}-{name}", marks=[pytest.mark.wide] * ((i + j) % 2))
+        for i, dtype in enumerate([torch.float32, torch.bfloat16])
+        for j, name in enumerate(CONFIGS)
+    ],
+)
 def test_updates_are_computed_and_kept_in_fp32(gradient_dtype: torch.dtype, name: str) -> None:
     found = masters(CONFIGS[name], torch.bfloat16, gradient_dtype)
     exact = masters(replace(CONFIGS[name], store_param_remainders=False), torch.float64, torch.float64)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import ModelConfig
@@ -25,6 +25,7 @@ def kept(chances: torch.Tensor) -> set[int]:
     return set(chances.nonzero().flatten().tolist())
 
 
+@settings(max_examples=40)
 @given(LOGITS, TEMPERATURES, st.integers(0, 50), st.floats(0.01, 1.0))
 def test_probabilities_sum_to_one_and_keep_the_order(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float
@@ -36,17 +37,20 @@ def test_probabilities_sum_to_one_and_keep_the_order(
     assert all(logits[token] <= least for token in range(len(logits)) if token not in kept(chances))
 
 
+@settings(max_examples=40)
 @given(LOGITS, TEMPERATURES)
 def test_temperature_divides_the_logits(logits: torch.Tensor, temperature: float) -> None:
     chances = probabilities(logits, Sampling(temperature))
     torch.testing.assert_close(chances, torch.softmax(logits.double() / temperature, 0))
 
 
+@settings(max_examples=40)
 @given(LOGITS, st.integers(1, 50))
 def test_top_k_keeps_k(logits: torch.Tensor, top_k: int) -> None:
     assert len(kept(probabilities(logits, Sampling(top_k=top_k)))) == min(top_k, len(logits))
 
 
+@settings(max_examples=40)
 @given(LOGITS, st.floats(0.01, 0.999))
 def test_top_p_keeps_the_fewest_that_reach_p(logits: torch.Tensor, top_p: float) -> None:
     every = torch.softmax(logits.double(), 0)
@@ -56,6 +60,7 @@ def test_top_p_keeps_the_fewest_that_reach_p(logits: torch.Tensor, top_p: float)
     assert sum(ordered[: len(chosen) - 1]) < top_p + 1e-12
 
 
+@settings(max_examples=40)
 @given(LOGITS)
 def test_greedy_is_temperature_zero_top_one_and_a_tiny_p(logits: torch.Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
