@@ -6,7 +6,7 @@ import gc
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megalite.process.signals import STOP_SIGNALS
+from tests.harness.extras import missing_extra
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 from tests.harness.turn import Turn
@@ -51,6 +52,41 @@ def pytest_collection(session: pytest.Session) -> None:
     asked = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
     if sys.platform == "linux" and any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):
         importlib.import_module("tests.kernels.interpreter")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a module that imports an optional library which is not installed."""
+    report = yield
+    call = getattr(report, "call", None)
+    if report.failed and call is not None and (name := missing_extra(call.excinfo.value)) is not None:
+        del report.call
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {name}, which is not installed")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    """Skip a test whose fixtures need an optional library which is not installed."""
+    return (yield from _skipping_without_extra())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Skip a test that needs an optional library which is not installed."""
+    return (yield from _skipping_without_extra())
+
+
+def _skipping_without_extra() -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        if (name := missing_extra(error)) is None:
+            raise
+        pytest.skip(f"needs {name}, which is not installed")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

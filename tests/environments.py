@@ -26,8 +26,28 @@ ROOT = Path(__file__).parents[1]
 FOLDER = Path(os.environ.get("MEGALITE_ORACLES") or Path.home() / ".cache" / "megalite" / "oracles")
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 TOOLS = ("pytest", "pytest-xdist", "hypothesis")
-TESTED = ("tests/unit/test_parallel_model.py", "tests/unit/test_oracle.py")
-"""Tests that tell whether an environment works: loss, gradients and logits of each network are the oracle's."""
+TESTED = (
+    # Loss, gradients and logits of each network are the oracle's, on one process and on two ranks.
+    "tests/unit/test_oracle.py",
+    "tests/unit/test_parallel_model.py",
+    "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles[2]",
+    # Compiled layers have the gradients of others.
+    "tests/unit/test_compiled_gradients.py",
+    "tests/distributed/test_compiled.py",
+    # Kernels, in Triton's interpreter and traced by torch.compile.
+    "tests/kernels/test_norm.py",
+    "tests/kernels/test_activation.py",
+    "tests/kernels/test_rotary.py",
+    "tests/kernels/test_cross_entropy.py",
+    "tests/kernels/test_tracing.py",
+    # What is not public in torch, and a step on the meta device.
+    "tests/unit/test_torch_internals.py",
+    "tests/extras/planner/test_dry_run.py::test_a_dry_run_in_bf16_adds_products",
+    # Programs: on two ranks, resumed, and from a clone that is not installed.
+    "tests/end_to_end/test_resume.py::test_a_run_resumed_under_another_layout_is_the_same_run[llama]",
+    "tests/unit/test_commands.py",
+)
+"""Tests that tell whether an environment works: one of each capability that another torch or Python has broken."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,8 @@ class Environment:
         Raises:
             SystemExit: one failed.
         """
-        command = [self.interpreter, "-m", "pytest", "--numprocesses=2", "--dist=loadfile", *TESTED]
+        pytest = [self.interpreter, "-m", "pytest", "--numprocesses=2", "--dist=load", "--durations=5"]
+        command = [*pytest, "-m", "not slow and not slurm", *TESTED]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             sys.exit(f"oracles: tests fail with Python {self.python or 'of the project'} and torch {self.torch}")
 

@@ -1,7 +1,7 @@
 """Operations on existing memory that are also right under torch.compile.
 
-torch 2.11 compiles an autograd function wrongly, without a word, if forward returns what an in-place operation gave,
-or one that had nothing to do, such as `.to` with the same dtype: the gradients of this output are lost (pytorch issue
+torch 2.11 compiles an autograd function wrongly, in silence, if forward returns what an in-place operation returned, or
+one that had nothing to do, such as `.to` with the same dtype: the gradients of this output are lost (pytorch issue
 180642). So forward returns only what a new operation made; `changed` and `rounded` see to it, and
 tests/unit/test_compiled_gradients.py finds those that do not.
 """

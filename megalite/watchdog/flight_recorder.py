@@ -1,6 +1,6 @@
 """Reader of torch's flight recorder: a ring buffer of this process's last collectives, always on.
 
-torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each. On gloo, recording takes 1 to 1.5 µs
+torch (2.11 to 2.14) records by default, 2000 collectives with the stack of each. On gloo, recording takes 1 to 1.5 µs
 of the 8 µs of a collective. The stacks cannot be turned off. Nothing is recorded if TORCH_FR_BUFFER_SIZE is 0. The
 recorder can be read at any time and from any thread, because reading needs no lock that a blocked collective holds. On
 gloo, a collective that has ended is not marked completed but `retired`, and messages are not recorded, only counted.

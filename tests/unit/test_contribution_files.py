@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,17 @@ def test_the_workflow_runs_the_one_script_on_the_versions_that_were_tried() -> N
     assert {each.python for each in ENVIRONMENTS} - {""} <= set(given["python-version"].split())
     assert given["fetch-depth"] == 0
     assert job["name"] == "Python 3.11, torch 2.13"
-    assert '"torch>=2.11,<2.14"' in (ROOT / "pyproject.toml").read_text()
+    assert "\nTORCH = torch==2.13.0\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_ends_of_the_promised_range_are_tried() -> None:
+    """Of torch and of Python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tried = {each.torch.rpartition(".")[0] for each in ENVIRONMENTS}
+    assert tried >= {"2.11", "2.14"}
+    assert "torch>=2.11,<2.15" in project["dependencies"]
+    pythons = {each.rpartition(" ")[2] for each in project["classifiers"]}
+    assert pythons == {"3.11"} | {each.python for each in ENVIRONMENTS} - {""}
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)

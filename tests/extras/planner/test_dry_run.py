@@ -147,6 +147,14 @@ def test_a_dry_run_holds_and_sends_what_a_run_does(ranks: int, flags: str, rank_
         assert not misplaced
 
 
+def test_a_dry_run_in_bf16_adds_products() -> None:
+    """Into gradients in fp32, for which the meta device of torch 2.11 and 2.12 has no working kernel."""
+    pytest.importorskip("triton")  # without it, a dry run is that of a CPU
+    flags = FLAGS.replace("--kernels reference", "--micro-batch-size 2 --bf16")
+    found = dry_run(parse_arguments(flags.split()).config, 1, 0)
+    assert sum(count for operation, count in found.total.operations.items() if operation.name == "addmm") > 0
+
+
 def test_the_summary_frees_what_it_measures() -> None:
     """Tensors that a measured forward keeps were once never freed: the activations of a micro-batch."""
     gc.freeze()
