@@ -98,7 +98,9 @@ class ModuleTask(DatasetTask):
         self._example = self.first_micro_batch()
         self._modules = self._into_stages(self._modules)
         self.any_size = options.messages is None or len(self._modules) == 1
-        self._copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
+        # Only evaluations have micro-batches of other sizes. BatchNorm trains on no single sample.
+        copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
+        self._copies = [copy.eval() for copy in copies]
         self._plans = self._find_plans()
         self.terms, self._loss = self._declare_loss()
         self.loss_name = self.terms[0].name
