@@ -176,9 +176,9 @@ class Experts:
         return total
 
     def next_bias(self, bias: Tensor, record: Record) -> Tensor:
-        """Return the bias after a step: fp32, higher for experts with fewer tokens than the mean."""
+        """Return the bias after a step, in its dtype: higher for experts with fewer tokens than the mean."""
         counts = record.kept.sum((0, 1))
-        return bias + self.bias_rate * (counts.mean() - counts).sign().float()
+        return bias + self.bias_rate * (counts.mean() - counts).sign().to(bias.dtype)
 
 
 def even_choices(logits: Sequence[Sequence[float]]) -> list[list[float]]:

@@ -118,7 +118,8 @@ class ParallelConfig:
     align_grad_reduce: bool = True
     """Let all pipeline ranks start to reduce a stage together, for overlap-grad-reduce with several stages per rank."""
     grad_reduce_in_bf16: bool = False
-    """Accumulate and reduce gradients in bf16 instead of fp32; needs bf16."""
+    """Accumulate and reduce gradients in bf16 instead of fp32, which loses a part of more than 256 micro-batches; needs
+    bf16."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; unset: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: PositiveInt = 10

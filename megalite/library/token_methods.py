@@ -15,10 +15,8 @@ from megalite.inference.sampling import Sampling
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import LossTerm
 from megalite.post_training.export import export_weights
 from megalite.post_training.log_probabilities import (
-    LOSS,
     LossFunction,
     Multipliers,
     TokenOutputs,
@@ -29,6 +27,7 @@ from megalite.post_training.log_probabilities import (
 from megalite.post_training.receivers import Receiver
 from megalite.post_training.reference import Reference, load_teacher
 from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
+from megalite.training.loss_terms import check_names
 from megalite.training.metrics import StepMetrics
 from megalite.training.module_task import Count
 from megalite.training.resume import open_initial_model
@@ -56,17 +55,22 @@ class TokenMethods:
         Args:
             batch: fields of this data-parallel rank's samples, as those of a dataset; `rollout_batch` makes them.
             loss_fn: function from `outputs`, whose `log_probabilities` [batch, sequence] are those of the labels, and
-                the fields of a micro-batch, to a sum over the micro-batch, or to sums by name with "loss" among them.
-            count: function from the fields to the number of items that the mean is taken over; None: the sum of the
-                loss mask.
+                the fields of a micro-batch, to a sum over the micro-batch, or to sums by name. Those that `count` names
+                are terms of the loss, and others, which need no gradient, are only recorded.
+            count: function from the fields to the number of items that the mean is taken over, or to numbers by name;
+                None: the sum of the loss mask, for the sum "loss".
             entropies: give `outputs` the entropies of the predictions, too.
         """
         if self._gradients is not None:
             raise MegaliteError("the gradients of run.forward_backward have not been used: call run.optimizer_step")
         task, trainer = self._gpt(), self._trainer
-        micro_batches = self._micro_batches(batch, partial(with_loss, loss_fn=loss_fn, entropies=entropies))
+        micro_batches = self._micro_batches(batch)
+        own = task.terms_of(count, micro_batches[0])
+        terms = (*own, *trainer.terms[len(task.evaluated) :])
+        check_names(terms)
+        fields, names = [each.values for each in micro_batches], [term.name for term in own]
+        micro_batches = with_loss(micro_batches, loss_fn, fields, terms=names, entropies=entropies)
         self._prove(len(micro_batches), backward=True)
-        terms = (LossTerm(LOSS, task.counted(count)), *trainer.terms[1:])
         self._gradients = trainer.forward_backward(micro_batches, terms, Multipliers)
 
     def optimizer_step(self, **figures: float | Tensor) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class TokenMethods:
             raise MegaliteError("there are no gradients: call run.forward_backward first")
         own = [term.name for term in gradients.terms]
         sums = totals(gradients.sums, self._run.mesh, without=own)
-        means = {name: value / (gradients.counts[LOSS] or 1.0) for name, value in sums.items()}
+        means = {name: value / (gradients.counts[gradients.terms[0].name] or 1.0) for name, value in sums.items()}
         means |= _means(figures, self._run.mesh)
         return self._run_step(lambda: self._trainer.update(gradients, means))
 
@@ -189,7 +193,7 @@ class TokenMethods:
             raise ConfigurationError("only a GPT has tokens: give Trainer a megalite.GPTConfig")
         return task
 
-    def _micro_batches(self, batch: Mapping[str, Tensor], prepare: Callable[..., list[Any]] | None = None) -> list[Any]:
+    def _micro_batches(self, batch: Mapping[str, Tensor]) -> list[Any]:
         """Divide the fields of samples into micro-batches. All ranks must have the same number of samples."""
         size = self._run.config.training.micro_batch_size
         counts = collectives.all_gather_json(len(batch["tokens"]), self._run.mesh)
@@ -203,7 +207,7 @@ class TokenMethods:
         for start in range(0, counts[0], size):
             fields = {name: value[start : start + size] for name, value in batch.items()}
             micro_batches.append(self._gpt().micro_batch(fields, range(first + start, first + start + size)))
-        return micro_batches if prepare is None else prepare(micro_batches, batches=[m.values for m in micro_batches])
+        return micro_batches
 
     def _logprobs(self, batch: Mapping[str, Tensor], score: Callable[..., list[TokenOutputs]]) -> Tensor:
         micro_batches = self._micro_batches(batch)

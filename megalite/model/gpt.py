@@ -66,8 +66,8 @@ class GPT(StageModule):
         stage_layers = stage_layers or StageLayers(0, config.num_layers, embedding=True, loss=True)
         split = sequence_parallel and mesh.size(*AXES["heads"]) > 1
         context = ParallelContext(mesh, split, dtype, attention_ways)
-        self.main_term = LM_LOSS
-        """The first term of the loss: another one for a loss of one's own."""
+        self.main_terms: tuple[LossTerm, ...] = (LM_LOSS,)
+        """The first terms of the loss: others for a loss of one's own."""
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
@@ -104,7 +104,7 @@ class GPT(StageModule):
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the full network. Each stage returns the sums of some of them."""
         kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
-        return (self.main_term, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
+        return (*self.main_terms, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
         """List the layers' `inside` collectives in the order of forward or of backward.

@@ -58,9 +58,9 @@ class Router(nn.Module):
 
     Attributes:
         number: number of this router among those of the network.
-        expert_bias: [experts], fp32: the bias of the choice; None without.
-        previous_load: [experts], fp32: the share of each expert in the choices of the previous step; None without
-            global_aux_loss.
+        expert_bias: [experts], in fp32 or wider: the bias of the choice; None without.
+        previous_load: [experts], in fp32 or wider: the share of each expert in the choices of the previous step; None
+            without global_aux_loss.
         tally: tokens per expert, then unbiased choices per expert, then dropped choices.
         load: the tally's sums over the last step that updated the weights; None before the first one.
     """
@@ -90,7 +90,8 @@ class Router(nn.Module):
 
         def state(what: str, begin: float) -> State:
             tensor = LogicalTensor(f"{name}.{what}", (self.num_experts,), Constant(begin), False)
-            return State(context.replicated(tensor), torch.float32, context.mesh.device)
+            dtype = torch.promote_types(context.dtype, torch.float32)
+            return State(context.replicated(tensor), dtype, context.mesh.device)
 
         self.expert_bias = state("expert_bias", 0.0) if config.moe_router_enable_expert_bias else None
         self.previous_load: State | None = None
@@ -247,7 +248,8 @@ class Router(nn.Module):
         if self.expert_bias is not None:
             # Compared in whole numbers: the sign is exact for any number of tokens.
             missing = (counts.sum() - self.num_experts * counts).sign()
-            self.expert_bias.values += self.config.moe_router_bias_update_rate * missing
+            bias = self.expert_bias.values
+            bias += self.config.moe_router_bias_update_rate * missing.to(bias.dtype)
         if self.previous_load is not None:
             self.previous_load.values.copy_(unbiased.double() / unbiased.sum().clamp(min=1))
 

@@ -29,7 +29,7 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 
 LOSS = "loss"
-"""Name of the sum that is differentiated, and of the sum of a loss function that returns only one."""
+"""Name of the sum of a loss function that returns only one."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class TokenOutputs:
 
 LossFunction = Callable[[TokenOutputs, Any], Tensor | Mapping[str, Tensor]]
 """Function of the outputs and the batch that they belong to. It returns a sum over the batch's tokens, or several sums
-by name: `LOSS` is differentiated, the others are only recorded."""
+by name: those that are terms of the loss are differentiated; others, which need no gradient, are only recorded."""
 
 
 class Multipliers(dict[str, float]):
-    """Multipliers of the terms of the loss by name. All other terms are allowed, and are only recorded."""
+    """Multipliers of the terms of the loss by name. All other sums are allowed: they need no gradient."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -61,12 +61,16 @@ def with_loss(
     loss_fn: LossFunction,
     batches: Sequence[Any] | None = None,
     *,
+    terms: Sequence[str] = (LOSS,),
     entropies: bool = False,
 ) -> list[MicroBatch]:
     """Return micro-batches whose loss is `loss_fn(outputs, batch)`.
 
-    `batches`: the second argument for each micro-batch; None: the micro-batch itself. Raises ConfigurationError if
-    samples are cut for context-parallel ranks, or labels are missing.
+    Args:
+        batches: the second argument for each micro-batch; None: the micro-batch itself.
+        terms: names of the sums that are terms of the loss.
+
+    Raises ConfigurationError if samples are cut for context-parallel ranks, or labels are missing.
     """
     for micro_batch in micro_batches:
         if (ranks := len(micro_batch.layout.of_ranks)) > 1:
@@ -77,21 +81,28 @@ def with_loss(
         if micro_batch.labels is None:
             raise ConfigurationError("a micro-batch has no labels: give the tokens to score, one for each token")
     pairs = zip(micro_batches, micro_batches if batches is None else batches, strict=True)
-    return [replace(each, token_loss=_token_loss(loss_fn, batch, entropies)) for each, batch in pairs]
+    return [replace(each, token_loss=_token_loss(loss_fn, batch, terms, entropies)) for each, batch in pairs]
 
 
-def _token_loss(loss_fn: LossFunction, batch: Any, entropies: bool) -> TokenLoss:
+def _token_loss(loss_fn: LossFunction, batch: Any, terms: Sequence[str], entropies: bool) -> TokenLoss:
     def sums(log_probabilities: Tensor, entropy: Tensor | None) -> TermSums:
         found = loss_fn(TokenOutputs(log_probabilities, entropy), batch)
         named = {LOSS: found} if isinstance(found, Tensor) else found
-        if not isinstance(named, Mapping) or LOSS not in named:
+        if not isinstance(named, Mapping) or any(name not in named for name in terms):
             has = ", ".join(map(str, named)) if isinstance(named, Mapping) else type(found).__name__
+            wanted = " and ".join(f'"{name}"' for name in terms)
             raise MegaliteError(
                 f"the loss function returned {has or 'nothing'}: return a sum as a tensor, or a mapping of sums by "
-                f'name with "{LOSS}" among them'
+                f"name with {wanted} among them"
             )
-        wide = {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in named.items()}
-        return {name: value if name == LOSS else value.detach() for name, value in wide.items()}
+        for name, value in named.items():
+            if value.requires_grad and name not in terms:
+                raise MegaliteError(
+                    f'the loss function returned "{name}" with a gradient, and count returns no number of items for '
+                    f'it: call detach() if it is only recorded, add it to "{terms[0]}", or let count return numbers '
+                    "by name, so that its mean is a term of the loss, too"
+                )
+        return {name: value.to(torch.promote_types(value.dtype, torch.float32)) for name, value in named.items()}
 
     return TokenLoss(sums, entropies)
 

@@ -273,6 +273,20 @@ def gradient_dtype(config: TaskConfig) -> torch.dtype:
     return torch.promote_types(model_dtype(config), torch.float32)
 
 
+def gradient_notes(config: TaskConfig, micro_batches: int) -> tuple[str, ...]:
+    """Return a note if a rank adds the gradients of more micro-batches in a step than their dtype has room for."""
+    # bf16 has 8 bits: to 256 it adds 1 without a change.
+    if gradient_dtype(config) != torch.bfloat16 or micro_batches <= 256:
+        return ()
+    flag = "--grad-reduce-in-bf16" if config.parallel.grad_reduce_in_bf16 else "--main-grads-dtype bf16"
+    return (
+        f"note: {flag}: a step adds the gradients of {micro_batches} micro-batches in bf16, where a sum of equal ones "
+        f"stops at 256 of them. Up to {1 - 256 / micro_batches:.0%} of a gradient is lost, the more the more alike the "
+        "micro-batches are: leave out the flag, which adds them in fp32, or let a rank have at most 256 micro-batches "
+        "by a larger --micro-batch-size or more data-parallel ranks",
+    )
+
+
 def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> DataParallel:
     """Return the data-parallel settings from the flags."""
     parallel = config.parallel

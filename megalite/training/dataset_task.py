@@ -96,6 +96,14 @@ class DatasetTask(Task):
             data_parallel_size=self.mesh.size("dp"),
         )
 
+    def first_micro_batch(self) -> Any:
+        """Return this rank's micro-batch of the dataset's first samples; None without a dataset."""
+        if self.train is None:
+            return None
+        with self._loader_of(self.train) as loader:
+            (batch,) = loader.micro_batches(0, 1)
+        return self.to_micro_batch(batch)
+
     def train_loader(self) -> _Loader:
         if self.train is None:
             return _Loader(_NoData(), self.to_micro_batch)

@@ -37,6 +37,12 @@ def declared_terms(chunks: Iterable[StageModule]) -> tuple[LossTerm, ...]:
                 f"stages of one rank declare different terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
                 f"{_listed(other)}. `loss_terms` must give those of the whole network, on every stage"
             )
+    check_names(terms)
+    return terms
+
+
+def check_names(terms: Iterable[LossTerm]) -> None:
+    """Raise MegaliteError if a term of the loss has no name of its own in the records."""
     names = [term.name for term in terms]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise MegaliteError(f"several terms of the loss are called {twice[0]}: give each a name of its own")
@@ -45,7 +51,6 @@ def declared_terms(chunks: Iterable[StageModule]) -> tuple[LossTerm, ...]:
             f"a term of the loss is called {taken[0]}, which is the name of another figure in the metrics: choose one "
             "another name"
         )
-    return terms
 
 
 def _listed(terms: Iterable[LossTerm]) -> str:

@@ -25,7 +25,7 @@ from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.sequences import PlainAttentionWatch, SequenceDims, check_mixes_no_tokens, own_part
-from megalite.modules.stage import LOSS, ModuleStage, mean_over_samples
+from megalite.modules.stage import LOSS, ModuleStage, Samples, mean_over_samples
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
@@ -96,10 +96,12 @@ class ModuleTask(DatasetTask):
         self._modules = self._build(mesh, plain)
         self._in_evaluation = in_evaluation(self._modules)
         self._pristine = copies_on_meta(plain)  # for other ranks' stages; functions build theirs again
-        self._example = self._first_batch()
+        self._example = self.first_micro_batch()
         self._modules = self._into_stages(self._modules)
         self.any_size = options.messages is None or len(self._modules) == 1
-        self._copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
+        # Only evaluations have micro-batches of other sizes. BatchNorm trains on no single sample.
+        copies = copies_on_meta(self._modules) if self.any_size and len(self._modules) > 1 else []
+        self._copies = [copy.eval() for copy in copies]
         self._plans = self._find_plans()
         self.terms, self._loss = self._declare_loss()
         self.loss_name = self.terms[0].name
@@ -308,24 +310,13 @@ class ModuleTask(DatasetTask):
             return tuple(self.options.terms), None
         if count is None:
             return (mean_over_samples(), *self.options.terms), _checked_mean(loss)
-        names: Sequence[str] = (LOSS,)
-        if self._example is not None and isinstance(found := count(self._example.values), Mapping):
-            names = tuple(found)
-        own = tuple(LossTerm(name, _counted(count, name)) for name in names)
-        return (*own, *self.options.terms), _with_terms(loss, names)
+        own = counted_terms(count, self._example)
+        return (*own, *self.options.terms), _with_terms(loss, [term.name for term in own])
 
     def _metric(self, outputs: Any, values: Any) -> dict[str, Any]:
         return {name: function(outputs, values) for name, function in self.options.metrics.items()}
 
     # ------------------------------------------------------------------------------------------------ the data
-
-    def _first_batch(self) -> Batch | None:
-        """Return a micro-batch of the dataset's first samples, the same on every rank."""
-        if self.train is None:
-            return None
-        with self._loader_of(self.train) as loader:
-            (batch,) = loader.micro_batches(0, 1)
-        return self.to_micro_batch(batch)
 
     def to_micro_batch(self, batch: Batch) -> Batch:
         values = own_part(batch.values, self.options.sequence_dims, self.mesh)
@@ -405,8 +396,15 @@ def _require_matches(patterns: Iterable[str], of_stages: Sequence[Sequence[str]]
             raise ConfigurationError(f"{message.format(each)}: there {'are' if names else 'is'} {shown or 'none'}")
 
 
-def _counted(count: Count, name: str) -> Callable[[Batch], Tensor]:
-    def of_micro_batch(batch: Batch) -> Tensor:
+def counted_terms(count: Count, example: Samples | None) -> tuple[LossTerm, ...]:
+    """Return the terms of a loss by the numbers that `count` returns for a micro-batch; without one, there is one."""
+    numbers = None if example is None else count(example.values)
+    names = tuple(numbers) if isinstance(numbers, Mapping) else (LOSS,)
+    return tuple(LossTerm(name, _counted(count, name)) for name in names)
+
+
+def _counted(count: Count, name: str) -> Callable[[Samples], Tensor]:
+    def of_micro_batch(batch: Samples) -> Tensor:
         found = count(batch.values)
         if isinstance(found, Mapping):
             if name not in found:

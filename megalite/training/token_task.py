@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megalite.config import RunConfig
 from megalite.data.any_dataset import Batch
@@ -26,6 +25,7 @@ from megalite.training import builder
 from megalite.training.builder import count_parameters
 from megalite.training.dataset_task import DatasetTask
 from megalite.training.gpt_network import GPTNetworkTask
+from megalite.training.module_task import Count, counted_terms
 from megalite.training.trainer import Trainer
 
 
@@ -57,7 +57,7 @@ class TokenTask(GPTNetworkTask, DatasetTask):
         valid: SampleSource | None = None,
         *,
         loss: LossFunction | None = None,
-        count: Callable[[Mapping[str, Any]], Any] | None = None,
+        count: Count | None = None,
     ) -> None:
         super().__init__(config, mesh, train, valid)
         if loss is not None and mesh.size("cp") > 1:
@@ -68,8 +68,10 @@ class TokenTask(GPTNetworkTask, DatasetTask):
         self.model, self.chunks = config.model, []
         self.hidden_size, self.tokens_per_sample = config.model.hidden_size, config.data.seq_length
         self._loss = loss
-        self.term = LM_LOSS if loss is None else LossTerm(LOSS, self.counted(count))
-        self.loss_name, self.evaluated = self.term.name, (self.term,)
+        self._terms: tuple[LossTerm, ...] = (LM_LOSS,)
+        if loss is not None:
+            self._terms = self.terms_of(count, None if count is None else self.first_micro_batch())
+        self.loss_name, self.evaluated = self._terms[0].name, self._terms
 
     def stages_for(self, micro_batch: TokenBatch) -> Stages:
         training = replace(self.config.training, micro_batch_size=len(micro_batch.sample_ids))
@@ -78,20 +80,13 @@ class TokenTask(GPTNetworkTask, DatasetTask):
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
         chunks = super().make_chunks(mesh, stages)
         for chunk in chunks:
-            chunk.main_term = self.term
+            chunk.main_terms = self._terms
         return chunks
 
     @staticmethod
-    def counted(count: Callable[[Mapping[str, Any]], Any] | None) -> Callable[[TokenBatch], Tensor]:
-        """Return the count of a micro-batch: that of the function or, without one, of the loss mask."""
-
-        def of_micro_batch(batch: TokenBatch) -> Tensor:
-            if count is not None:
-                return torch.as_tensor(count(batch.values), dtype=torch.float64)
-            assert batch.loss_mask is not None
-            return batch.loss_mask.sum(dtype=torch.float64)
-
-        return of_micro_batch
+    def terms_of(count: Count | None, example: TokenBatch | None) -> tuple[LossTerm, ...]:
+        """Return the terms of a loss of one's own: counted by the function or, without one, by the loss mask."""
+        return (LossTerm(LOSS, LM_LOSS.count),) if count is None else counted_terms(count, example)
 
     # ------------------------------------------------------------------------------------------------ the data
 
@@ -141,7 +136,7 @@ class TokenTask(GPTNetworkTask, DatasetTask):
         )
         if self._loss is None:
             return found
-        (with_own,) = with_loss([found], self._loss, [found.values])
+        (with_own,) = with_loss([found], self._loss, [found.values], terms=[term.name for term in self._terms])
         assert isinstance(with_own, TokenBatch)
         return with_own
 

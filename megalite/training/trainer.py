@@ -460,6 +460,8 @@ class Trainer:
         """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
+        most = max(self.batch_size.sizes) // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+        sums = builder.gradient_notes(self.config, most)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         exchanges = exchange_notes(self.config.synchronization, self.iterations)
-        return (*rates, *self._load_notes, *saves, *profile, *exchanges, *self.task.notes())
+        return (*rates, *sums, *self._load_notes, *saves, *profile, *exchanges, *self.task.notes())

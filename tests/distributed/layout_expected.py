@@ -154,6 +154,7 @@ def expected(alone: Cell) -> Expected:
     optimizers = torch_optimizers(alone, weights)
     losses, norms, gradients = [], [], {}
     states: Tensors = {}
+    wide = torch.promote_types(alone.torch_dtype, torch.float32)
     for step in alone.step_numbers:
         whole = batch(alone, step)
         fields = (whole.tokens, whole.positions, whole.document_ids)
@@ -168,11 +169,11 @@ def expected(alone: Cell) -> Expected:
             loss = loss + experts.loss(routing.records.values(), alone.micro_batch_size, loads)
             for name, record in routing.records.items():
                 if experts.bias_rate:
-                    bias = biases.get(name, torch.zeros(record.logits.shape[-1]))
+                    bias = biases.get(name, torch.zeros(record.logits.shape[-1], dtype=wide))
                     states[f"{name}expert_bias"] = experts.next_bias(bias, record)
                 if "global_aux_loss" in experts.losses:
                     counts = record.by_score.sum((0, 1))
-                    states[f"{name}previous_load"] = (counts / counts.sum()).float().detach()
+                    states[f"{name}previous_load"] = (counts / counts.sum()).to(wide).detach()
         for weight in weights.values():
             weight.grad = None
         loss.backward()

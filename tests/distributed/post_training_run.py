@@ -99,7 +99,7 @@ def loss_of(log_probabilities: Tensor, entropies: Tensor, tokens: Tensor, mask: 
     ratio = (log_probabilities - old).exp()
     clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     loss = ((-clipped - ENTROPY * entropies) * mask).sum()
-    return {LOSS: loss, "ratio": (ratio * mask).sum()}
+    return {LOSS: loss, "ratio": (ratio.detach() * mask).sum()}
 
 
 def forward_backward(policy: Policy) -> dict[str, Tensor]:

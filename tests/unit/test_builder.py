@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.config import parse_arguments, resolve
 from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.builder import data_parallel, make_stages
+from megalite.parallel.parameter import DenseGradient
+from megalite.training.builder import data_parallel, gradient_dtype, gradient_notes, make_stages
 from megalite.training.data import global_batch_size, last_iteration, order_notes, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
@@ -97,3 +99,16 @@ def test_sizes_of_batches_follow_the_schedule() -> None:
     assert batch_size.sizes == [2, 4, 12]
     assert [batch_size.at(samples) for samples in (0, 4, 9, 10, 24, 25, 99)] == [4, 4, 4, 12, 12, 2, 2]
     assert last_iteration(config, batch_size) == 3 + 2 + 32  # to 12 samples by fours, to 36 by twelves, to 100 by twos
+
+
+@pytest.mark.parametrize("flags", ["--grad-reduce-in-bf16", "--use-precision-aware-optimizer --main-grads-dtype bf16"])
+def test_sums_that_bf16_has_no_room_for_are_told(flags: str) -> None:
+    config = parse_arguments(f"{SIZES} --bf16 {flags}".split()).config
+    assert gradient_notes(config, 256) == ()
+    (note,) = gradient_notes(config, 1024)
+    assert "gradients of 1024 micro-batches in bf16" in note
+    total = torch.zeros(1, dtype=gradient_dtype(config))
+    for _ in range(1024):
+        DenseGradient(torch.ones(1)).add_to(total, overwrite=False)
+    assert f"Up to {1 - total.item() / 1024:.0%} of a gradient is lost" in note
+    assert gradient_notes(parse_arguments(f"{SIZES} --bf16".split()).config, 1024) == ()

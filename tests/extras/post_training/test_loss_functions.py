@@ -52,7 +52,7 @@ def test_a_loss_function_returns_a_loss(found: object) -> None:
         micro_batch.token_loss.sums(torch.zeros(1, 4), None)
 
 
-def test_only_the_loss_is_differentiated() -> None:
+def test_a_sum_that_needs_a_gradient_is_a_term_of_the_loss_or_refused() -> None:
     def sums(outputs: TokenOutputs, batch: str) -> Mapping[str, Tensor]:
         assert batch == "mine"
         return {
@@ -61,12 +61,15 @@ def test_only_the_loss_is_differentiated() -> None:
             "items": torch.tensor(4),
         }
 
-    (micro_batch,) = with_loss([PLAIN], sums, ["mine"])
+    (micro_batch,) = with_loss([PLAIN], sums, ["mine"], terms=[LOSS, "other"])
     assert micro_batch.token_loss is not None
     found = micro_batch.token_loss.sums(torch.zeros(1, 4, requires_grad=True), None)
-    assert found[LOSS].requires_grad
-    assert not found["other"].requires_grad
+    assert [name for name, value in found.items() if value.requires_grad] == [LOSS, "other"]
     assert found["items"].dtype == torch.float32  # the engine adds up nothing narrower, and no whole numbers
+    (micro_batch,) = with_loss([PLAIN], sums, ["mine"])
+    assert micro_batch.token_loss is not None
+    with pytest.raises(MegaliteError, match='returned "other" with a gradient, and count returns no number'):
+        micro_batch.token_loss.sums(torch.zeros(1, 4, requires_grad=True), None)
 
 
 def test_the_entropys_gradient_is_that_of_torch() -> None:
