@@ -20,6 +20,8 @@ from tests.distributed.layout_expected import one_thread
 from tests.harness.stages import loss_of
 from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
 
+pytestmark = pytest.mark.costly
+
 BATCH = 2
 
 
@@ -104,7 +106,14 @@ def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | No
     assert graphs["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("recompute", [Recompute(), Recompute(attention=True), Recompute(method="uniform")])
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        Recompute(),
+        pytest.param(Recompute(attention=True), id="recompute1", marks=pytest.mark.wide),
+        Recompute(method="uniform"),
+    ],
+)
 def test_a_network_in_blocks_is_the_dense_one(
     recompute: Recompute, graphs: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,6 +277,12 @@ YARN = replace(
 )
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ModelConfig], Path]:
+    """Return a checkpoint of a network, the same at each call."""
+    return cache(lambda model: save(tmp_path_factory.mktemp("model"), *build(model)))
+
+
 @pytest.mark.parametrize(
     ("model", "changes", "same"),
     [
@@ -307,9 +314,9 @@ YARN = replace(
     ],
 )
 def test_options_of_the_network_belong_to_the_function(
-    model: ModelConfig, changes: dict[str, object], same: bool, tmp_path: Path
+    model: ModelConfig, changes: dict[str, object], same: bool, saved_once: Callable[[ModelConfig], Path]
 ) -> None:
-    path = save(tmp_path, *build(model))
+    path = saved_once(model)
     saved = checkpoint.read_config(path)
     checkpoint.check_compatible(path, saved, model)
     if same:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -41,15 +42,28 @@ def operations_of(run: SavedRun, before: Path, saved: Saved, kind: str) -> list[
     return faults.operations
 
 
+Writes = Literal["all", "ends", "none"]
+"""The writes at which saves are killed: of several to one file in a row, `ends` are the first and the last."""
+
+
+def is_left_out(operations: list[Operation], at: int, fault: Fault, writes: Writes) -> bool:
+    operation = operations[at]
+    if not operation.size:
+        return fault is kill_midway
+    row = operations[at - 1 : at + 2]
+    between = 0 < at < len(operations) - 1 and all(each.size and each.path == operation.path for each in row)
+    return (fault is kill_midway and operation.size < 2) or writes == "none" or (writes == "ends" and between)
+
+
 def killed_saves(
-    run: SavedRun, before: Path, saved: Saved, kind: str, fault: Fault, *, writes: bool = True
+    run: SavedRun, before: Path, saved: Saved, kind: str, fault: Fault, writes: Writes
 ) -> Iterator[tuple[Path, str]]:
     """Yield a copy of the run directory `before`, and the moment, for each moment at which a save into it can be
     killed."""
     operations = operations_of(run, before, saved, kind)
     for at in itertools.count():
         operation = operations[at] if at < len(operations) else None
-        if operation is not None and (operation.size < 2 if fault is kill_midway else operation.size and not writes):
+        if operation is not None and is_left_out(operations, at, fault, writes):
             continue
         directory = Path(shutil.copytree(before, before.with_name("killed")))
         code = exit_code(fork(save_until, run, directory, saved, kind, at, fault))
@@ -63,14 +77,16 @@ def killed_saves(
         shutil.rmtree(directory)
 
 
-def kill_everywhere(folder: Path, before: Saved | None, saved: Saved, kind: str, fault: Fault) -> set[Saved | None]:
+def kill_everywhere(
+    folder: Path, before: Saved | None, saved: Saved, kind: str, fault: Fault, writes: Writes
+) -> set[Saved | None]:
     """Return the checkpoints found after the kills."""
     run = SavedRun()
     (folder / "before").mkdir()
     if before is not None:
         run.save(folder / "before", *before)
     seen = set()
-    for directory, moment in killed_saves(run, folder / "before", saved, kind, fault):
+    for directory, moment in killed_saves(run, folder / "before", saved, kind, fault, writes):
         found, passed_over = run.newest(directory)
         assert found in (before, saved), moment
         assert not passed_over, moment
@@ -99,15 +115,27 @@ WIDE = [
 ]
 
 
+def check(folder: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str, writes: Writes) -> None:
+    before, saved = start
+    seen = in_clean_process(kill_everywhere, folder, before, saved, kind, fault, writes)
+    assert seen == {before, saved} if fault is not kill_midway else before in seen
+
+
 @pytest.mark.parametrize(
     ("start", "fault", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)]
 )
 def test_whatever_the_moment_a_whole_checkpoint_is_found(
     tmp_path: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str
 ) -> None:
-    before, saved = start
-    seen = in_clean_process(kill_everywhere, tmp_path, before, saved, kind, fault)
-    assert seen == {before, saved} if fault is not kill_midway else before in seen
+    check(tmp_path, start, fault, kind, "ends" if (start, fault, kind) in CASES else "all")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("start", "fault", "kind"), CASES)
+def test_whatever_the_write_a_whole_checkpoint_is_found(
+    tmp_path: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str
+) -> None:
+    check(tmp_path, start, fault, kind, "all")
 
 
 def kill_twice(folder: Path) -> int:
@@ -115,14 +143,14 @@ def kill_twice(folder: Path) -> int:
     run = SavedRun()
     run.save(folder / "first" / "before", 1, 1)
     left: dict[tuple[str, ...], Path] = {}
-    for directory, _ in killed_saves(run, folder / "first" / "before", (1, 2), "synchronous", kill, writes=False):
+    for directory, _ in killed_saves(run, folder / "first" / "before", (1, 2), "synchronous", kill, "none"):
         names = tuple(sorted(path.name for path in directory.iterdir()))
         if names not in left:
             left[names] = Path(shutil.copytree(directory, folder / str(len(left)) / "before"))
     pairs = 0
     for before in left.values():
         first = run.newest(before)
-        for directory, moment in killed_saves(run, before, (1, 3), "synchronous", kill, writes=False):
+        for directory, moment in killed_saves(run, before, (1, 3), "synchronous", kill, "none"):
             assert run.newest(directory) in (first, ((1, 3), ())), moment
             pairs += 1
     assert len(left) > 3

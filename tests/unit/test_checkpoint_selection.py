@@ -83,8 +83,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        pytest.param(damage, file, id=f"{damage.__name__}-{file}", marks=[pytest.mark.wide] * ((i + j) % 2))
+        for i, damage in enumerate(DAMAGES)
+        for j, file in enumerate(FILES)
+    ],
+)
 def test_the_newest_whole_one_is_loaded(three: Path, tmp_path: Path, damage: Callable[[Path], None], file: str) -> None:
     if (damage, file) == (add_a_byte, "manifest.json"):
         damage = empty  # JSON ends where it ends
@@ -174,8 +180,14 @@ def masters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [part.state.get("master", part.values).clone() for part in optimizer.slices()]
 
 
-@pytest.mark.parametrize("state", [True, False])
-@pytest.mark.parametrize("optimizer", [ADAM, SGD], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        pytest.param(optimizer, state, id=f"{name}-{state}", marks=[pytest.mark.wide] * ((name == "adam") != state))
+        for name, optimizer in (("adam", ADAM), ("sgd", SGD))
+        for state in (True, False)
+    ],
+)
 def test_casts_round_once_from_the_finest_values(tmp_path: Path, state: bool, optimizer: OptimizerConfig) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for before in dtypes:

@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import megalite
 from tests.harness.job import Job
+
+pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("library.md", "parallel_layers.md")]
