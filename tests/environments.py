@@ -44,7 +44,7 @@ TESTED = (
     "tests/unit/test_torch_internals.py",
     "tests/extras/planner/test_dry_run.py::test_a_dry_run_in_bf16_adds_products",
     # Programs: on two ranks, resumed, and from a clone that is not installed.
-    "tests/end_to_end/test_resume.py::test_a_run_resumed_under_another_layout_is_the_same_run[llama]",
+    "tests/end_to_end/test_resume.py::test_a_run_resumed_under_another_layout_is_the_same_run[tp2-dp2zero1-llama]",
     "tests/unit/test_commands.py",
 )
 """Tests that tell whether an environment works: one of each capability that another torch or Python has broken."""

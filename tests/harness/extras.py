@@ -1,4 +1,4 @@
-"""Which optional library a test lacks: such a test is skipped, by the library's name."""
+"""Names of optional libraries that tests lack: such a test is skipped, by the name."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_the_workflow_runs_the_one_script_on_the_versions_that_were_tried() -> N
 
 
 def test_the_ends_of_the_promised_range_are_tried() -> None:
-    """Of torch and of Python."""
+    """Compare the versions of torch and of Python."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tried = {each.torch.rpartition(".")[0] for each in ENVIRONMENTS}
     assert tried >= {"2.11", "2.14"}

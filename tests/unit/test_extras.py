@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,8 @@ def test_the_extras_of_the_project_are_here() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     of_tests = [lines for name, lines in extras.items() if name not in ("test", "s3", "gs", "abfs")]
     assert {line.split(">")[0] for lines in of_tests for line in lines} <= set(EXTRAS.values())
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="only CI must have all of them")
+def test_nothing_is_skipped_in_ci() -> None:
+    assert not [name for name in EXTRAS if find_spec(name) is None]
