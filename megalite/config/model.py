@@ -213,6 +213,11 @@ class ModelConfig:
         return self.position_embedding_type in ("rope", "yarn")
 
     @property
+    def rotated_channels(self) -> int:
+        """Number of channels of each head that rotary embeddings rotate."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
     def learned_positions(self) -> int | None:
         """Number of rows of the table of learned positions; None if the model has no such table."""
         return self.max_position_embeddings if self.position_embedding_type == "learned_absolute" else None
@@ -323,8 +328,14 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
 def _rotary(model: ModelConfig) -> Iterator[str]:
     if model.position_embedding_type == "yarn":
         yield from _yarn(model)
-    if model.rotary and int(model.head_dim * model.rotary_percent) < 2:
-        yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels per head leaves no pair to rotate"
+    share, width, rotated = model.rotary_percent, model.head_dim, model.rotated_channels
+    if model.rotary and rotated < 2:
+        yield f"--rotary-percent {share} of {width} channels per head leaves no pair to rotate"
+    elif model.rotary and rotated % 2:
+        yield (
+            f"--rotary-percent {share} rotates {rotated} of {width} channels per head, which go in pairs: choose a "
+            "share of an even number"
+        )
     if not model.use_rope_scaling:
         return
     if model.rotary_seq_len_interpolation_factor is not None:

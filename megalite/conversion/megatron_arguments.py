@@ -99,8 +99,6 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     model = with_weights_of_sinkhorn(ModelConfig(**values))
     if impossible := number_problems(model):
         raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
-    if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
-        problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
         problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite has one scaling")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":

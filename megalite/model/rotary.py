@@ -24,7 +24,7 @@ def in_windows(config: ModelConfig, base: float) -> ModelConfig:
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the angle per position of each pair of channels, [rotated / 2]."""
-    rotated = int(config.head_dim * config.rotary_percent) // 2 * 2
+    rotated = config.rotated_channels
     exponents = torch.arange(0, rotated, 2, dtype=dtype, device=device) / rotated
     frequencies = 1.0 / config.rotary_base**exponents
     if config.position_embedding_type == "yarn":

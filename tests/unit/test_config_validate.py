@@ -1081,3 +1081,13 @@ def test_what_no_machine_holds_is_refused_by_arithmetic(flags: str, message: str
     lines = problems(flags)
     assert any(message in line for line in lines), lines
     assert max(map(len, lines)) < 400
+
+
+@pytest.mark.parametrize(
+    ("flags", "rotated"),
+    [("--rotary-percent 0.75", "0.75 rotates 3 of 4"), ("--kv-channels 5", "1.0 rotates 5 of 5")],
+)
+def test_channels_are_rotated_in_pairs(flags: str, rotated: str) -> None:
+    """One channel fewer would be another network than the flags say, and than other programs make of them."""
+    expected = f"--rotary-percent {rotated} channels per head, which go in pairs: choose a share of an even number"
+    assert problems(f"--position-embedding-type rope {flags}") == [expected]

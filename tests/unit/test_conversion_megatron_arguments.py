@@ -133,7 +133,7 @@ def test_a_tokenizers_fields_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"rotary_percent": 0.75}, "--rotary-percent 0.75: an odd number of 4 channels"),
+        ({"rotary_percent": 0.75}, "--rotary-percent 0.75 rotates 3 of 4 channels"),
         ({"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2}, "megalite has one scaling"),
     ],
 )
