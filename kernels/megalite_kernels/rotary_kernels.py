@@ -126,7 +126,7 @@ def launch_rotate(
     positions, batches, heads, width = query.shape
     outputs = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (query, key)]
     if positions and batches:
-        query, key = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key))
+        query, key = [part if part.stride(-1) == 1 else part.contiguous() for part in (query, key)]
         pairs = cosine.shape[-1]
         (cosine, *cosine_strides), (sine, *sine_strides) = (
             _in_rows(table.expand(positions, batches, 1, pairs)) for table in (cosine, sine)
