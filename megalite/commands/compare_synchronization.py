@@ -33,6 +33,7 @@ from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.host import cores
+from megalite.process.output import say
 from megalite.process.programs import python
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def main() -> None:
     curves: dict[str, Curve] = {}
     failed: dict[str, str] = {}
     for name, method in methods.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
+        say(f"{name} ...", to_error=True)
         try:
             curves[name] = train(method, arguments, program)
         except MegaliteError as error:
@@ -93,9 +94,9 @@ def main() -> None:
             failed[name] = str(error)
     link = Link(arguments.alpha, arguments.beta)
     outcomes = compare(curves, PLAIN, link)
-    print(*table(outcomes), sep="\n")
+    say(*table(outcomes), sep="\n")
     for name, reason in failed.items():
-        print(f"{name} failed: {reason}")
+        say(f"{name} failed: {reason}")
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
     output = {"arguments": asdict(arguments), "command": program, "cores": cores()}
@@ -105,7 +106,7 @@ def main() -> None:
     write_atomically(folder / "comparison.json", (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(folder / "comparison.csv", lines.getvalue().encode())
     write_atomically(folder / "comparison.svg", chart(curves, link).encode())
-    print(f"written to {folder}/comparison.json, .csv and .svg")
+    say(f"written to {folder}/comparison.json, .csv and .svg")
 
 
 def figures(outcome: Outcome) -> dict[str, object]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -22,14 +21,15 @@ from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
 from megalite.process.host import listen
+from megalite.process.output import say
 from megalite.process.place import Place, ranks_text
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
 from megalite.watchdog.secret import VARIABLE, Secret
-from megalite.watchdog.sections import MEETING
+from megalite.watchdog.sections import MEETING, Limits
 
-Say = Callable[[str, int], int]
+Tell = Callable[[str, int], int]
 """Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
 code."""
 
@@ -39,6 +39,7 @@ _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warnin
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
 _MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
+_STOPPED_SECONDS = 2.0  # a tick that is this late
 _PING_SECONDS = 1.0
 
 
@@ -71,11 +72,13 @@ class _Alarm:
 class Monitor(threading.Thread):
     """Monitor of all ranks, on rank 0. `address`: where it listens."""
 
-    def __init__(self, first: Peer, place: Place, secret: Secret, say: Say, folder: Path | None) -> None:
+    def __init__(
+        self, first: Peer, place: Place, secret: Secret, limits: Limits, tell: Tell, folder: Path | None
+    ) -> None:
         """Set up; `first` is rank 0 itself; `folder`: where the ranks write their dumps."""
         super().__init__(name="monitor", daemon=True)
         self.secret = secret
-        self._first, self._say, self._folder = first, say, folder
+        self._first, self._limits, self._tell, self._folder = first, limits, tell, folder
         self._listener = listen("rank 0's watchdog", place)
         host, port, *_ = self._listener.getsockname()
         self.address: tuple[str, int] = (host, port)
@@ -105,6 +108,9 @@ class Monitor(threading.Thread):
             looks = time.monotonic()
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()
+            if looks - self._looked > _STOPPED_SECONDS:  # this process was suspended itself, so nobody was silent
+                for rank in self._ranks.values():
+                    rank.heard += looks - self._looked
             self._looked = looks  # messages read in the next round arrived after this time
             try:
                 self._tick(time.monotonic())
@@ -237,11 +243,12 @@ class Monitor(threading.Thread):
         if not self._told_of_missing and now - self._began > _COMING_SECONDS:
             self._told_of_missing = True
             if self._missing:
-                sys.stderr.write(
+                say(
                     f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
                     f"{ranks_text(self._missing)}: if one of them dies the others may not notice. Open the ports "
                     f"between nodes, and give all ranks the same random {VARIABLE}, or a --save folder that "
-                    "all nodes share\n"
+                    "all nodes share",
+                    to_error=True,
                 )
         for link in [link for link, came in self._strangers.items() if now - came > _GREETING_SECONDS]:
             self._forget(link)
@@ -251,6 +258,16 @@ class Monitor(threading.Thread):
             self._conclude_death()
         elif self._alarm is not None and not self._lost:
             self._look_into(self._alarm, now)
+        elif not self._lost:
+            self._find_silent(now)
+
+    def _find_silent(self, now: float) -> None:
+        """Raise an alarm for a rank that has sent nothing for too long, whatever it was doing: it is suspended."""
+        for number, rank in self._ranks.items():
+            silence = now - rank.heard
+            if silence > self._limits.silence(rank.peer.section):
+                self._alarm = _Alarm(now, number, {"silent": silence}, folder_name())
+                return
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
         if not alarm.asked:
@@ -261,7 +278,9 @@ class Monitor(threading.Thread):
                 self._tell_all(dump=alarm.name)
             return
         silent = {number for number, rank in self._ranks.items() if rank.dump is None}
-        if not silent or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
+        if not silent and "silent" in alarm.why:  # it goes on
+            self._alarm = None
+        elif not silent or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
             self._conclude_hang(alarm, silent, now)
 
     def _conclude_death(self) -> None:
@@ -269,7 +288,7 @@ class Monitor(threading.Thread):
         failed = [rank.fails for rank in lost if rank.fails is not None]
         silent = [(rank.peer, self._lost[rank.peer.rank] - rank.placed) for rank in lost if rank.fails is None]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
-            code = self._say(death(silent), EXIT_RESUMABLE)
+            code = self._tell(death(silent), EXIT_RESUMABLE)
         else:  # otherwise this rank, or another with the same error, reports the reason itself
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
@@ -280,7 +299,7 @@ class Monitor(threading.Thread):
         silence = {number: now - self._ranks[number].heard for number in silent}
         folder = None if self._folder is None else self._folder / alarm.name
         message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
-        code = self._say(message, EXIT_RESUMABLE)
+        code = self._tell(message, EXIT_RESUMABLE)
         # A stopped process would keep its launcher waiting for ever, so another rank of its node kills it.
         kill: dict[int, list[Peer]] = {}
         for number in silent:

@@ -124,6 +124,14 @@ class Limits:
         learnt = max(self.least, FACTOR * longest.get(name, 0.0))
         return max(learnt, self.unlearnt) if name in (SAVE, PROFILE) or name not in longest else learnt
 
+    def silence(self, name: str) -> float:
+        """Return the seconds without a sign of life, in this section, after which a process counts as suspended.
+
+        Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run: building
+        an index at a run's start may be one.
+        """
+        return max(self.least, self.unlearnt) if name == START else self.least
+
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
         """Return the innermost of the open sections that is over its limit."""
         late = [section for section in sections if section.seconds > self.of(section.name, longest)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
 from megalite.process.bounded import within
 from megalite.process.host import host_name, kill_sibling, process_space, start_of
+from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
@@ -91,8 +92,13 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
-            with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
-                self._link_up(*(begun or self._find_monitor(self._store)))
+            try:
+                with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
+                    self._link_up(*(begun or self._find_monitor(self._store)))
+            except BaseException:  # a stop signal
+                if self._monitor is not None:
+                    self._monitor.secret.remove()
+                raise
         self._thread.start()
         return self
 
@@ -115,8 +121,9 @@ class Watchdog:
         """Start the monitor on rank 0. Returns its host, port and secret; the store gets those parts that may be
         public."""
         secret = make_secret(self._shared)
-        say = partial(self._report, store)
-        self._monitor = Monitor(self._peer(), self._place, secret, say, self._folder)
+        tell = partial(self._report, store)
+        self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)
+        last_words(secret.remove)
         self._monitor.start()
         host, port = self._monitor.address
         store.set(_ADDRESS, f"{port} {secret.name}")
@@ -153,6 +160,8 @@ class Watchdog:
         except BaseException as error:  # a stop signal
             link.send(fails=exit_code_of(error))
             raise
+        if self._first is None:
+            raise LinkLost  # rank 0 is suspended, or this is another program: the rendezvous notices it
         self._link = link
 
     def _peer(self) -> Peer:
@@ -177,14 +186,18 @@ class Watchdog:
     def _await_verdict(self, error: CommunicationError) -> None:
         """Wait until the monitor, if this rank has one, reports which rank died; the watchdog then ends the process.
 
+        If rank 0 is suspended, and the monitor with it, the watchdog reports that.
+
         A launcher that has seen a rank die would end the other ranks now, which is too early.
         """
         if self._link is None:
             return
         ignore_stop_signals()
         self._awaits_verdict = True
-        self._link.send(lost=str(error), **self._where())
-        self._thread.join(_VERDICT_SECONDS)
+        why = {"lost": str(error)}
+        self._alarm = time.monotonic(), why
+        self._link.send(**why, **self._where())
+        self._thread.join(3 * _VERDICT_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the thread
 
@@ -196,6 +209,7 @@ class Watchdog:
             self._looked, now = looks, time.monotonic()
             if now - last > _TICK_SECONDS + _STOPPED_SECONDS:
                 self.sections.was_stopped(now - last)
+                self._heard += now - last
             last = now
             if self._link is not None and now - told > _HEARTBEAT_SECONDS:
                 told = now
@@ -240,9 +254,16 @@ class Watchdog:
             self._alarm = now, {"overdue": [late.name, late.seconds, limit]}
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
+        if self._alarm is None and self._first is not None:
+            silence = now - self._heard
+            if silence > self._limits.silence(self._first.section):
+                self._alarm = now, {"silent": silence}
         if self._alarm is None:
             return
         since, why = self._alarm
+        if "silent" in why and self._heard > since:  # rank 0 goes on
+            self._alarm = None
+            return
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
         # The node's reporter acts first: it reports that rank 0 is suspended, before another rank kills rank 0.
         patience += 0 if self._is_node_reporter else ANSWER_SECONDS
@@ -282,7 +303,8 @@ class Watchdog:
         """Let the reporter of each node report: rank 0's process has ended, and with it the monitor."""
         if self._leaving:
             return
-        if self._alarm is not None and self._first_fails is None:  # rank 0 was suspended, and has been killed for that
+        suspended = time.monotonic() - self._heard > _SILENT_SECONDS
+        if self._alarm is not None and self._first_fails is None and suspended:  # and killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._wait_to_report():
@@ -323,7 +345,7 @@ class Watchdog:
         for peer in kill:
             refused = kill_sibling(peer.process, peer.start)
             if refused is not None:
-                sys.stderr.write(f"warning: {peer} hangs and is left to its launcher: {refused}\n")
+                say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
         if self._monitor is not None:
