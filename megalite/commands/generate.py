@@ -10,6 +10,7 @@ Under torchrun the model is split over all ranks, whatever layout it was trained
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -130,7 +131,7 @@ def show(pieces: Iterable[TextPiece], count: int) -> None:
             if count > 1 and piece.index > begun:
                 say(f"==> {piece.index + 1} of {count} <==")
                 begun = piece.index
-            say(piece.text, end="" if piece.finish is None else "\n")
+            say(piece.text, end="" if piece.finish is None else "\n", exact=not sys.stdout.isatty())
     except KeyboardInterrupt:
         say()  # so that the message about the interruption begins on a new line
         raise

@@ -24,13 +24,16 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_chunk, open_tokenizer
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
-from megalite.process.output import say
 from megalite.process.host import is_suspended
+from megalite.process.output import say
 from megalite.process.programs import safe_path
 from megalite.process.progress import Show, show_documents
 
 # Largest number of skipped records that are reported one by one.
 NAMED = 20
+# Workers are spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
+_SPAWN = multiprocessing.get_context("spawn")
+
 PATIENCE = 60.0
 """Seconds after which a text that a worker has not returned is first named. The interval doubles after each line."""
 
@@ -190,7 +193,8 @@ def _awaited(place: str, future: Future[EncodedChunk]) -> EncodedChunk:
     began, patience = time.monotonic(), PATIENCE
     while not wait([future], patience).done:
         line = f"waiting for the text from {place} on, for {time.monotonic() - began:.0f} s so far"
-        workers = [worker.pid for worker in multiprocessing.active_children() if worker.pid is not None]
+        children = [child for child in multiprocessing.active_children() if isinstance(child, _SPAWN.Process)]
+        workers = [child.pid for child in children if child.pid is not None]
         stopped = [str(number) for number in workers if is_suspended(number)]
         if stopped:
             line += f": process {', '.join(stopped)} is suspended, and goes on after kill -CONT {' '.join(stopped)}"
@@ -202,9 +206,8 @@ def _awaited(place: str, future: Future[EncodedChunk]) -> EncodedChunk:
 @contextmanager
 def _workers(count: int, flags: EncodingFlags) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which immediately begin to load the tokenizer."""
-    # Spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
     with safe_path():
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
+        pool = ProcessPoolExecutor(count, _SPAWN, _prepare_worker)
     try:
         with _interrupts_held(), safe_path():
             for _ in range(count):

@@ -42,13 +42,15 @@ def write_out() -> OSError | None:
     return None
 
 
-def say(*values: object, sep: str = " ", end: str = "\n", to_error: bool = False) -> None:
+def say(*values: object, sep: str = " ", end: str = "\n", to_error: bool = False, exact: bool = False) -> None:
     """Print what a person reads, on standard output or error, at once: all that a program prints passes here.
 
-    Raises OSError if the stream cannot be written to.
+    It is made `printable`, unless it is `exact`, for another program. Raises OSError if the stream cannot be written
+    to.
     """
     stream = sys.stderr if to_error else sys.stdout
-    stream.write(printable(sep.join(map(str, values))) + end)
+    text = sep.join(map(str, values))
+    stream.write((text if exact else printable(text)) + end)
     stream.flush()
 
 

@@ -271,6 +271,12 @@ def test_a_rank_that_dies_while_keys_and_values_travel_is_named(tmp_path: Path) 
     campaign.assert_unbroken()
 
 
+@pytest.mark.parametrize("phase", ["group", pytest.param("meeting", marks=pytest.mark.wide)])
+def test_rank_0_is_named_and_killed_where_it_is_suspended_before_the_first_step(phase: str, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    campaign.disturb(Fault(phase, 0, 0, "stop"))
+
+
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])
 def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")

@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,44 @@ def test_a_file_gets_a_line_for_each_text(trained: Path, file: Path, tmp_path: P
     refused = generate(*flags, *again)
     assert refused.code == 64
     assert "again.jsonl already exists" in refused.stderr
+
+
+def test_a_killed_generation_leaves_what_is_complete_and_blocks_no_other(
+    trained: Path, tmp_path: Path, spawn: Spawn
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    flags = ["--load", trained, "--prompt", "one", "--prompt", "e", "--temperature", 0, "--output", output]
+    job = spawn([GENERATE, *flags, "--batch-size", 1, "--max-new-tokens", 4000], 1)
+    while not (partial.exists() and partial.read_text()):
+        assert job.ranks[0].exit_code is None, job.stderr(0)
+        time.sleep(0.01)
+    job.kill(0, signal.SIGKILL)
+    job.wait()
+    assert [line["prompt"] for line in records(partial)] == ["one"]
+    assert not output.exists()
+    assert generate(*flags).code == 0
+    assert [line["prompt"] for line in records(output)] == ["one", "e"]
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.wide)])
+def test_a_rank_that_is_suspended_while_texts_are_written_is_named(
+    stopped: int, trained: Path, spawn: Spawn, tmp_path: Path
+) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(
+        "import sys\nfrom megalite.commands import generate\nfrom megalite.config.monitoring import WatchdogConfig\n"
+        "from megalite.lifecycle import run_watchdog\n"
+        "run_watchdog.WatchdogConfig = lambda: WatchdogConfig(watchdog_min_seconds=2.0)\ngenerate.command()\n"
+    )
+    endless = ["--prompt", "e", "--temperature", 0, "--max-new-tokens", 100_000]
+    job = spawn([entry, "--load", trained, *endless, "--pp", 2], 2)
+    job.wait_for_output(0, "eeeeeeee", timeout=60)
+    job.kill(stopped, signal.SIGSTOP)
+    codes = job.wait(60)
+    assert (codes[stopped], codes[1 - stopped]) == (-signal.SIGKILL, 85)
+    assert f"rank {stopped} (process {job.ranks[stopped].process.pid} " in job.stderr(1 - stopped)
+    assert "has not answered for " in job.stderr(1 - stopped)
 
 
 def test_prompts_come_from_flags_standard_input_and_a_file(

@@ -174,5 +174,6 @@ def test_signals_that_come_many_times_end_a_start_once(
         time.sleep(0.002)
     assert job.wait_as_launcher(timeout=60) == 85
     assert job.ranks[0].exit_code == 85
+    assert (tmp_path / "code").read_text() == "85\n"
     told = [line for line in job.stderr(0).splitlines() if not line.startswith("waiting for ")]
     assert told in ([], ["error: interrupted"])

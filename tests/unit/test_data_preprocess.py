@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,12 +22,12 @@ import pytest
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
 from megalite.config.tokenizer import EncodingFlags
 from megalite.data import corpus as data_corpus
-from megalite.data.corpus import Position, read_chunks
+from megalite.data.corpus import Chunk, Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
-from megalite.preprocessing.encoding import encode_chunk
+from megalite.preprocessing.encoding import EncodedChunk, encode_chunk
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import Ended, run_tool
 
@@ -275,6 +276,33 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
     assert b"Traceback" not in stderr
     assert b"c.partial: the same command with --resume continues it" in stderr
     assert [path.name for path in out.iterdir()] == ["c.partial"]
+
+
+def test_a_worker_that_is_suspended_is_named_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The worker suspends itself, and goes on once it has been named."""
+    monkeypatch.setattr(preprocessing, "PATIENCE", 0.2)
+    monkeypatch.setattr(preprocessing, "encode_chunk", _suspended_once)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if named := re.search(r"kill -CONT (\d+)", line):
+            os.kill(int(named[1]), signal.SIGCONT)
+
+    monkeypatch.setattr(preprocessing, "_print", say)
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    done, *_ = preprocessing.preprocess([str(source)], str(tmp_path / "c"), BYTES, 1, 1000)
+    assert done.documents == len(TEXTS)
+    lines = [line for line in said if "is suspended, and goes on after kill -CONT" in line]
+    assert lines
+    assert all(line.startswith(f"waiting for the text from {source}:1 on, for ") for line in lines)
+
+
+def _suspended_once(flags: EncodingFlags, chunk: Chunk) -> EncodedChunk:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return encode_chunk(flags, chunk)
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:

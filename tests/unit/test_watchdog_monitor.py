@@ -63,6 +63,12 @@ class FakeRank:
                 self._unread += self.link.receive()
         raise AssertionError(f"rank {self.rank} has heard nothing of {key!r}")
 
+    def asked(self) -> bool:
+        """Tell if the monitor has requested a dump."""
+        while select.select([self.link], [], [], 0.0)[0]:
+            self._unread += self.link.receive()
+        return any("dump" in message for message in self._unread)
+
     def answer(self) -> None:
         """Answer the monitor's request."""
         assert self.wait_for("dump")
@@ -81,9 +87,11 @@ class Watch:
         missing: int = 0,
         folder: Path | None = None,
         section: str = "",
+        limits: Limits = Limits(),  # noqa: B008  # frozen
     ) -> None:
         self.reported: list[tuple[str, int]] = []
-        self.monitor = Monitor(peer_of(0), Place(0, 0, len(spaces) + missing), Secret(SECRET), self._report, folder)
+        place = Place(0, 0, len(spaces) + missing)
+        self.monitor = Monitor(peer_of(0), place, Secret(SECRET), limits, self._report, folder)
         self.monitor.start()
         self.ranks = [FakeRank(self.monitor, rank, space, section) for rank, space in enumerate(spaces)]
         for rank in self.ranks:
@@ -150,6 +158,39 @@ def test_an_alarm_is_told_with_the_place_that_came_with_it(watch: Begin) -> None
         rank.answer()
     watched.ranks[0].wait_for("end")
     assert watched.message.startswith('step 3 hangs: rank 1 (process 1001 on n1) has been in "optimizer"')
+
+
+def test_a_rank_without_a_sign_of_life_is_named_whatever_it_was_doing(watch: Begin) -> None:
+    watched = watch((HERE, HERE), section=MEETING, limits=Limits(least=0.5))
+    first, second = watched.ranks
+    deadline = time.monotonic() + SECONDS
+    while not watched.reported:
+        first.link.send(section=MEETING, step=0)
+        if first.asked():
+            first.answer()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert first.wait_for("end")["kill"] == [asdict(peer_of(1, section=MEETING))]
+    assert watched.message.startswith("the run hangs: not every rank has given a sign of life for ")
+    assert "rank 1 (process 1001 on n1) has not answered for " in watched.message
+    second.dies()
+
+
+def test_a_rank_that_gives_a_sign_of_life_in_time_ends_nothing(watch: Begin) -> None:
+    watched = watch((HERE, HERE), limits=Limits(least=0.5))
+    watched.ranks[0].wait_for("dump")  # rank 1, or both, are missed
+    for rank in watched.ranks:
+        rank.link.send(dump=asdict(RankDump(rank.rank, 4)))
+    for _ in range(20):
+        for rank in watched.ranks:
+            rank.link.send(section="step", step=1)
+        time.sleep(0.05)
+    assert not watched.reported
+
+
+def test_the_start_of_a_run_may_keep_other_threads_from_running() -> None:
+    limits = Limits(least=2.0, unlearnt=60.0)
+    assert (limits.silence("start"), limits.silence("step"), limits.silence("")) == (60.0, 2.0, 2.0)
 
 
 def test_one_rank_of_each_node_is_to_speak_where_rank_0_is_lost(watch: Begin) -> None:
