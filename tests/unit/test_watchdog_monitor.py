@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from megalite.errors import CommunicationError
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
+from megalite.watchdog import watchdog as watchdog_file
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, Peer, connect
 from megalite.watchdog.monitor import Monitor
@@ -559,6 +561,31 @@ def test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_t
         monitor.send(**message)
         watchdog._read(SECONDS)
         assert lost == [True]
+
+
+def test_a_communication_that_fails_while_rank_0_is_suspended_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_file, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog_file, "_TICK_SECONDS", 0.05)
+    said: list[str] = []
+
+    def report(store: object, message: str, code: int) -> int:
+        said.append(message)
+        return code
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, rank = Link(ours, SECRET, MONITOR), Link(theirs, SECRET, RANK)
+        monitor.receive()
+        rank.receive()
+        watchdog = Watchdog(Sections(), Limits(), report, Place(1, 0, 2))
+        watchdog._link = rank
+        watchdog._take({"first": asdict(peer_of(0)), "speaks": True, "age": 0.0})
+        monkeypatch.setattr(watchdog, "_end", lambda *_, **__: setattr(watchdog, "_leaving", True))
+        watchdog._thread.start()
+        watchdog._await_verdict(CommunicationError("a collective failed"))
+    (message,) = said
+    assert ": a collective failed" in message
+    assert "rank 0 (process 1000 on n0) has not answered for " in message
 
 
 @pytest.mark.parametrize("message", [{"first": {}}, {"first": 7}, {"first": asdict(peer_of(0))}], ids=str)
