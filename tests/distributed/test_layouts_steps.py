@@ -53,6 +53,7 @@ def few() -> list[Row]:
     return [*every_value_once(rows()), REPLICATED]
 
 
+@pytest.mark.wide
 def test_every_pair_of_factors_is_met() -> None:
     assert not uncovered(FACTORS, small, rows())
     assert {ranks(row) for row in rows()} == set(WORLD_SIZES)
@@ -161,6 +162,7 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
         assert_same_bits(result, first, f"ZeRO {stage} against ZeRO 0")
 
 
+@pytest.mark.wide
 @pytest.mark.bits
 def test_a_network_without_experts_does_not_depend_on_their_view(rank_pools: RankPools) -> None:
     """The expert view only gives the ranks other names."""
@@ -192,7 +194,7 @@ IN_EVERY_RUN = (("llama", "muon"),)
 def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: RankPools) -> None:
     """bf16 weights with masters in fp32 or fp16; 2 % is the tolerance for bf16's 8 bits and a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
-    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=5)
+    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=4)
     cells = [
         replace(wide, dtype="bfloat16", narrow=narrow, gradient_dtype=kind)
         for narrow, kind in NARROW[family, optimizer]
@@ -213,7 +215,7 @@ def test_copies_are_rounded_alike_in_8_bits(tp: int, pp: int, dp: int, rank_pool
     """Replicas are those of a tied weight, and over tp: `run` compares their bits. A repeated run gives the same
     bits."""
     rest = {"tp": tp, "pp": pp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "gpt2"}
-    training = {"steps": STEPS, "optimizer": "adam", "dtype": "bfloat16", "eight_bits": True}
+    training = {"steps": 2, "optimizer": "adam", "dtype": "bfloat16", "eight_bits": True}
     cells = [make_cell(rest | {"zero": stage, "tied": True}, **training) for stage in (0, 1, 1)]
     whole, *sharded = run(rank_pools, cells)
     assert whole.losses == pytest.approx(sharded[0].losses, rel=0.02)

@@ -188,6 +188,7 @@ def test_gpt2_124m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> N
     assert "step 3/3" in train("gpt2_124m.sh", *TINY, "--split", "90,10,0", SAVE=f"{save}-data", **data)
 
 
+@pytest.mark.wide
 def test_llama_160m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     assert "step 3/3" in train("llama_160m.yaml", *MOCK_LLAMA, *TINY)
     data = ["--data-path", str(corpus / "corpus_text_document"), "--save", str(tmp_path / "run")]
@@ -236,10 +237,7 @@ def tokens(vocabulary: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("qwen1.5_moe_a2.7b.yaml", "switch_base_8.yaml") else pytest.mark.wide)
-        for name in WITH_EXPERTS
-    ],
+    [pytest.param(name, marks=() if name == "qwen1.5_moe_a2.7b.yaml" else pytest.mark.wide) for name in WITH_EXPERTS],
 )
 def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: str) -> None:
     small = words(

@@ -162,7 +162,7 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
     # A learning rate of 0, so that the step before the validation leaves the weights as they are.
     course = ["--train-iters", 32, "--global-batch-size", batch_size, "--exit-interval", 32, "--eod-mask-loss"]
     course += ["--lr", 0, "--eval-iters", batches, "--eval-interval", steps, "--load", str(trained)]
-    layouts = {"one": (1, ""), "dp2": (2, ""), "tp2": (2, "--tp 2"), "tp2sp": (2, "--tp 2 --sequence-parallel")}
+    layouts = {"dp2": (2, ""), "tp2sp": (2, "--tp 2 --sequence-parallel")}
     for name, (world_size, layout) in layouts.items():
         run(*FLAGS, *course, *words(layout), "--save", tmp_path / name, data=data, world_size=world_size)
         found = [line["valid_loss"] for line in metrics(tmp_path / name) if "valid_loss" in line]

@@ -183,7 +183,8 @@ def test_a_pod_ends_with_the_code_in_the_file_or_torchruns(torchrun_does: str, c
     assert pod.returncode == code
 
 
-@pytest.mark.parametrize("flags", ["wrong", pytest.param("right", marks=pytest.mark.wide)])  # right: imports of torch
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", ["wrong", "right"])
 def test_the_run_is_that_of_one_node_and_wrong_flags_end_all_pods_with_64(
     flags: str, nodes: Nodes, torchrun: Path
 ) -> None:
