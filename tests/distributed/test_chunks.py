@@ -41,10 +41,9 @@ def tensors(ranks: Sequence[list[tuple[list[float], list[Held]]]], case: int) ->
     return assemble([rank[case][1] for rank in ranks])
 
 
+@pytest.mark.wide
 @pytest.mark.bits
-@pytest.mark.parametrize(
-    ("recompute", "tied"), [("none", True), pytest.param("uniform", False, marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize(("recompute", "tied"), [("none", True), ("uniform", False)])
 def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools: RankPools) -> None:
     """Check without data-parallel reductions, because they depend on the cut of the buckets."""
     row = {"tp": 2, "dp": 1, "sequence_parallel": True, "tied": tied, "recompute": recompute}

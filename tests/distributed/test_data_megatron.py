@@ -29,7 +29,7 @@ many = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-few = settings(many, max_examples=15)
+few = settings(many, max_examples=8)
 LENGTHS = st.lists(st.sampled_from([1, 2, 3, 7, 20, 50]), min_size=4, max_size=30)
 WEIGHTS = st.sampled_from([1.0, 2.0, 0.3, 70.0, 1e-3])
 FILES = 3

@@ -159,8 +159,9 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize("which", wide_except(SAME_BITS, ["stages that shard gradients"]))
-@pytest.mark.parametrize("way", ["p2p", *(pytest.param(way, marks=pytest.mark.wide) for way in ("all_gather", "a2a"))])
+@pytest.mark.wide
+@pytest.mark.parametrize("which", SAME_BITS)
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a"])
 def test_bits_are_the_same(way: str, which: str, rank_pools: RankPools) -> None:
     common = {"cp": 2, "way": way, "documents": True, "dropout": 0.1, "family": "llama"}
     cells = [cell_of(common | row, steps=2) for row in SAME_BITS[which]]

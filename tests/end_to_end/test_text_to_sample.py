@@ -84,6 +84,7 @@ def test_the_loss_falls_from_the_uniform_one(trained: Path) -> None:
     assert course[-1] < course[0] - 1
 
 
+@pytest.mark.wide
 def test_greedy_text_is_the_same_under_every_layout_and_is_text(trained: Path, generate: Callable[..., str]) -> None:
     text = generate(trained, "--temperature", 0)
     assert text.startswith(PROMPT)
@@ -93,6 +94,7 @@ def test_greedy_text_is_the_same_under_every_layout_and_is_text(trained: Path, g
     assert generate(trained, "--top-p", 1e-9) == text
 
 
+@pytest.mark.wide
 def test_sampled_text_depends_on_the_seed_alone(trained: Path, generate: Callable[..., str]) -> None:
     first = generate(trained, "--seed", 1)
     assert generate(trained, "--seed", 1, world_size=2) == first

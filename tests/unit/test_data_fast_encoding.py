@@ -134,7 +134,8 @@ def check_texts(vocabulary: tuple[Any, FastByteLevelBPE], texts: list[str]) -> N
     assert [list(ids) for ids in fast.encode_documents(texts)] == expected
 
 
-@pytest.mark.parametrize("name", [pytest.param("GPT-2's words", marks=pytest.mark.wide), "normalized"])
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["GPT-2's words", "normalized"])
 def test_every_character_goes_the_same_way(name: str) -> None:
     """Each between a letter and a digit, where its class decides what it is cut from."""
     tokenizer = VOCABULARIES[name]()
