@@ -1,7 +1,8 @@
 """Several steps of SGD, AdamW and Muon on every family, against torch.optim and the oracle.
 
 Every value of the factors that several steps depend on is covered, and in CI every pair of values of all factors.
-docs/invariants.md: I5, and the order of sums: ZeRO 0 and 1 give the same bits, and so do 2 and 3, with and without overlap.
+docs/invariants.md: I5, and the order of sums: ZeRO 0 and 1 give the same bits, and so do 2 and 3, with and without
+overlap.
 """
 
 from __future__ import annotations
