@@ -117,6 +117,7 @@ compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
 
 fuzz: .venv/installed-test
+	.venv/bin/python -m pytest -m '' -k nothing_that_was_found tests/fuzz
 	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(REPORT),--report)
 

@@ -126,9 +126,9 @@ ZERO_3, ZB_H1 = {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"}
         pytest.param(ZERO_3, "fp32", id="zero3-fp32", marks=pytest.mark.wide),
         pytest.param(ZERO_3, "bf16", id="zero3-bf16"),
         pytest.param(ZERO_3, "fp16", id="zero3-fp16", marks=pytest.mark.wide),
-        pytest.param(ZB_H1, "fp32", id="zb-h1-fp32"),
+        pytest.param(ZB_H1, "fp32", id="zb-h1-fp32", marks=pytest.mark.wide),
         pytest.param(ZB_H1, "bf16", id="zb-h1-bf16", marks=pytest.mark.wide),
-        pytest.param(ZB_H1, "fp16", id="zb-h1-fp16"),
+        pytest.param(ZB_H1, "fp16", id="zb-h1-fp16", marks=pytest.mark.wide),
     ],
 )
 def test_narrow_numbers_train_nearly_the_same(layout: dict[str, Any], precision: str, rank_pools: RankPools) -> None:

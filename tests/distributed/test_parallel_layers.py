@@ -113,7 +113,7 @@ def check(rank_pools: RankPools, cell: Cell) -> None:
     assert_parameters(ranks, wanted)
 
 
-@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (0, 1, 2, 5, 7, 9)]), ids=str)
+@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (1, 5, 7)]), ids=str)
 def test_parallel_layers_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
     check(rank_pools, cell)
 

@@ -130,6 +130,7 @@ def test_while_a_rank_does_not_come(hold: Hold, tmp_path: Path) -> None:
     assert_stopped_by_file(job, tmp_path / "run")
 
 
+@pytest.mark.wide
 def test_while_a_checkpoint_is_loaded(hold: Hold, run: Run, tmp_path: Path) -> None:
     run(*COURSE, "--exit-interval", 2, "--save", tmp_path / "run", world_size=2, expected=85)
     job = hold(LOADING, 1, preexisting_stop(tmp_path / "run"), "--resume", "auto")
