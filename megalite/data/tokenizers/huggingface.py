@@ -19,6 +19,7 @@ from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.folder import read_folder
+from megalite.data.tokenizers.growth import check_growth
 from megalite.data.tokenizers.interface import Ids
 from megalite.data.tokenizers.library_errors import library_errors
 from megalite.errors import ConfigurationError, DataError
@@ -138,8 +139,8 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     The end of a document is named in these files, such as tokenizer_config.json.
 
     Raises:
-        DataError: it cannot be read, the files beside it have what cannot be applied, or it is not clear which token
-            ends a document.
+        DataError: it cannot be read, or can make texts far too long, the files beside it have what cannot be applied,
+            or it is not clear which token ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
@@ -148,6 +149,7 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
     with library_errors(f"{file} is not a tokenizer.json of Hugging Face's tokenizers"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        check_growth(tokenizer, file)
     beside = read_folder(file.parent)
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     with library_errors(f"{file} does not encode, with the tokens of the files beside it"):
