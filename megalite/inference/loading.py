@@ -115,5 +115,6 @@ def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: st
     """
     if model.opened is not None:
         return end_tokens(Path(str(model.path))) or frozenset({tokenizer.eod})
-    folder = tokenizer_folder(tokenizer_model or (model.tokenizer and model.tokenizer.tokenizer_model))
+    trained = None if model.tokenizer is None else model.tokenizer.tokenizer_model
+    folder = tokenizer_folder(tokenizer_model or trained)
     return frozenset({tokenizer.eod}) | (end_tokens(folder) if folder else frozenset())
