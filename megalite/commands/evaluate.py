@@ -86,7 +86,7 @@ def main() -> int:
 
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
-    from megalite.inference.loading import load_network, load_tokenizer, open_model
+    from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.run_watchdog import joined
@@ -125,6 +125,7 @@ def main() -> int:
             language_model = lm_eval_adapter.MegaliteLM(
                 network,
                 tokenizer,
+                ends_of_texts(model, tokenizer, arguments.tokenizer_model),
                 max_length=length,
                 micro_batch_size=batch_size,
                 show=lambda total, unit: progress("evaluating", total, unit, mesh.rank),

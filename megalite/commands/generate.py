@@ -84,7 +84,7 @@ def main() -> int:
 
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.generation import check_prompts, generate
-    from megalite.inference.loading import load_network, load_tokenizer, open_model
+    from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
     from megalite.inference.text import encode_prompts, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.run_watchdog import joined
@@ -108,7 +108,7 @@ def main() -> int:
             load_network(model, mesh),
             prompts,
             max_new_tokens=arguments.max_new_tokens,
-            eod=tokenizer.eod,
+            ends=ends_of_texts(model, tokenizer, arguments.tokenizer_model),
             sampling=sampling,
             batch_size=arguments.batch_size,
             vocab_size=tokenizer.vocab_size,

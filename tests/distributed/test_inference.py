@@ -73,7 +73,7 @@ def test_the_cache_has_the_window_of_each_layer(monkeypatch: pytest.MonkeyPatch)
 def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
     eod, most = 7, 6
-    arguments = {"max_new_tokens": most, "eod": eod, "sampling": Sampling(temperature=0.0)}
+    arguments = {"max_new_tokens": most, "ends": (eod,), "sampling": Sampling(temperature=0.0)}
     ranks = on_ranks(rank_pools, cells[0].world_size, functools.partial(generated, **arguments), cells, ROWS, 3)
     for number, cell in enumerate(cells):
         weights = whole_weights(cell)
@@ -97,7 +97,7 @@ def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
     def texts(cells: list[Cell], prompts: list[list[int]], batch_size: int, seed: int = 1) -> list[list[list[Any]]]:
         """Return the events of each cell and prompt."""
         sampling = Sampling(temperature=2.0, top_k=12, top_p=0.95, seed=seed)
-        function = functools.partial(generated, max_new_tokens=5, eod=7, sampling=sampling)
+        function = functools.partial(generated, max_new_tokens=5, ends=(7,), sampling=sampling)
         first, *others = on_ranks(rank_pools, cells[0].world_size, function, cells, prompts, batch_size)
         assert all(other == first for other in others)
         return [[[e for index, e in events if index == row] for row in range(len(prompts))] for events in first]
@@ -124,7 +124,7 @@ def test_a_sequence_ends_where_it_is_told_to(rank_pools: RankPools) -> None:
     def stop(index: int, tokens: Sequence[int]) -> bool:
         return index == 1 and len(tokens) == len(ROWS[1]) + 2
 
-    arguments = {"max_new_tokens": 4, "eod": -1, "sampling": Sampling(temperature=0.0), "stop": stop}
+    arguments = {"max_new_tokens": 4, "ends": (), "sampling": Sampling(temperature=0.0), "stop": stop}
     with one_thread():
         (events,) = generated([CELLS[1]], ROWS, 4, **arguments)
     assert [len([e for index, e in events if index == row]) for row in range(4)] == [5, 3, 5, 5]

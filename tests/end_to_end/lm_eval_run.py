@@ -122,8 +122,8 @@ def main(copies: ParallelMesh, place: Place) -> None:
     lm_eval.evaluator.add_env_info = lambda results: None  # takes a second each time
     found: dict[str, Any] = {"windows": windows_agree()}
     for name, mesh in meshes.items():
-        network, tokenizer = load_for_generation(run, mesh)
-        model = MegaliteLM(network, tokenizer, max_length=int(length), micro_batch_size=2)
+        network, tokenizer, ends = load_for_generation(run, mesh)
+        model = MegaliteLM(network, tokenizer, ends, max_length=int(length), micro_batch_size=2)
         found[name] = evaluated(model, include_path)
     found["template"] = encoded_by_a_template(network)
     found["refusals"] = refusals(model, include_path, place.rank)
