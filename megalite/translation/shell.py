@@ -200,6 +200,8 @@ class Script(Expansion):
         guesses, value = self._guesses, self._known(node.parts[1])
         for item in (part for part in node.parts if part.kind == "case_item"):
             end = [part.kind for part in item.parts].index(")")
+            if item.parts[-1].kind in (";&", ";;&"):
+                raise ConfigurationError(f"line {item.line}: {item.parts[-1].kind} is not followed: write ;;")
             texts = [self._pattern(part) for part in item.parts[:end] if part.kind not in "|("]
             if value is None or any(fnmatchcase(value, text) for text in texts):
                 with self._depending_on(node.line if value is None else None), self._behind(guesses):
@@ -254,7 +256,11 @@ class Script(Expansion):
                 self._peculiar |= dict.fromkeys(names, node.line)
         if self._locals and keyword.kind in ("local", "declare", "typeset"):
             self._locals[-1] |= set(names)
-        self._run(assigned)
+        values: dict[str, str] = {}
+        for word in assigned:  # all are expanded before one is assigned
+            values |= self._assign_word(word, lasting=False)
+        for name, value in values.items():
+            self._assign(name, value, node.line)
         if keyword.kind == "export" or any(re.match("-[a-z]*x", field) for field in fields):
             self._exported |= set(names)
         return True

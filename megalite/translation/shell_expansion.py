@@ -101,6 +101,8 @@ class Expansion:
     def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
         if name in self._given:
             return
+        if name == "IFS":
+            raise ConfigurationError(f"line {line}: IFS is not followed: divide the words at white space")
         depends = self._peculiar.get(name) if self._uncertain is None else self._uncertain
         if depends is not None:
             text = f"${name}, which depends on line {depends}"
@@ -227,6 +229,7 @@ class Expansion:
         elif index not in (None, "@", "*", "0"):
             return [self._unknown(node.text, line)]
         if change is not None:
+            value = None if value == [] else value
             if value is None and self._sourced:
                 return [self._unset(name, line)]
             empty = value is None or (change.startswith(":") and value in ("", [], [""]))
