@@ -200,6 +200,8 @@ class Script(Expansion):
         guesses, value = self._guesses, self._known(node.parts[1])
         for item in (part for part in node.parts if part.kind == "case_item"):
             end = [part.kind for part in item.parts].index(")")
+            if item.parts[-1].kind in (";&", ";;&"):
+                raise ConfigurationError(f"line {item.line}: {item.parts[-1].kind} is not followed: write ;;")
             texts = [self._pattern(part) for part in item.parts[:end] if part.kind not in "|("]
             if value is None or any(fnmatchcase(value, text) for text in texts):
                 with self._depending_on(node.line if value is None else None), self._behind(guesses):
@@ -247,9 +249,18 @@ class Script(Expansion):
         names = [field.partition("=")[0] for field in fields if not field.startswith("-")]
         assigned = [word for word in words if word.kind == "variable_assignment"]
         names += [word.parts[0].text for word in assigned]
+        for letters in (field[1:] for field in fields if field[:1] in "-+"):
+            if "n" in letters and keyword.kind != "export":
+                raise ConfigurationError(f"line {node.line}: {keyword.kind} -n is not followed: write the name itself")
+            if set(letters) & set("iluA"):
+                self._peculiar |= dict.fromkeys(names, node.line)
         if self._locals and keyword.kind in ("local", "declare", "typeset"):
             self._locals[-1] |= set(names)
-        self._run(assigned)
+        values: dict[str, str] = {}
+        for word in assigned:  # all are expanded before one is assigned
+            values |= self._assign_word(word, lasting=False)
+        for name, value in values.items():
+            self._assign(name, value, node.line)
         if keyword.kind == "export" or any(re.match("-[a-z]*x", field) for field in fields):
             self._exported |= set(names)
         return True
@@ -272,19 +283,19 @@ class Script(Expansion):
         self._run(documents)
         return status
 
-    def _change(self, text: str, line: int) -> None:
-        """Treat all variables that a text names as unknown."""
-        with self._depending_on(line):
-            for name in re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII):
-                self._assign(name, "", line)
-
     def _run_command(self, node: Node, more: Sequence[Node] = (), documents: Sequence[Node] = ()) -> bool | None:
         line = node.line
         own: dict[str, str] = {}
         words = list[Node]()
-        for part in node.parts:
+        for part, behind in zip_longest(node.parts, node.parts[1:]):
             if part.kind == "variable_assignment":
+                # The line may end here: tree-sitter takes the next line for the command of two assignments.
+                ends = behind and b"\n" in node.source[part.end : behind.begin].replace(b"\\\n", b"")
                 own |= self._assign_word(part, lasting=False)
+                if ends:
+                    for name, value in own.items():
+                        self._assign(name, value, line)
+                    own = {}
             elif part.kind == "file_redirect":
                 words += _behind(part)
             elif part.kind != "herestring_redirect":
@@ -292,6 +303,8 @@ class Script(Expansion):
         words += more
         fields = [field for word in words for field in self._fields(word)]
         if not fields:
+            for name, value in own.items():
+                self._assign(name, value, line)
             return True
         name = fields[0]
         if name in _CHANGING or fields[:2] == ["printf", "-v"]:

@@ -25,6 +25,10 @@ _MOST_WORK = 4 * MIB
 """Limit for the number of characters that all expansions of a script give together."""
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
+_ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|<<=|>>=|\+\+|--")
+"""What changes a variable within an arithmetic expression."""
+_ALL = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"', re.ASCII)
+"""Word that is no word, not even an empty one, if it has no elements."""
 _BRACES = re.compile(r"\{([^{}\s]*)\}")
 _SHELL = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
 _EXPANDS = re.compile(r"\$[A-Za-z_]\w*|\$\{[^}]*\}|\$\((?!\().*\)|`.*`", re.ASCII)
@@ -68,6 +72,8 @@ class Expansion:
         self._unknowns: list[Unknown] = []
         self._uncertain: int | None = None
         self._shifted, self._sourced, self._work = 0, False, 0
+        self._peculiar: dict[str, int] = {}
+        """Variables with an attribute that changes what is assigned, such as `declare -i`, and its line."""
         self._guesses = 0
         """Number of variables in conditions that were taken as empty."""
 
@@ -96,9 +102,10 @@ class Expansion:
         if name in self._given:
             return
         if name == "IFS":
-            self.notes.append(f"line {line}: IFS is not followed; words are divided at white space")
-        if self._uncertain is not None:
-            text = f"${name}, which depends on line {self._uncertain}"
+            raise ConfigurationError(f"line {line}: IFS is not followed: divide the words at white space")
+        depends = self._peculiar.get(name) if self._uncertain is None else self._uncertain
+        if depends is not None:
+            text = f"${name}, which depends on line {depends}"
             unknown = self._unknown(text, line, name)
             value = [unknown] if isinstance(value, list) else unknown
         if append and isinstance(value, list):
@@ -111,6 +118,14 @@ class Expansion:
                     each.name = name
         self._variables[name] = value
         self._charge(value)
+
+    def _change(self, text: str, line: int) -> None:
+        """Treat all variables that a text names as unknown."""
+        kept = self._uncertain
+        self._uncertain = line if kept is None else kept
+        for name in re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII):
+            self._assign(name, "", line)
+        self._uncertain = kept
 
     def _charge(self, value: str | Sequence[str]) -> None:
         size = len(value) if isinstance(value, str) else sum(len(each) + 1 for each in value)
@@ -130,8 +145,9 @@ class Expansion:
 
     def _fields(self, node: Node) -> list[str]:
         """Return the words that a word becomes when its variables are replaced."""
-        fields, current = list[str](), None
+        fields, current, none = list[str](), None, False
         for values, whole in self._pieces(node, False):
+            none = none or not values
             if whole and len(values) == 1:
                 current = (current or "") + values[0]
                 continue
@@ -148,7 +164,7 @@ class Expansion:
                 if text[-1:].isspace():
                     fields.append(current)
                     current = None
-        if current is not None:
+        if current is not None and not (none and _ALL.fullmatch(node.text)):
             fields.append(current)
         self._charge(fields)
         return fields
@@ -213,6 +229,7 @@ class Expansion:
         elif index not in (None, "@", "*", "0"):
             return [self._unknown(node.text, line)]
         if change is not None:
+            value = None if value == [] else value
             if value is None and self._sourced:
                 return [self._unset(name, line)]
             empty = value is None or (change.startswith(":") and value in ("", [], [""]))
@@ -260,7 +277,9 @@ class Expansion:
         """Return the value of an arithmetic expression of whole numbers."""
         expanded = " ".join(" ".join(values) for node in nodes for values, _ in self._pieces(node, True))
         plain = re.fullmatch(r"[\w\s()+*/%-]{1,200}", expanded, re.ASCII)
-        if plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
+        if _ASSIGNS.search(expanded):
+            self._change(expanded, line)
+        elif plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ArithmeticError):
                 tree = ast.parse(expanded.strip().replace("/", "//"), mode="eval")
                 value = self._number(tree.body)
