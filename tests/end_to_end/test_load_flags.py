@@ -162,7 +162,6 @@ def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path
     assert iterations(second) == [3]
 
 
-@pytest.mark.wide
 def test_a_checkpoint_says_what_the_schedule_is(run: Run, tmp_path: Path) -> None:
     """Flags say something else, and a run without a checkpoint follows them."""
     keeps = (*GPT2, "--use-checkpoint-opt-param-scheduler")
@@ -234,7 +233,6 @@ def test_failed_saves_end_the_run_when_there_are_too_many(start: Start, tmp_path
         assert job.stdout.count("Training continues") == done - 1, "the last save must succeed"
 
 
-@pytest.mark.wide
 def test_two_jobs_do_not_save_into_one_directory(start: Start, run: Run, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     endless = [*CONSTANT, "--train-iters", 100000, "--save", directory]
