@@ -26,7 +26,7 @@ _MOST_WORK = 4 * MIB
 _MARK = re.compile("\ue000(\\d+)\ue001")
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|<<=|>>=|\+\+|--")
-"""What changes a variable within an arithmetic expression."""
+"""Pattern of what changes a variable within an arithmetic expression."""
 _ALL = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"', re.ASCII)
 """Word that is no word, not even an empty one, if it has no elements."""
 _BRACES = re.compile(r"\{([^{}\s]*)\}")

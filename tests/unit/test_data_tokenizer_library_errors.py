@@ -91,7 +91,7 @@ def test_an_error_of_a_worker_ends_preprocessing_with_the_file(tmp_path: Path) -
 
 
 class PanicException(BaseException):
-    """What pyo3 raises for a panic of Rust's code."""
+    """Exception that pyo3 raises for a panic of Rust's code."""
 
 
 def test_a_panic_in_training_is_an_error_of_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

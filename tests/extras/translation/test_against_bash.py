@@ -13,7 +13,7 @@ from megalite.translation.script import read_script
 
 START = "A=3; B='p  q'; C=abc.tar.gz; D=; L=(one 'two three' 4)\n"
 SANDBOX = "ulimit -t 5 -f 1000; torchrun() { printf '%s\\0' \"$@\" > words; }; export -f torchrun\n"
-"""What bash runs before a script: its program writes down its words."""
+"""Beginning of a script for bash: its program writes down its words."""
 
 NAMES = st.sampled_from("ABCDEX")
 NUMBERS = st.sampled_from(["0", "1", "2", "5", "-3", "010", "A", "$A", "${#L[@]}", "A*2", "(A+1)", "X"])
