@@ -34,12 +34,11 @@ from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.host import cores
 from megalite.process.output import say
-from megalite.process.programs import python
+from megalite.process.programs import pretrain
 
 if TYPE_CHECKING:
     from megalite.comparison.synchronization import Curve, Outcome
 
-OWN_PROGRAM = python("-c", "from megalite.commands.pretrain import command; command()")
 SMALL_MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
 --attention-dropout 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 --lr 4e-3
@@ -166,7 +165,7 @@ def train(method: Method, arguments: Arguments, program: Sequence[str]) -> Curve
         words += ["--timing-interval", str(max(1, arguments.steps // 20))]
     with TemporaryDirectory(prefix="megalite-synchronization-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        run_on(ranks, [*OWN_PROGRAM, *words] if words[0].startswith("-") else without_python(words), metrics)
+        run_on(ranks, pretrain(*words) if words[0].startswith("-") else without_python(words), metrics)
         return read_curve(metrics, method.delay)
 
 

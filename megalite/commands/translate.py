@@ -30,7 +30,7 @@ from megalite.config.yaml_file import dump
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import printable, say, shell_word
-from megalite.process.programs import python, run
+from megalite.process.programs import pretrain, python, run
 
 if TYPE_CHECKING:
     from megalite.translation.report import Report
@@ -43,7 +43,6 @@ _KEPT = re.compile(
 """Options of torchrun that stay as they are."""
 _OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
 _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
-_PROGRAM = "from megalite.commands.pretrain import command; command()"
 
 
 @dataclass(frozen=True)
@@ -217,7 +216,7 @@ def _run(report: Report, ranks: int | None) -> None:
         )
     if (report.nodes or 1) > 1:
         raise ConfigurationError(f"--run: the file is for {report.nodes} nodes: start the command on each of them")
-    program = python("-c", _PROGRAM, *report.flags)
+    program = pretrain(*report.flags)
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     sys.stdout.flush()
     ended = run(program if count == 1 else [*launcher, "--no-python", *program], env=os.environ | report.environment)
