@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from megalite.errors import ConfigurationError
@@ -265,9 +266,106 @@ def difference(text: str, folder: Path) -> str:
         "A=1 B=2",
         'A=3; set --; L=(); A="$A"; L=(5 "${L[@]}" "$@"); A=${#L[@]}',
         "A=1; declare -n E=A; E=4",
+        "A=x\\\ny",
+        "A=1; f() { A=$E; }; E=9 f; A=$A${E-1}",
+        "A=1; E=2; f() { E=3; }; E=9 f; A=$E",
+        "A=1; while A=$((A+1)); [ $A -lt 6 ]; do :; done",
+        "A=1; until A=5; true; do :; done",
+        "f() { if [ -f /nonexistent ]; then shift; fi; A=$1; }; f 1 2",
+        "f() { [ -f /nonexistent ] && shift; A=$#; }; f 1 2",
+        "f() { for x in; do shift; done; A=$1; }; f 1 2 3",
+        "f() { shift 5; A=$1; }; f 1 2 3",
+        "set -- 5; A=${1-3}",
+        "set -u -- 5 6; A=$#",
+        "set -o pipefail 5; A=$#",
+        "A=1; set -o pipefail; false | true && A=2",
+        "A=1; f() { local A; E=${A-7}; }; f; A=$E",
+        "A=1; f() { local A=2; local A; E=$A; }; f; A=$E",
+        "A=1; f() { declare -g A=5; }; f",
+        "A=1; local A=2",
+        "readonly A=1; A=2",
+        "declare -r A=1; unset A; A=2",
+        "A=1; readonly A; A=2",
+        "A=1; case abc in \\*) A=2 ;; esac",
+        "A=1; case bbc in [^a]*) A=2 ;; esac",
+        "A=1; [[ bbc == [^a]* ]] && A=2",
+        "A=1; case a in [[:alpha:]]) A=2 ;; esac",
+        "A=1; case a in [\\!a]) A=2 ;; esac",
+        "A=1; P='\\*'; case '*' in $P) A=2 ;; esac",
+        "A=1; P=$(echo a); case a in $P) A=2 ;; esac",
+        "A=1; [[ aa == @(a|aa) ]] && A=2",
+        "L=(1 2); : ${L[5]:=x}; A=${#L[@]}",
+        "L=(1); : ${L[1]:=x}; A=$L",
+        "L=([2]=x); A=${L[0]-q}",
+        "L=([1]=x [0]=y); A=${L[0]}",
+        "L=(1 2 3); unset 'L[1]'; A=${#L[@]}",
+        "X=$(true); A=1${X:+y}",
+        "A=1; false; if [ $? -ne 0 ]; then A=2; fi",
+        "A=1; false; E=$?; [ $E = 1 ] && A=2",
+        "A=1; A=$(false) || E=1; A=${E-2}",
+        "A=1; if X=$(false); then A=2; fi",
+        "A=1; f() { X=`false`; }; f && A=2",
+        "A=1; X=1 Y=$(false) && A=2",
+        "A=1; $(false) && A=2",
+        "A=2; export 'A=1'",
+        "A=2; E=A=1; export $E",
+        'A=2; f() { local "A=1"; E=$A; }; f; A=$E',
+        'A=2; declare "A+=1"',
+        "A=1; shopt -s nocasematch; case a in A) A=2 ;; esac",
+        "A=1; shopt -s lastpipe; echo 2 | read A",
+        "A=1; if [ -f /nonexistent ]; then f() { A=2; }; fi; f",
+        "A=1; f() { A=3; }; [ -f /nonexistent ] && f() { A=2; }; f",
+        "A=1; f() { return 1; }; if [ -f /nonexistent ]; then f() { return 0; }; fi; f || A=2",
+        "A=1; f() { A=2; }; unset -f f; f",
+        'A=1; eval "$(printf A=5)"',
+        "A=1; eval $(printf A=5)",
+        "A=1; export $(printf A=5)",
+        "A=1; test() { A=2; }; test 5 = 6",
+        "A=1; shift() { A=2; }; shift",
+        "A=1; read() { A=2; }; read",
+        "A=1; command eval A=2",
+        "A=1; builtin printf -v A 5",
+        "A=1; f() { A=2; }; time f",
+        "A=1; trap 'A=2' DEBUG; :",
+        "A=${OSTYPE-5}",
+        'A=1; [ -z "$OPTIND" ] && A=2',
+        'f() { A=$#; }; f ${C-"d  e"} "${@+}"',
+        'L=("a b" c); L=("${L[@]+"${L[@]}"}"); A=${#L[@]}',
+        'A=3; if [ -n "$@" ]; then A=2; fi',
+        'A=1; B="p  q"; if [ $B = "p  q" ]; then A=2; fi',
+        "A=3; for x in $((A--)); do :; done",
+        "A=*",
+        "A=1; L=(*); A=${#L[@]}",
+        "[[ -3 -le 6 || 1 -eq ${A:=1} ]]; A=${A-2}",
+        "A=1; A=a A=${A:-d}",
+        "A=1; [[ 010 -eq 8 ]] && A=2",
     ],
 )
-def test_what_changes_a_variable_unseen_is_no_complete_command(text: str, tmp_path: Path) -> None:
+def test_what_is_not_followed_is_no_complete_command(text: str, tmp_path: Path) -> None:
     script = f"{text}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers $A"
     assert bash_words(script, tmp_path) is not None
     assert difference(script, tmp_path) == ""
+
+
+QUICK = settings(
+    max_examples=100, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
+
+
+@QUICK
+@seed(1)
+@given(text=SCRIPTS)
+def test_random_scripts(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    assert difference(text, tmp_path_factory.getbasetemp()) == ""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_more_random_scripts(number: int, tmp_path: Path) -> None:
+    @settings(QUICK, max_examples=600)
+    @seed(number)
+    @given(text=SCRIPTS)
+    def compare(text: str) -> None:
+        assert difference(text, tmp_path) == ""
+
+    compare()
