@@ -42,7 +42,7 @@ _OF_BASH = re.compile(
 )
 """Variables that bash itself sets."""
 _NOT_PYTHONS = re.compile(r"\\|\[[\^:.=]|\[[^]]*\[[:.=]|[?*+@!]\(")
-"""What a pattern of Python has another meaning for."""
+"""Characters of a pattern that have another meaning in Python."""
 _NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,

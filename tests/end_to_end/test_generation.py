@@ -169,7 +169,7 @@ def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
 
     from tests.harness import huggingface
 
-    huggingface.save(tmp_path, "qwen2")  # with 67 tokens
+    huggingface.save(tmp_path, "llama")  # with 67 tokens
     vocabulary = {f"w{number}": number for number in range(20)} | {"<end>": 20}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

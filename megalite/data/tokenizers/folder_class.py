@@ -45,7 +45,7 @@ _Steps = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Build:
-    """What a class of transformers builds.
+    """Parts of a tokenizer that a class of transformers builds.
 
     Attributes:
         normalizer: the steps of its normalizer.
@@ -150,7 +150,8 @@ def check_class(path: Path, config: Mapping[str, Any], model: Mapping[str, Any],
     if why:
         key = f'config.json: "model_type" {shown(kind)} stands for {name}, which' if overruled else ""
         key = key or f'tokenizer_config.json: "tokenizer_class" is {shown(said)}, which'
-        other = "remove config.json" if kind in OVERRULED else 'set "tokenizer_class" to "PreTrainedTokenizerFast"'
+        apart = "name a folder without this config.json, which has the tokenizer's files, as --tokenizer-model"
+        other = apart if kind in OVERRULED else 'set "tokenizer_class" to "PreTrainedTokenizerFast"'
         raise DataError(
             f"{path}, {key} {why}, so transformers may give other tokens than the tokenizer.json beside it: save the "
             f"tokenizer again with transformers' save_pretrained or, if tokenizer.json is right, {other}"
