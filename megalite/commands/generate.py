@@ -9,15 +9,17 @@ Under torchrun the model is split over all ranks, whatever layout it was trained
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
-from megalite.atomic_files import TemporaryFile
+from megalite.atomic_files import open_itself, writing_output
 from megalite.config.fields import NonNegativeInt, PositiveInt, Range
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -137,6 +139,20 @@ def show(pieces: Iterable[TextPiece], count: int) -> None:
         raise
 
 
+def _held(path: Path) -> IO[bytes]:
+    """Open an empty file that no other process writes. Raises ConfigurationError if one does."""
+    file: IO[bytes] = open_itself(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigurationError(f"{path} is being written by another process: name another --output") from error
+    except OSError:  # a file system without locks
+        pass
+    file.truncate(0)
+    return file
+
+
 def write(pieces: Iterable[TextPiece], output: str) -> None:
     """Write each text when it is complete, into OUTPUT.partial, which is renamed when all are there.
 
@@ -145,19 +161,22 @@ def write(pieces: Iterable[TextPiece], output: str) -> None:
     """
     parts: list[str] = []
     texts = 0
-    file = TemporaryFile(Path(output), Path(f"{output}.partial"))
-    try:
+    unfinished = Path(f"{output}.partial")
+    with writing_output(unfinished):
+        file = _held(unfinished)
+    with file:
         for piece in pieces:
             parts.append(piece.text)
             if piece.finish is not None:
                 record = {"prompt": parts[0], "text": "".join(parts[1:]), "finish_reason": piece.finish}
-                file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                file.flush()
+                with writing_output(unfinished):
+                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    file.flush()
                 parts = []
                 texts += 1
-        file.rename()
-    finally:
-        file.close()
+        if os.path.exists(output):
+            raise ConfigurationError(f"--output {output} has appeared meanwhile: the texts are in {unfinished}")
+        os.replace(unfinished, output)
     say(f"{output}: {texts} {'text' if texts == 1 else 'texts'}")
 
 

@@ -94,7 +94,7 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
         found["statistics"] = {name: each.to_json() for name, each in zip(names, values, strict=True)}
         bad = [name for name, each in found["statistics"].items() if each["nans"] or each["infinities"]]
         problems += [f"{len(bad)} tensors are not finite: {', '.join(bad)}"] if bad else []
-    say(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)))
+    say(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)), exact=arguments.json)
     if problems:
         raise CheckpointError(f"{reader.path}: {'; '.join(problems)}")
 
@@ -126,7 +126,7 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
     with show_progress("comparing", compared_bytes(a, b, names)) as advance:
         found = compare(a, b, names, arguments.workers, advance)
     if arguments.json:
-        say(json.dumps({"a": str(a.path), "b": str(b.path), "same": found.same} | strict(asdict(found))))
+        say(json.dumps({"a": str(a.path), "b": str(b.path), "same": found.same} | strict(asdict(found))), exact=True)
     else:
         say("\n".join([f"a: {a.path}", f"b: {b.path}", *difference_lines(found)]))
     sys.exit(0 if found.same else 1)

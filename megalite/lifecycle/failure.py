@@ -295,8 +295,8 @@ def leave_code(code: int) -> None:
     An existing file is kept: later errors are consequences of the first one.
     """
     path = os.environ.get("MEGALITE_EXIT_FILE")
-    if path and not Path(path).exists():
-        with suppress(FileError, OSError):
+    with suppress(FileError, OSError):
+        if path and not Path(path).exists():
             write_at_once(Path(path), f"{code}\n".encode())
 
 

@@ -254,7 +254,7 @@ class Script(Declarations):
         body, *redirections = node.parts
         documents = [each for each in redirections if each.kind == "heredoc_redirect"]
         if body.kind == "command":
-            more = [word for each in redirections if each.kind == "file_redirect" for word in _behind(each)]
+            more = [word for each in redirections if each.kind == "file_redirect" for word in _words_behind(each)]
             status = self._run_command(body, more, documents)
         else:
             status = self._run([body])
@@ -272,7 +272,7 @@ class Script(Declarations):
             if part.kind == "variable_assignment":
                 own |= self._assign_word(part, lasting=ends)
             elif part.kind == "file_redirect":
-                words += _behind(part)
+                words += _words_behind(part)
             elif part.kind != "herestring_redirect":
                 words.append(part)
         own = {} if ends else own
@@ -391,6 +391,6 @@ class Script(Declarations):
         self._calls -= 1
 
 
-def _behind(redirection: Node) -> Sequence[Node]:
+def _words_behind(redirection: Node) -> Sequence[Node]:
     """Return the words behind a redirection, which are still arguments of its command."""
     return [each for each in redirection.parts if each.kind != "file_descriptor" and each.kind[0] not in "<>&"][1:]

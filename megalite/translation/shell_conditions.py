@@ -24,6 +24,8 @@ class Conditions(Expansion):
         for joint, wins in (("||", True), ("&&", False), ("-o", True), ("-a", False)):
             for at, token in enumerate(tokens):
                 if token.text == joint:
+                    if not 0 < at < len(tokens) - 1:  # a word that is compared
+                        return None
                     status, kept = self._test(tokens[:at], pattern=pattern), self._uncertain
                     if status is wins and pattern:
                         return wins

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warnin
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
 _MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
+WARNING_SECONDS = 20.0
+"""Seconds without a sign of life after which a warning names a rank."""
 _STOPPED_SECONDS = 2.0  # a tick that is this late
 _PING_SECONDS = 1.0
 
@@ -55,6 +58,8 @@ class _Rank:
     fails: int | None = None
     """Exit code that it is about to end with, having said why."""
     dump: RankDump | None = None
+    named: bool = False
+    """True if a warning says that it gives no sign of life."""
 
 
 @dataclass
@@ -67,6 +72,19 @@ class _Alarm:
     name: str
     """Name of the folder that the answers are written to."""
     asked: bool = False
+
+
+def warn_of_silence(peer: Peer, seconds: float) -> None:
+    """Say that a rank has given no sign of life."""
+    _warn(
+        f"warning: {peer} has given no sign of life for {seconds:.0f} s, last seen in {peer.place}: it is suspended, "
+        "or in a call that lets no other thread run"
+    )
+
+
+def _warn(text: str) -> None:
+    with suppress(OSError):  # the disk of the output may be full, which must not end this thread
+        say(text, to_error=True)
 
 
 class Monitor(threading.Thread):
@@ -106,11 +124,13 @@ class Monitor(threading.Thread):
         """Run until `close`."""
         while not self._closing:
             looks = time.monotonic()
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                key.data()
-            if looks - self._looked > _STOPPED_SECONDS:  # this process was suspended itself, so nobody was silent
+            ready = self._selector.select(_TICK_SECONDS)
+            slept = time.monotonic() - looks
+            if slept > _TICK_SECONDS + _STOPPED_SECONDS:  # this process was suspended itself, so nobody was silent
                 for rank in self._ranks.values():
-                    rank.heard += looks - self._looked
+                    rank.heard += slept
+            for key, _ in ready:
+                key.data()
             self._looked = looks  # messages read in the next round arrived after this time
             try:
                 self._tick(time.monotonic())
@@ -178,7 +198,7 @@ class Monitor(threading.Thread):
 
     def _take(self, rank: _Rank, message: Message) -> None:
         """Take a message. Raises an Exception of any kind if the message is not valid."""
-        number, rank.heard = rank.peer.rank, time.monotonic()
+        number, rank.heard, rank.named = rank.peer.rank, time.monotonic(), False
         if "section" in message:
             rank.peer.move(message)
             rank.placed = self._looked
@@ -192,7 +212,7 @@ class Monitor(threading.Thread):
             if dump.rank != number:
                 raise LinkLost
             rank.dump = dump
-        elif (why := alarm_of(message)) and self._alarm is None:
+        elif (why := alarm_of(message)) and (self._alarm is None or "silent" in self._alarm.why):
             self._alarm = _Alarm(time.monotonic(), number, why, folder_name())
 
     def _greet(self, link: Link, peer: Peer) -> _Rank:
@@ -243,12 +263,11 @@ class Monitor(threading.Thread):
         if not self._told_of_missing and now - self._began > _COMING_SECONDS:
             self._told_of_missing = True
             if self._missing:
-                say(
+                _warn(
                     f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
                     f"{ranks_text(self._missing)}: if one of them dies the others may not notice. Open the ports "
                     f"between nodes, and give all ranks the same random {VARIABLE}, or a --save folder that "
-                    "all nodes share",
-                    to_error=True,
+                    "all nodes share"
                 )
         for link in [link for link, came in self._strangers.items() if now - came > _GREETING_SECONDS]:
             self._forget(link)
@@ -265,6 +284,9 @@ class Monitor(threading.Thread):
         """Raise an alarm for a rank that has sent nothing for too long, whatever it was doing: it is suspended."""
         for number, rank in self._ranks.items():
             silence = now - rank.heard
+            if silence > WARNING_SECONDS and not rank.named:
+                rank.named = True
+                warn_of_silence(rank.peer, silence)
             if silence > self._limits.silence(rank.peer.section):
                 self._alarm = _Alarm(now, number, {"silent": silence}, folder_name())
                 return

@@ -28,7 +28,7 @@ from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
-from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
+from megalite.watchdog.monitor import ANSWER_SECONDS, WARNING_SECONDS, Monitor, warn_of_silence
 from megalite.watchdog.secret import find_secret, make_secret
 from megalite.watchdog.sections import Limits, OpenSection, Sections
 
@@ -82,6 +82,8 @@ class Watchdog:
         self._first: Peer | None = None  # rank 0, as its monitor describes it
         self._first_placed = 0.0  # time when its place was known, or earlier
         self._is_node_reporter = place.local_rank == 0  # this rank reports an error if rank 0 is lost
+        self._named_first = False
+        """True if a warning says that rank 0 gives no sign of life."""
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
@@ -160,8 +162,10 @@ class Watchdog:
         except BaseException as error:  # a stop signal
             link.send(fails=exit_code_of(error))
             raise
-        if self._first is None:
-            raise LinkLost  # rank 0 is suspended, or this is another program: the rendezvous notices it
+        if self._first is None:  # rank 0 is suspended, which the rendezvous notices, or this is another program
+            link.send(bye=True)
+            link.close()
+            raise LinkLost
         self._link = link
 
     def _peer(self) -> Peer:
@@ -234,7 +238,7 @@ class Watchdog:
                 self._take(message)
 
     def _take(self, message: Message) -> None:
-        self._heard = time.monotonic()
+        self._heard, self._named_first = time.monotonic(), False
         if "first" in message:
             self._first, self._is_node_reporter = Peer.of(message["first"]), message["speaks"]
             self._first_placed = self._looked - message["age"]
@@ -249,13 +253,16 @@ class Watchdog:
 
     def _check_deadlines(self, now: float) -> None:
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
-        if late is not None and self._alarm is None:
+        if late is not None and (self._alarm is None or "silent" in self._alarm[1]):
             limit = self._limits.of(late.name, self.sections.longest)
             self._alarm = now, {"overdue": [late.name, late.seconds, limit]}
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
         if self._alarm is None and self._first is not None:
             silence = now - self._heard
+            if silence > WARNING_SECONDS and self._is_node_reporter and not self._named_first:
+                self._named_first = True
+                warn_of_silence(self._first, silence)
             if silence > self._limits.silence(self._first.section):
                 self._alarm = now, {"silent": silence}
         if self._alarm is None:
@@ -345,7 +352,8 @@ class Watchdog:
         for peer in kill:
             refused = kill_sibling(peer.process, peer.start)
             if refused is not None:
-                say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
+                with suppress(OSError):
+                    say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
         if self._monitor is not None:

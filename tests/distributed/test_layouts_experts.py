@@ -123,9 +123,7 @@ SAME_BITS: dict[str, list[Row]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "which"), some_of(EXPERTS, SAME_BITS, later=set(SAME_BITS) - {"dispatchers", "recomputation"})
-)
+@pytest.mark.parametrize(("family", "which"), some_of(EXPERTS, SAME_BITS, later=set(SAME_BITS) - {"dispatchers"}))
 def test_bits_are_the_same(family: str, which: str, rank_pools: RankPools) -> None:
     """Padding to the capacity changes the number of rows of a product, and so its bits: each way has its own.
 

@@ -193,14 +193,10 @@ NARROW = {
     **{("llama", rule): [(False, None), (False, "bfloat16")] for rule in ("lars", "lion")},
 }
 """Cases of family and optimizer, which are independent: True if optimizer state is narrow; dtype of gradients."""
-IN_EVERY_RUN = (("llama", "muon"),)
-"""Muon uses AdamW for other parameters; SGD keeps one state tensor, AdamW two."""
 
 
-@pytest.mark.parametrize(
-    ("family", "optimizer"),
-    [pytest.param(*key, marks=[pytest.mark.wide] * (key not in IN_EVERY_RUN)) for key in NARROW],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("family", "optimizer"), NARROW)
 def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: RankPools) -> None:
     """bf16 weights with masters in fp32 or fp16; 2 % is the tolerance for bf16's 8 bits and a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}

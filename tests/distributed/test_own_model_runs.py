@@ -64,10 +64,8 @@ def test_a_run_goes_on_bit_for_bit(name: str, shuffle: bool, tmp_path: Path, ran
         assert found.digest == wanted.digest, found.name
 
 
-@pytest.mark.parametrize(
-    "name",
-    wide_except(["translator", "distilled", "mlp", "vit"], ["distilled"]),
-)
+@pytest.mark.wide  # `make test` lets a program go on so in tests/end_to_end/test_library.py
+@pytest.mark.parametrize("name", ["translator", "distilled", "mlp", "vit"])
 def test_a_run_goes_on_under_other_layouts(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
     layouts = [
         (Cell(name, dp=2, zero=3), 2),

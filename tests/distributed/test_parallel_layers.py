@@ -151,6 +151,7 @@ def test_a_run_goes_on_under_another_layout(
     assert_parameters(found, wanted)
 
 
+@pytest.mark.wide  # tests/distributed/test_layouts_steps.py has such matrices of a GPT
 def test_muon_updates_matrices_that_ranks_have_parts_of(rank_pools: RankPools) -> None:
     for model in MODELS:
         alone = assemble(rank.parameters for rank in rank_pools(1).run(run, model, "muon", {}))

@@ -104,10 +104,9 @@ def test_a_rank_that_is_suspended_while_texts_are_written_is_named(
 ) -> None:
     entry = tmp_path / "entry.py"
     entry.write_text(
-        "import sys\nfrom megalite.commands import generate\nfrom megalite.config.monitoring import WatchdogConfig\n"
-        "from megalite.lifecycle import run_watchdog\nfrom megalite.watchdog import watchdog\n"
+        "from megalite.commands import generate\nfrom megalite.watchdog import sections, watchdog\n"
         "watchdog._SILENT_SECONDS = watchdog._LEAVING_SECONDS = 0.5\n"
-        "run_watchdog.WatchdogConfig = lambda: WatchdogConfig(watchdog_min_seconds=2.0)\ngenerate.command()\n"
+        "sections.Limits.silence = lambda limits, name: 2.0\ngenerate.command()\n"
     )
     endless = ["--prompt", "e", "--temperature", 0, "--max-new-tokens", 100_000]
     job = spawn([entry, "--load", trained, *endless, "--pp", 2], 2)

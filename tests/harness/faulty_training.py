@@ -234,6 +234,7 @@ def shorten() -> None:
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
     watchdog._VERDICT_SECONDS, watchdog._SILENT_SECONDS = 5.0, 2.5
     failure._LAUNCHER_SECONDS, rendezvous.SILENCE = LAUNCHER_SECONDS, 2.0
+    sections.LEAST_SILENCE = 2.0
     sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     sections.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (
