@@ -199,10 +199,13 @@ LAYOUTS = {
     "pp4 zb-v": (4, "--pp 4 --pipeline-schedule zb-v"),
     "pp2 dp2 zero 3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
 }
-CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zero 3")]
+CHANGES = [
+    ("pp2 interleaved", "tp2"),
+    pytest.param("pp4 zb-v", "one", marks=pytest.mark.wide),
+    pytest.param("one", "pp2 dp2 zero 3", marks=pytest.mark.wide),
+]
 
 
-@pytest.mark.wide  # `make test` has such changes in tests/distributed/test_checkpoint_layouts.py
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_resumed_on_another_pipeline_is_the_same_run(before: str, after: str, run: Run, tmp_path: Path) -> None:
     """I9, for the results of evaluations, too."""
