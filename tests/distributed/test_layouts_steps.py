@@ -200,7 +200,7 @@ NARROW = {
 def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: RankPools) -> None:
     """bf16 weights with masters in fp32 or fp16; 2 % is the tolerance for bf16's 8 bits and a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
-    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=4)
+    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=5)
     cells = [
         replace(wide, dtype="bfloat16", narrow=narrow, gradient_dtype=kind)
         for narrow, kind in NARROW[family, optimizer]
