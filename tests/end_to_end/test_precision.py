@@ -110,12 +110,14 @@ def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: 
 
 
 @pytest.mark.bits
-@pytest.mark.wide  # tests/unit/test_optimizer_packed.py resumes an optimizer with such moments
 @pytest.mark.parametrize(
     ("kept", "layout", "world_size"),
     [
-        ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1),
-        ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
+        pytest.param("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1, marks=pytest.mark.wide),
+        pytest.param(
+            *("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
+            marks=pytest.mark.wide,
+        ),
         (
             "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --store-param-remainders",
             "--data-parallel-sharding-strategy optim_grads_params",
