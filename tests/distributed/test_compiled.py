@@ -33,6 +33,7 @@ LAYOUTS: list[Row] = [
 
 def graphs_of_cells(cells: Sequence[Cell]) -> list[tuple[layout_run.RankResult, int]]:
     """Run each cell on this rank; return the results and the number of graphs compiled so far after each."""
+    torch._dynamo.reset()  # an earlier test may have compiled the same layers on these ranks
     counters.clear()
     meshes = layout_run.make_meshes(cells)
     return [(layout_run.run_cell(meshes[cell.split], cell), counters["stats"]["unique_graphs"]) for cell in cells]
