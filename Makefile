@@ -96,7 +96,7 @@ test-bits: .venv/installed-test
 
 # The number before each stage is its budget in minutes on two cores.
 test-all:
-	.ci/stages '4 .venv/installed-test' '1 lint' '0.5 compile-kernels' '6 test' '4 test-extras' '4.5 test-wide $(OF_TURN)' \
+	.ci/stages '3 .venv/installed-test' '1 lint' '1 compile-kernels' '6 test' '4 test-extras' '5 test-wide $(OF_TURN)' \
 		'2.5 test-bits WIDEST=' '4 mutants $(OF_TURN)' '3.5 oracles $(OF_TURN)' '1.5 fuzz REPORT=1 SEED=$(COMMIT)' \
 		$(if $(SLURM),'3 test-slurm $(OF_TURN)') '0.5 train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
@@ -117,6 +117,7 @@ compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
 
 fuzz: .venv/installed-test
+	.venv/bin/python -m pytest -m '' -k nothing_that_was_found tests/fuzz
 	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(REPORT),--report)
 

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 
 
 def cached(network: Network, prompts: list[list[int]], new: int) -> None:
-    for _ in generate(network, prompts, max_new_tokens=new, eod=-1, sampling=Sampling(temperature=0.0)):
+    for _ in generate(network, prompts, max_new_tokens=new, ends=(), sampling=Sampling(temperature=0.0)):
         pass
 
 

@@ -173,7 +173,7 @@ def is_count(value: object, end: int = 2**63) -> bool:
     return type(value) is int and 0 <= value < end
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Return the cause of an error in one line, without the error number and the path of an OSError."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
 

@@ -19,6 +19,7 @@ from megalite.atomic_files import require_output, write_atomically
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 from megalite.small_files import read_small_file, reason
 
 
@@ -59,10 +60,10 @@ def main() -> None:
     comment = f"measured by megalite-calibrate, torch {torch.__version__}, {torch.get_num_threads()} threads"
     write_atomically(Path(arguments.output), as_toml(calibrated, comment).encode())
     gpu = calibrated.gpu
-    print(f"products   {max(gpu.peak.values()) * gpu.efficiency / 1e12:.3f} TFLOP/s for large ones")
-    print(f"memory     {gpu.bandwidth * gpu.share / 1e9:.1f} GB/s in element-wise kernels")
-    print(f"kernels    {gpu.kernel * 1e6:.1f} microseconds at least")
-    print(f"written to {arguments.output}")
+    say(f"products   {max(gpu.peak.values()) * gpu.efficiency / 1e12:.3f} TFLOP/s for large ones")
+    say(f"memory     {gpu.bandwidth * gpu.share / 1e9:.1f} GB/s in element-wise kernels")
+    say(f"kernels    {gpu.kernel * 1e6:.1f} microseconds at least")
+    say(f"written to {arguments.output}")
 
 
 command = partial(run_tool, main)

@@ -18,6 +18,7 @@ from pathlib import Path
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 from megalite.process.programs import python, run
 
 PROMPT = (5, 17, 33, 8, 21)
@@ -44,21 +45,21 @@ def main() -> None:
         raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face folder")
     tokens = None
     if find_spec("transformers") is None:
-        print("transformers: not installed (pip install transformers)")
+        say("transformers: not installed (pip install transformers)")
     else:
         tokens = generate_with_transformers(folder)
-        print(f"transformers: loads all of it, and continues with {tokens}")
+        say(f"transformers: loads all of it, and continues with {tokens}")
     if find_spec("vllm") is None:
-        print("vLLM: not installed (pip install vllm)")
+        say("vLLM: not installed (pip install vllm)")
     else:
         found = generate_with_vllm(folder)
         if tokens is not None and found != tokens:
             raise CheckpointError(f"vLLM continues with {found}, transformers with {tokens}")
-        print(f"vLLM: loads it, and continues with {found}")
+        say(f"vLLM: loads it, and continues with {found}")
     if arguments.llama_cpp is None:
-        print("llama.cpp: give --llama-cpp, the folder of its source (git clone https://github.com/ggml-org/llama.cpp)")
+        say("llama.cpp: give --llama-cpp, the folder of its source (git clone https://github.com/ggml-org/llama.cpp)")
     else:
-        print(f"llama.cpp: {run_llama_cpp(folder, Path(arguments.llama_cpp))}")
+        say(f"llama.cpp: {run_llama_cpp(folder, Path(arguments.llama_cpp))}")
 
 
 def generate_with_transformers(folder: Path) -> list[int]:

@@ -33,12 +33,12 @@ from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.host import cores
-from megalite.process.programs import python
+from megalite.process.output import say
+from megalite.process.programs import pretrain
 
 if TYPE_CHECKING:
     from megalite.comparison.synchronization import Curve, Outcome
 
-OWN_PROGRAM = python("-c", "from megalite.commands.pretrain import command; command()")
 SMALL_MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
 --attention-dropout 0 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 4 --global-batch-size 8 --lr 4e-3
@@ -84,7 +84,7 @@ def main() -> None:
     curves: dict[str, Curve] = {}
     failed: dict[str, str] = {}
     for name, method in methods.items():
-        print(f"{name} ...", file=sys.stderr, flush=True)
+        say(f"{name} ...", to_error=True)
         try:
             curves[name] = train(method, arguments, program)
         except MegaliteError as error:
@@ -93,9 +93,9 @@ def main() -> None:
             failed[name] = str(error)
     link = Link(arguments.alpha, arguments.beta)
     outcomes = compare(curves, PLAIN, link)
-    print(*table(outcomes), sep="\n")
+    say(*table(outcomes), sep="\n")
     for name, reason in failed.items():
-        print(f"{name} failed: {reason}")
+        say(f"{name} failed: {reason}")
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
     output = {"arguments": asdict(arguments), "command": program, "cores": cores()}
@@ -105,7 +105,7 @@ def main() -> None:
     write_atomically(folder / "comparison.json", (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(folder / "comparison.csv", lines.getvalue().encode())
     write_atomically(folder / "comparison.svg", chart(curves, link).encode())
-    print(f"written to {folder}/comparison.json, .csv and .svg")
+    say(f"written to {folder}/comparison.json, .csv and .svg")
 
 
 def figures(outcome: Outcome) -> dict[str, object]:
@@ -165,7 +165,7 @@ def train(method: Method, arguments: Arguments, program: Sequence[str]) -> Curve
         words += ["--timing-interval", str(max(1, arguments.steps // 20))]
     with TemporaryDirectory(prefix="megalite-synchronization-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        run_on(ranks, [*OWN_PROGRAM, *words] if words[0].startswith("-") else without_python(words), metrics)
+        run_on(ranks, pretrain(*words) if words[0].startswith("-") else without_python(words), metrics)
         return read_curve(metrics, method.delay)
 
 

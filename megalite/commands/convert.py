@@ -10,7 +10,6 @@ refused, never approximated. The optimizer's state is not converted.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, f
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 if TYPE_CHECKING:
     import torch
@@ -89,11 +89,11 @@ def main() -> None:
     with show_progress("converting", size) as advance:
         written = write_model(opened, arguments, advance)
     tensors = len(opened.source.tensors)
-    print(f"{written}: from {opened.what}, {tensors:,} tensors, {size:,} bytes")
+    say(f"{written}: from {opened.what}, {tensors:,} tensors, {size:,} bytes")
     if not opened.data or (arguments.saver == "hf" and opened.folder is None):
-        print("without a tokenizer: --tokenizer-model names a folder that has one")
+        say("without a tokenizer: --tokenizer-model names a folder that has one")
     for note in (*opened.notes, *watched.notes()):
-        print(note, file=sys.stderr)
+        say(note, to_error=True)
     if arguments.verify:
         report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))
 
@@ -165,12 +165,12 @@ def report(first: OpenedModel, second: OpenedModel) -> None:
 
     found = verify(first, second)
     same = found.tensors - len(found.different)
-    print(f"verified: {same:,} of {found.tensors:,} tensors are the same bit for bit")
-    print(f"verified: logits differ by {found.logits:.1e} at most, the largest is {found.largest:.1f}")
+    say(f"verified: {same:,} of {found.tensors:,} tensors are the same bit for bit")
+    say(f"verified: logits differ by {found.logits:.1e} at most, the largest is {found.largest:.1f}")
     if found.transformers is not None:
-        print(f"verified: those of transformers differ from megalite's by {found.transformers:.1e} at most")
+        say(f"verified: those of transformers differ from megalite's by {found.transformers:.1e} at most")
     elif second.is_huggingface or first.is_huggingface:
-        print("not compared with transformers: pip install transformers")
+        say("not compared with transformers: pip install transformers")
     if found.different:
         raise CheckpointError(f"the two sides are not the same model: they differ in {', '.join(found.different[:8])}")
     if (found.transformers or 0.0) > TOLERANCE * found.largest:

@@ -29,6 +29,7 @@ from megalite.doctor.node import examine_node
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_main
 from megalite.process.host import host_name
+from megalite.process.output import say
 from megalite.process.place import place_from_environment
 
 
@@ -67,7 +68,7 @@ def look_at_node(options: Options) -> int:
     state, findings = examine_node(gpus)
     name, verdict = host_name(), Verdict(findings)
     line = "; ".join(f"{each.severity}: {each.text}" for each in verdict.findings) or "well"
-    print(f"node {name}: {line}", file=sys.stderr if verdict.exit_code else sys.stdout)
+    say(f"node {name}: {line}", to_error=bool(verdict.exit_code))
     if options.json is not None:
         found = {"exit_code": verdict.exit_code, "node": name, "findings": [asdict(each) for each in findings]}
         write_atomically(Path(options.json), (json.dumps(found | asdict(state), indent=2) + "\n").encode())

@@ -21,6 +21,7 @@ from megalite.config.parallel import SHAPES, ScheduleName
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 if TYPE_CHECKING:
     from megalite.pipeline.stages import Stages
@@ -144,13 +145,13 @@ def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
 def print_table(time_line: TimeLine) -> None:
     """Print the times of the step, and the computing time and peak activations per rank."""
     show, bubble, ideal = time_line.show, time_line.bubble, time_line.ideal
-    print(time_line.title)
-    print(f"time of a step  {show(bubble + ideal)}")
-    print(f"ideal time      {show(ideal)}")
-    print(f"bubble          {show(bubble)} ({100 * bubble / ideal:.1f} % of the ideal time)")
-    print("rank  computes  peak activations" + (", of one chunk each" if time_line.stages.chunks > 1 else ""))
+    say(time_line.title)
+    say(f"time of a step  {show(bubble + ideal)}")
+    say(f"ideal time      {show(ideal)}")
+    say(f"bubble          {show(bubble)} ({100 * bubble / ideal:.1f} % of the ideal time)")
+    say("rank  computes  peak activations" + (", of one chunk each" if time_line.stages.chunks > 1 else ""))
     for rank, (spans, peak) in enumerate(zip(time_line.computation, time_line.peaks, strict=True)):
-        print(f"{rank:4}  {show(sum(span.end - span.start for span in spans)):>8}  {peak:16}")
+        say(f"{rank:4}  {show(sum(span.end - span.start for span in spans)):>8}  {peak:16}")
 
 
 command = partial(run_tool, main)

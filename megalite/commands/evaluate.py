@@ -24,6 +24,7 @@ from megalite.config.fields import PositiveFloat, PositiveInt
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
+from megalite.process.output import say
 from megalite.process.place import place_from_environment
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ def main() -> int:
 
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
-    from megalite.inference.loading import load_network, load_tokenizer, open_model
+    from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import check_layout
     from megalite.inference.perplexity import evaluate_all, table
-    from megalite.lifecycle.launch import join, leave
+    from megalite.lifecycle.run_watchdog import joined
     from megalite.storage import write_atomically
     from megalite.training.kernels import choose_kernels
 
@@ -111,32 +112,32 @@ def main() -> int:
 
         names = [name for names in arguments.tasks for name in names.split(",") if name]
         tasks = lm_eval_adapter.load_tasks(names, arguments.include_path)
-    mesh = join(ParallelConfig(tp, pp, cp), place, repr(arguments))
-    network = load_network(model, mesh)
-    results: dict[str, Any] = {"checkpoint": str(model.path), "seq_length": length, "stride": stride}
-    if documents:
-        with progress("predicting", sum(each.count for each in documents), "tokens", mesh.rank) as advance:
-            figures = evaluate_all(network, tokenizer, documents, length, stride, batch_size, advance)
-        results["data"] = [each.to_json() for each in figures]
-        if mesh.rank == 0:
-            print(table(figures))
-    if tasks is not None:
-        language_model = lm_eval_adapter.MegaliteLM(
-            network,
-            tokenizer,
-            max_length=length,
-            micro_batch_size=batch_size,
-            show=lambda total, unit: progress("evaluating", total, unit, mesh.rank),
-        )
-        results["tasks"] = lm_eval_adapter.evaluate_tasks(
-            language_model, tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit
-        )
-        if mesh.rank == 0:
-            print(lm_eval_adapter.table(results["tasks"]))
-    if arguments.output is not None and mesh.rank == 0:
-        text = json.dumps(results, indent=2, default=str) + "\n"
-        write_atomically(Path(arguments.output), text.encode())
-    leave(mesh)
+    with joined(ParallelConfig(tp, pp, cp), place, repr(arguments)) as mesh:
+        network = load_network(model, mesh)
+        results: dict[str, Any] = {"checkpoint": str(model.path), "seq_length": length, "stride": stride}
+        if documents:
+            with progress("predicting", sum(each.count for each in documents), "tokens", mesh.rank) as advance:
+                figures = evaluate_all(network, tokenizer, documents, length, stride, batch_size, advance)
+            results["data"] = [each.to_json() for each in figures]
+            if mesh.rank == 0:
+                say(table(figures))
+        if tasks is not None:
+            language_model = lm_eval_adapter.MegaliteLM(
+                network,
+                tokenizer,
+                ends_of_texts(model, tokenizer, arguments.tokenizer_model),
+                max_length=length,
+                micro_batch_size=batch_size,
+                show=lambda total, unit: progress("evaluating", total, unit, mesh.rank),
+            )
+            results["tasks"] = lm_eval_adapter.evaluate_tasks(
+                language_model, tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit
+            )
+            if mesh.rank == 0:
+                say(lm_eval_adapter.table(results["tasks"]))
+        if arguments.output is not None and mesh.rank == 0:
+            text = json.dumps(results, indent=2, default=str) + "\n"
+            write_atomically(Path(arguments.output), text.encode())
     return 0
 
 

@@ -9,17 +9,22 @@ Under torchrun the model is split over all ranks, whatever layout it was trained
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
+from megalite.atomic_files import open_itself, writing_output
 from megalite.config.fields import NonNegativeInt, PositiveInt, Range
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
+from megalite.process.output import say
 from megalite.process.place import place_from_environment
 
 if TYPE_CHECKING:
@@ -81,10 +86,10 @@ def main() -> int:
 
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.generation import check_prompts, generate
-    from megalite.inference.loading import load_network, load_tokenizer, open_model
+    from megalite.inference.loading import ends_of_texts, load_network, load_tokenizer, open_model
     from megalite.inference.network import choose_layout
     from megalite.inference.text import encode_prompts, in_order, of_rank_0, read_prompts
-    from megalite.lifecycle.launch import join, leave
+    from megalite.lifecycle.run_watchdog import joined
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
@@ -93,31 +98,30 @@ def main() -> int:
         model.config, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )
     tokenizer = load_tokenizer(model, arguments.tokenizer_model)
-    mesh = join(layout, place, repr(arguments))
 
     def read() -> list[list[int]]:
         prompts = encode_prompts(tokenizer, read_prompts(arguments.prompt, arguments.prompts))
         check_prompts(model.config, prompts)
         return prompts
 
-    prompts = of_rank_0(mesh, read)
-    events = generate(
-        load_network(model, mesh),
-        prompts,
-        max_new_tokens=arguments.max_new_tokens,
-        eod=tokenizer.eod,
-        sampling=sampling,
-        batch_size=arguments.batch_size,
-        vocab_size=tokenizer.vocab_size,
-    )
-    if mesh.rank > 0:
-        for _ in events:
-            pass
-    elif arguments.output is None:
-        show(in_order(tokenizer, prompts, events), len(prompts))
-    else:
-        write(in_order(tokenizer, prompts, events), arguments.output)
-    leave(mesh)
+    with joined(layout, place, repr(arguments)) as mesh:
+        prompts = of_rank_0(mesh, read)
+        events = generate(
+            load_network(model, mesh),
+            prompts,
+            max_new_tokens=arguments.max_new_tokens,
+            ends=ends_of_texts(model, tokenizer, arguments.tokenizer_model),
+            sampling=sampling,
+            batch_size=arguments.batch_size,
+            vocab_size=tokenizer.vocab_size,
+        )
+        if mesh.rank > 0:
+            for _ in events:
+                pass
+        elif arguments.output is None:
+            show(in_order(tokenizer, prompts, events), len(prompts))
+        else:
+            write(in_order(tokenizer, prompts, events), arguments.output)
     return 0
 
 
@@ -127,27 +131,53 @@ def show(pieces: Iterable[TextPiece], count: int) -> None:
     try:
         for piece in pieces:
             if count > 1 and piece.index > begun:
-                print(f"==> {piece.index + 1} of {count} <==")
+                say(f"==> {piece.index + 1} of {count} <==")
                 begun = piece.index
-            print(piece.text, end="" if piece.finish is None else "\n", flush=True)
+            say(piece.text, end="" if piece.finish is None else "\n", exact=not sys.stdout.isatty())
     except KeyboardInterrupt:
-        print()  # so that the message about the interruption begins on a new line
+        say()  # so that the message about the interruption begins on a new line
         raise
 
 
+def _held(path: Path) -> IO[bytes]:
+    """Open an empty file that no other process writes. Raises ConfigurationError if one does."""
+    file: IO[bytes] = open_itself(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigurationError(f"{path} is being written by another process: name another --output") from error
+    except OSError:  # a file system without locks
+        pass
+    file.truncate(0)
+    return file
+
+
 def write(pieces: Iterable[TextPiece], output: str) -> None:
-    """Write each text when it is complete: after an interruption, the output has only complete texts."""
+    """Write each text when it is complete, into OUTPUT.partial, which is renamed when all are there.
+
+    After an interruption or a kill, that file has the texts that are complete, and nothing keeps the next run from
+    beginning anew.
+    """
     parts: list[str] = []
     texts = 0
-    with open(output, "x", encoding="utf-8") as file:
+    unfinished = Path(f"{output}.partial")
+    with writing_output(unfinished):
+        file = _held(unfinished)
+    with file:
         for piece in pieces:
             parts.append(piece.text)
             if piece.finish is not None:
                 record = {"prompt": parts[0], "text": "".join(parts[1:]), "finish_reason": piece.finish}
-                print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+                with writing_output(unfinished):
+                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    file.flush()
                 parts = []
                 texts += 1
-    print(f"{output}: {texts} {'text' if texts == 1 else 'texts'}")
+        if os.path.exists(output):
+            raise ConfigurationError(f"--output {output} has appeared meanwhile: the texts are in {unfinished}")
+        os.replace(unfinished, output)
+    say(f"{output}: {texts} {'text' if texts == 1 else 'texts'}")
 
 
 command = partial(run_main, main)

@@ -17,6 +17,7 @@ import tyro
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def main() -> None:
     from megalite.watchdog.hang_report import hang_report
 
     report = hang_report(read_dumps(arguments.folder))
-    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.as_text())
+    say(json.dumps(report.as_json(), indent=1) if arguments.json else report.as_text(), exact=arguments.json)
 
 
 command = partial(run_tool, main)

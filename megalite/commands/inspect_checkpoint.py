@@ -24,7 +24,7 @@ from megalite.config.fields import CORES, Workers
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
-from megalite.process.output import table
+from megalite.process.output import say, table
 
 if TYPE_CHECKING:
     from megalite.checkpoint.comparison import Comparison
@@ -94,7 +94,7 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
         found["statistics"] = {name: each.to_json() for name, each in zip(names, values, strict=True)}
         bad = [name for name, each in found["statistics"].items() if each["nans"] or each["infinities"]]
         problems += [f"{len(bad)} tensors are not finite: {', '.join(bad)}"] if bad else []
-    print(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)))
+    say(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)), exact=arguments.json)
     if problems:
         raise CheckpointError(f"{reader.path}: {'; '.join(problems)}")
 
@@ -126,9 +126,9 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
     with show_progress("comparing", compared_bytes(a, b, names)) as advance:
         found = compare(a, b, names, arguments.workers, advance)
     if arguments.json:
-        print(json.dumps({"a": str(a.path), "b": str(b.path), "same": found.same} | strict(asdict(found))))
+        say(json.dumps({"a": str(a.path), "b": str(b.path), "same": found.same} | strict(asdict(found))), exact=True)
     else:
-        print("\n".join([f"a: {a.path}", f"b: {b.path}", *difference_lines(found)]))
+        say("\n".join([f"a: {a.path}", f"b: {b.path}", *difference_lines(found)]))
     sys.exit(0 if found.same else 1)
 
 

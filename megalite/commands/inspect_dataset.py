@@ -18,6 +18,7 @@ from pathlib import Path
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,13 @@ def show_dataset(arguments: Arguments, prefix: str) -> None:
     data = IndexedDataset(prefix)
     if arguments.document is None:
         for name, value in describe(data).items():
-            print(f"{name:16} {value}")
+            say(f"{name:16} {value}")
     else:
         for sequence in document_tokens(data, arguments.document):
-            print(decoded(arguments, prefix, sequence.tolist()))
+            say(decoded(arguments, prefix, sequence.tolist()))
     if arguments.verify:
         verify(data)
-        print("every pointer and every token is right")
+        say("every pointer and every token is right")
 
 
 def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
@@ -97,8 +98,8 @@ def show_sample(config_path: Path, sample: int) -> None:
         raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
     fields = data.train[sample]
     counted, length = int(fields["loss_mask"].sum()), len(fields["tokens"])
-    print(f"sample {sample}: {length} tokens, {counted} count in the loss")
-    print(data.tokenizer.decode(fields["tokens"].tolist()))
+    say(f"sample {sample}: {length} tokens, {counted} count in the loss")
+    say(data.tokenizer.decode(fields["tokens"].tolist()))
 
 
 command = partial(run_tool, main)

@@ -10,6 +10,7 @@ from functools import partial
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ def main() -> None:
 
     prefixes = find_prefixes(arguments.input)
     extent = merge(prefixes, arguments.output_prefix)
-    print(f"{len(prefixes):,} datasets, {extent.documents:,} documents, {extent.tokens:,} tokens")
-    print(f"--data-path {arguments.output_prefix}")
+    say(f"{len(prefixes):,} datasets, {extent.documents:,} documents, {extent.tokens:,} tokens")
+    say(f"--data-path {arguments.output_prefix}")
 
 
 command = partial(run_tool, main)

@@ -29,6 +29,7 @@ from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.config.yaml_file import read_file, read_sections
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 if TYPE_CHECKING:
     from megalite.planner.cluster import Cluster
@@ -104,7 +105,7 @@ def main() -> None:
         )
     planner = Planner(with_letters(config, gpus, keep), cluster, gpus, stack)
     for line in report(planner, options, argv, keep):
-        print(line)
+        say(line)
 
 
 def check(options: Options) -> None:
@@ -149,7 +150,7 @@ def translated(options: Options, argv: Sequence[str]) -> tuple[list[str], int | 
     if found.missing:
         raise ConfigurationError("\n".join(found.missing))
     for line in found.refused:
-        print(f"not planned: {line}")
+        say(f"not planned: {line}")
     return [*found.flags, *argv], options.gpus or found.world_size
 
 

@@ -16,6 +16,7 @@ from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.tokenizer import EncodingFlags
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
@@ -76,7 +77,7 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
         if not note and name not in own and name not in MEGATRON_FLAGS:
             note = megatron_flags.settled(name, values)
         if note:
-            print(f"{note.flag}: {note.why}", file=sys.stderr)
+            say(f"{note.flag}: {note.why}", to_error=True)
         else:
             settled += [*([MEGATRON_FLAGS.get(name, f"--{name}")] if name else []), *values]
     return settled
@@ -91,13 +92,13 @@ def main() -> None:
     output, lengths, tokens_per_second = preprocess(
         arguments.input, arguments.output_prefix, flags, arguments.workers, arguments.log_interval, arguments.resume
     )
-    print(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
+    say(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
     if output.tokens:
-        print(f"{output.text_bytes / output.tokens:.2f} bytes per token; sequences of {lengths}")
+        say(f"{output.text_bytes / output.tokens:.2f} bytes per token; sequences of {lengths}")
     if output.skipped:
-        print(f"{output.skipped:,} bad lines were left out")
+        say(f"{output.skipped:,} bad lines were left out")
     for key in arguments.json_keys:
-        print(f"--data-path {output_prefix_of(arguments.output_prefix, key)}")
+        say(f"--data-path {output_prefix_of(arguments.output_prefix, key)}")
 
 
 command = partial(run_tool, main)

@@ -18,6 +18,7 @@ from megalite.config.yaml_file import Sections
 from megalite.errors import EXIT_FINISHED
 from megalite.lifecycle.failure import run_main
 from megalite.lifecycle.startup import Startup
+from megalite.process.output import say
 from megalite.process.place import place_from_environment
 
 
@@ -38,13 +39,13 @@ def run_alone(alone: Alone, config: RunConfig) -> int:
     if alone.computes:
         from megalite.planner.as_rank import run_as_rank
 
-        print(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")
+        say(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")
         return EXIT_FINISHED
     from megalite.planner.dry_run import dry_run
     from megalite.planner.dry_run_report import as_json, report
 
     found = dry_run(config, alone.world_size, alone.rank)
-    print(*report(found), sep="\n")
+    say(*report(found), sep="\n")
     if alone.json is not None:
         write_atomically(Path(alone.json), json.dumps(as_json(found), indent=1).encode())
     return EXIT_FINISHED

@@ -20,6 +20,7 @@ from megalite.config import ParallelConfig
 from megalite.config.fields import CORES, PositiveInt, Workers
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,9 @@ def main() -> None:
         written = write_checkpoint(
             reader, saved.training, saved.config, Path(arguments.save), cut, arguments.workers, advance, file_format
         )
-    print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
+    say(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
-        print("without the optimizer's state: a run that continues from it is refused")
+        say("without the optimizer's state: a run that continues from it is refused")
 
 
 command = partial(run_tool, main)

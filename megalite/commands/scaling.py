@@ -27,6 +27,7 @@ from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.host import cores
+from megalite.process.output import say
 
 if TYPE_CHECKING:
     from megalite.comparison.scaling import Point, Run
@@ -68,16 +69,16 @@ def main() -> None:
         sizes = [(ranks, batch * ranks // arguments.ranks[0] if kind == "weak" else batch) for ranks in arguments.ranks]
         for ranks, size in sizes:
             if (ranks, size) not in runs:
-                print(f"{ranks} ranks, global batch {size} ...", file=sys.stderr, flush=True)
+                say(f"{ranks} ranks, global batch {size} ...", to_error=True)
                 runs[ranks, size] = Run(ranks, size, seconds_of(program, ranks, size, arguments.warmup))
         series = [runs[each] for each in sizes]
         found[kind] = compare(series, predictions(program, series))
-        print(f"{kind} scaling", *table(found[kind]), sep="\n")
+        say(f"{kind} scaling", *table(found[kind]), sep="\n")
     figures = {kind: [asdict(point) for point in points] for kind, points in found.items()}
     output = {"command": program, "cores": cores(), "scaling": figures}
     write_atomically(Path(f"{arguments.output}.json"), (json.dumps(output, indent=1) + "\n").encode())
     write_atomically(Path(f"{arguments.output}.svg"), chart(found).encode())
-    print(f"written to {arguments.output}.json and {arguments.output}.svg")
+    say(f"written to {arguments.output}.json and {arguments.output}.svg")
 
 
 def check(arguments: Arguments, program: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Literal
 from megalite.config.fields import PositiveInt, Workers
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def main() -> None:
     else:
         pieces = train_tokenizer(*corpus, arguments.model_type, arguments.num_threads)
         use = f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {arguments.output_prefix}.model"
-    print(f"{pieces:,} pieces")
-    print(use)
+    say(f"{pieces:,} pieces")
+    say(use)
 
 
 command = partial(run_tool, main)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,8 @@ from megalite.config.validate import resolve
 from megalite.config.yaml_file import dump
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_tool
-from megalite.process.programs import python, run
+from megalite.process.output import printable, say, shell_word
+from megalite.process.programs import pretrain, python, run
 
 if TYPE_CHECKING:
     from megalite.translation.report import Report
@@ -43,7 +43,6 @@ _KEPT = re.compile(
 """Options of torchrun that stay as they are."""
 _OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
 _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
-_PROGRAM = "from megalite.commands.pretrain import command; command()"
 
 
 @dataclass(frozen=True)
@@ -82,19 +81,19 @@ def main() -> None:
     complete = report.whole and not report.refused and not report.missing
     together = _problems(report, world_size) if complete else []
     for line in report.lines():
-        print(line)
+        say(line)
     for problem in together:
-        print(f"refused: {problem}")
+        say(f"refused: {problem}")
     wrong = bool(report.refused or report.missing or together)
     if arguments.check:
         _check(report, world_size)
     if arguments.yaml:
-        print(dump(parse_arguments(report.flags).config), end="")
+        say(dump(parse_arguments(report.flags).config), end="")
     else:
         part = "without data" if "--num-layers" in report.flags else "for any network"
         left = "without what is refused or needed" if wrong else "complete" if report.whole else part
-        print(f"# the command, {left}:")
-        print(_printed(report))
+        say(f"# the command, {left}:")
+        say(_printed(report))
     if wrong:
         counts = f"{len(report.refused) + len(together)} refused and {len(report.missing)} needed"
         raise ConfigurationError(f"{arguments.file}: {counts}, as above" + "; nothing is run" * arguments.run)
@@ -128,10 +127,10 @@ def _check(report: Report, world_size: int | None) -> None:
 
     try:
         for line in sizes(parse_arguments(report.flags).config, world_size):
-            print(f"check: {line}")
+            say(f"check: {line}")
     except ConfigurationError as error:
         for line in str(error).splitlines():
-            print(f"check: {line}")
+            say(f"check: {line}")
 
 
 def _printed(report: Report) -> str:
@@ -140,7 +139,7 @@ def _printed(report: Report) -> str:
     if not before or not _expanded(report):
         return _joined(_command(report))
     inner = _joined(_command(replace(report, launcher=report.launcher[report.shell :]), started=True))
-    return f"{_joined([before])} bash -c {shlex.quote(inner)}"
+    return f"{_joined([before])} bash -c {shell_word(inner)}"
 
 
 def _joined(parts: Sequence[Sequence[str]]) -> str:
@@ -151,7 +150,9 @@ def _quoted(word: str) -> str:
     """Return a word in quotes that leave to a shell what it is to expand, between marks in the word."""
     pieces = re.split("\ue000(.*?)\ue001", word)
     if len(pieces) == 1:
-        return shlex.quote(word)
+        return shell_word(word)
+    if printable(word) != word:
+        return "".join(f'"{piece}"' if at % 2 else shell_word(piece) for at, piece in enumerate(pieces))
     escaped = [piece if at % 2 else re.sub(r'([\\"$`])', r"\\\1", piece) for at, piece in enumerate(pieces)]
     return f'"{"".join(escaped)}"'
 
@@ -215,7 +216,7 @@ def _run(report: Report, ranks: int | None) -> None:
         )
     if (report.nodes or 1) > 1:
         raise ConfigurationError(f"--run: the file is for {report.nodes} nodes: start the command on each of them")
-    program = python("-c", _PROGRAM, *report.flags)
+    program = pretrain(*report.flags)
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     sys.stdout.flush()
     ended = run(program if count == 1 else [*launcher, "--no-python", *program], env=os.environ | report.environment)

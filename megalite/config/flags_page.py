@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megalite.config import megatron_flags
 from megalite.config.command_line import flag_groups
 from megalite.config.run import RunConfig, section_types
+from megalite.process.output import say
 
 _HEAD = """\
 # All flags
@@ -119,4 +120,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    say(page(), end="")

@@ -86,11 +86,31 @@ def _check_other_files(folder: Path) -> None:
     path = folder / "generation_config.json"
     if path.is_file():
         check_keys(path, read_json(path, largest=LARGEST_CONFIG), "generation_config")
+    end_tokens(folder)
     if (adapter := folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{adapter}: an adapter is not applied; merge it into the weights (peft: merge_and_unload) and save them, "
             "or move the file away to use the weights without it"
         )
+
+
+def end_tokens(folder: Path) -> frozenset[int]:
+    """Return the tokens before which transformers' `generate` ends a text; empty if a folder does not name any.
+
+    They are the `eos_token_id`, one or several, of generation_config.json or, without this file, of config.json.
+    Raises CheckpointError if it is something else.
+    """
+    ends = frozenset[int]()
+    for path in (folder / "config.json", folder / "generation_config.json"):
+        if path.is_file():
+            named = read_json(path, largest=LARGEST_CONFIG).get("eos_token_id")
+            tokens = named if isinstance(named, list) else [] if named is None else [named]
+            if named == [] or not all(type(token) is int for token in tokens):
+                raise CheckpointError(
+                    f"{path}: eos_token_id is {shown(named)}: it must be a token's number, or a list of such"
+                )
+            ends = frozenset(tokens)
+    return ends
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
@@ -120,6 +140,15 @@ def tokenizer_fields(folder: Path) -> dict[str, Any]:
         _check_model_alone(folder, TokenizerFlags(**fields))  # type: ignore[arg-type]
         return fields
     return {}
+
+
+def tokenizer_folder(tokenizer_model: str | None) -> Path | None:
+    """Return the folder of a tokenizer's files, if other programs can use these files."""
+    if tokenizer_model is None:
+        return None
+    path = Path(tokenizer_model)
+    folder = path if path.is_dir() else path.parent
+    return folder if (folder / "tokenizer.json").is_file() or path.name == "tokenizer.model" else None
 
 
 def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:

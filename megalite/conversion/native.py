@@ -17,7 +17,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion.huggingface import copy_companions
+from megalite.conversion.huggingface import copy_companions, tokenizer_folder
 from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
 from megalite.errors import CheckpointError
@@ -64,17 +64,8 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
         Renamed(reader, names),
         tokenizer,
         data.seq_length,
-        _tokenizer_folder(tokenizer.get("tokenizer_model")),
+        tokenizer_folder(tokenizer.get("tokenizer_model")),
     )
-
-
-def _tokenizer_folder(tokenizer_model: str | None) -> Path | None:
-    """Return the folder of a tokenizer's files, if other programs can use these files."""
-    if tokenizer_model is None:
-        return None
-    path = Path(tokenizer_model)
-    folder = path if path.is_dir() else path.parent
-    return folder if (folder / "tokenizer.json").is_file() or path.name == "tokenizer.model" else None
 
 
 def write_megalite(

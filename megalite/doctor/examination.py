@@ -33,6 +33,7 @@ from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import aside
 from megalite.process.host import host_name
+from megalite.process.output import say
 from megalite.process.place import Place, ranks_by_value
 from megalite.process.signals import StopRequest
 from megalite.storage import open_directory
@@ -64,7 +65,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             if examination.whole:
                 raise
             # Reporting the error needs the process group's store, which a thread may be using.
-            sys.stderr.write(f"error on rank {call.rank}: {error}\n")
+            say(f"error on rank {call.rank}: {error}", to_error=True)
             _end(error.exit_code)
         # Rank 0 may host the store, so it waits for all ranks that answered in the last round.
         call.gather("heard", "", found.reports if found.measured is None else found.measured)

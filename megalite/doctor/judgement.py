@@ -17,6 +17,7 @@ from megalite.doctor.reports import Found
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
 from megalite.process import output
+from megalite.process.output import say
 from megalite.process.place import ranks_by_value, ranks_text
 from megalite.training.memory import in_words
 
@@ -97,7 +98,7 @@ def show(found: Found, verdict: Verdict) -> None:
     if found.timings and len(found.roll.nodes) == 1:
         blocks.append("there is one node: nothing goes across nodes")
     blocks.append("\n".join(verdict.lines()))
-    print("\n\n".join(block for block in blocks if block), flush=True)
+    say("\n\n".join(block for block in blocks if block))
 
 
 def _head(found: Found) -> str:

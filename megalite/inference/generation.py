@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -31,7 +31,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    eod: int,
+    ends: Collection[int],
     sampling: Sampling,
     batch_size: int | None = None,
     stop: Callable[[int, Sequence[int]], bool] | None = None,
@@ -41,7 +41,7 @@ def generate(
 ) -> Iterator[tuple[int, int | Finish]]:
     """Yield (prompt index, new token) for each new token, and (prompt index, reason) once per prompt, at its end.
 
-    A sequence ends before the token `eod`, after a token for which `stop(index, all its tokens)` is true, after
+    A sequence ends before a token in `ends`, after a token for which `stop(index, all its tokens)` is true, after
     `max_new_tokens`, or at the last position that the model has learned. The tokens of a prompt depend only on its
     index and on the seed, not on the other prompts in its batch, except for rounding. Every rank iterates, and gets the
     same tokens.
@@ -81,12 +81,12 @@ def generate(
         # On every rank the tokens that the last stage has chosen, and their scores.
         chosen, *scores = network.share(batch.chosen).tolist()
         for row, (sequence, token) in enumerate(zip(batch.sequences, map(int, chosen), strict=True)):
-            if token != eod:
+            if token not in ends:
                 sequence.tokens.append(token)
                 if scored is not None:
                     scored(sequence.index, *(score[row] for score in scores))
                 yield sequence.index, token
-            if token == eod or (stop is not None and stop(sequence.index, sequence.tokens)):
+            if token in ends or (stop is not None and stop(sequence.index, sequence.tokens)):
                 sequence.finish = "stop"
             elif len(sequence.tokens) == sequence.limit:
                 sequence.finish = "length"

@@ -1,7 +1,8 @@
 """Adapter that lets lm_eval (EleutherAI's lm-evaluation-harness) evaluate a megalite checkpoint, on any layout.
 
-    network, tokenizer = load_for_generation(path, mesh)
-    results = lm_eval.simple_evaluate(model=MegaliteLM(network, tokenizer, max_length=2048), tasks=["arc_easy"])
+    network, tokenizer, ends = load_for_generation(path, mesh)
+    model = MegaliteLM(network, tokenizer, ends, max_length=2048)
+    results = lm_eval.simple_evaluate(model=model, tasks=["arc_easy"])
 
 Every rank runs lm_eval on the same requests. lm_eval sees only one process; the adapter divides the requests among the
 data-parallel ranks. lm_eval returns the results on the first rank of each machine, and None on the others.
@@ -14,7 +15,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -54,6 +55,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
     """Model and tokenizer, with the interface that lm_eval expects.
 
     Args:
+        ends: tokens before which a generated text ends, beside the end of a document.
         max_length: number of tokens that the model reads at once. Of a longer request, only the end is read.
         micro_batch_size: number of sequences per forward.
         show: function for progress. It gets a total and a unit ("tokens" or "requests"), and returns a context manager
@@ -64,6 +66,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         self,
         network: Network,
         tokenizer: Tokenizer,
+        ends: Collection[int] = (),
         *,
         max_length: int,
         micro_batch_size: int = 8,
@@ -71,6 +74,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.network, self._tokenizer, self._show = network, tokenizer, show
+        self._ends = frozenset((*ends, tokenizer.eod))
         self.max_length, self.micro_batch_size = max_length, micro_batch_size
         self._beginning, self._context = beginning_of_documents(tokenizer), context_of_documents(tokenizer)
 
@@ -167,7 +171,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             self.network,
             prompts,
             max_new_tokens=tokens,
-            eod=self.eot_token_id,
+            ends=self._ends,
             sampling=sampling,
             batch_size=self.micro_batch_size,
             stop=ended,

@@ -11,7 +11,7 @@ from megalite import checkpoint
 from megalite.checkpoint.directory import resolve
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.conversion.huggingface import open_huggingface
+from megalite.conversion.huggingface import end_tokens, open_huggingface, tokenizer_folder
 from megalite.conversion.opened import OpenedModel
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import ConfigurationError
@@ -57,15 +57,16 @@ def open_model(load: str | AnyPath) -> TrainedModel:
 
 def load_for_generation(
     load: str | AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
-) -> tuple[Network, Tokenizer]:
-    """Return the network of a model that `open_model` finds, distributed over the mesh, and its tokenizer.
+) -> tuple[Network, Tokenizer, frozenset[int]]:
+    """Return the network of a model that `open_model` finds, distributed over the mesh, its tokenizer, and the tokens
+    before which its texts end.
 
     Every rank calls it. `tokenizer_model`: current path of the tokenizer's file, if it was moved. Raises
     CheckpointError, ConfigurationError or DataError.
     """
     model = open_model(load)
     tokenizer = load_tokenizer(model, tokenizer_model)  # first, because it fails faster than loading the network
-    return load_network(model, mesh), tokenizer
+    return load_network(model, mesh), tokenizer, ends_of_texts(model, tokenizer, tokenizer_model)
 
 
 def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
@@ -103,3 +104,17 @@ def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> T
             "was trained with as --tokenizer-model, or remove the tokens that were added to it from its files"
         )
     return tokenizer
+
+
+def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: str | None = None) -> frozenset[int]:
+    """Return the tokens before which texts of a model end.
+
+    For a Hugging Face folder they are those of `end_tokens`, if it names any. Otherwise it is the token that ends a
+    document and, for a checkpoint, also those that such files beside its tokenizer name. `tokenizer_model` as in
+    `load_tokenizer`. Raises CheckpointError as `end_tokens` does.
+    """
+    if model.opened is not None:
+        return end_tokens(Path(str(model.path))) or frozenset({tokenizer.eod})
+    trained = None if model.tokenizer is None else model.tokenizer.tokenizer_model
+    folder = tokenizer_folder(tokenizer_model or trained)
+    return frozenset({tokenizer.eod}) | (end_tokens(folder) if folder else frozenset())

@@ -30,13 +30,13 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.atomic_files import write_at_once
-from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
+from megalite.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.process.bounded import aside, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
-from megalite.process.output import require_streams, write_out
+from megalite.process.output import require_streams, say, write_out
 from megalite.process.place import Place, place_or_alone
-from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
+from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals, last_words
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
@@ -61,6 +61,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """
     require_streams()
     exit_on_stop_signals()
+    last_words(partial(leave_code, EXIT_RESUMABLE))
     try:
         with _output_written():
             code = main()
@@ -70,8 +71,8 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
-            if ending.code == EXIT_CONFIGURATION:  # not the code of a stop signal, whose cause is outside this process
-                leave_code(ending.code)
+            if ending.code != EXIT_FINISHED:
+                leave_code(ending.code)  # also after a stop signal: a rank that caused it has left its own code
             _exit(ending.code)
         raise
     except BrokenPipeError:
@@ -111,14 +112,14 @@ def run_tool(main: Callable[[], None]) -> None:
     except SystemExit:
         raise
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", to_error=True)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
         write_out()
         sys.exit(128 + signal.SIGPIPE)
     except BaseException as error:
         write_out()
-        print(f"error: {_describe(error)}", file=sys.stderr)
+        say(f"error: {_describe(error)}", to_error=True)
         sys.exit(exit_code_of(error))
 
 
@@ -285,8 +286,7 @@ def _speak(message: str, code: int, rank: int) -> None:
     where = f" on rank {rank}" if rank else ""
     write_out()
     with suppress(OSError):
-        sys.stderr.write(f"error{where}: {message}\n")
-        sys.stderr.flush()
+        say(f"error{where}: {message}", to_error=True)
 
 
 def leave_code(code: int) -> None:
@@ -295,8 +295,8 @@ def leave_code(code: int) -> None:
     An existing file is kept: later errors are consequences of the first one.
     """
     path = os.environ.get("MEGALITE_EXIT_FILE")
-    if path and not Path(path).exists():
-        with suppress(FileError, OSError):
+    with suppress(FileError, OSError):
+        if path and not Path(path).exists():
             write_at_once(Path(path), f"{code}\n".encode())
 
 

@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from megalite.torch_internals import Store
 
 
-def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMesh:
-    """Return this process's place on the mesh, after connecting to all other processes."""
-    mesh = take_place(parallel, place)
-    come_together(parallel, place, mesh, description)
-    return mesh
-
-
 def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     """Return this process's place on the mesh, without communication.
 

@@ -20,6 +20,7 @@ from megalite.lifecycle.failure import code_in
 from megalite.process.bounded import aside, within
 from megalite.process.host import listen, require_open_files
 from megalite.process.launchers import attempt, hosted_by_launcher
+from megalite.process.output import say
 from megalite.process.place import Place, ranks_text
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 
@@ -104,7 +105,7 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
         wait([store], step)
         waited += step
         if waited < seconds and not store.done() and (place.rank == 1 or place.local_rank == 0):
-            sys.stderr.write(f"waiting for {store_name(place)} to open, for {waited:.0f} s so far\n")
+            say(f"waiting for {store_name(place)} to open, for {waited:.0f} s so far", to_error=True)
     return store.result(0.0)
 
 
@@ -253,7 +254,7 @@ def _wait_as_host(store: Store, place: Place, seconds: float) -> str:
                     f"{store_name(place)}: never started, suspended, ended, or without a network route to it"
                 )
             if missing:
-                sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far\n")
+                say(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s so far", to_error=True)
                 patience *= 2
         time.sleep(_BETWEEN_LOOKS)
     word = store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else ""

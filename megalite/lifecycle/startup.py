@@ -19,6 +19,7 @@ from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
 from megalite.lifecycle.deadline import job_end
 from megalite.lifecycle.failure import leave_code
+from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.storage import AnyPath, open_directory
 
@@ -52,7 +53,7 @@ class Startup:
         model = config.model
         where = config.parallel.layout(config.synchronization.workers(self._place.world_size))
         try:
-            print(f"starting: {model.num_layers} layers, hidden {model.hidden_size}, on {where}", flush=True)
+            say(f"starting: {model.num_layers} layers, hidden {model.hidden_size}, on {where}")
         except BrokenPipeError:
             raise
         except OSError:
@@ -84,7 +85,7 @@ class Startup:
                 if self._place.rank == 0:
                     leave_code(EXIT_RESUMABLE)
                     with suppress(OSError):  # the output may be closed or its disk full
-                        print(f"stopped while the run was starting, by {path}: nothing is lost", flush=True)
+                        say(f"stopped while the run was starting, by {path}: nothing is lost")
                 os.kill(os.getpid(), signal.SIGTERM)  # raises in the main thread, which cleans up unfinished work
                 return
 

@@ -298,4 +298,5 @@ def _fill_buffers(module: nn.Module, mesh: ParallelMesh, initial: Initial | None
 
 
 def _names(buckets: object) -> str:
-    return str([name for bucket in buckets for name, *_ in bucket]) if isinstance(buckets, list) else ""
+    """Return the names of the weights, in brackets those that are in one bucket."""
+    return ", ".join(str([name for name, *_ in bucket]) for bucket in buckets) if isinstance(buckets, list) else ""

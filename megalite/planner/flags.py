@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 
 from megalite.config import RunConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import tables
+from megalite.process.output import shell_word
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 """Setting without which the attempts of torchrun share a store (docs/launchers.md)."""
@@ -56,7 +56,7 @@ def layout_flags(config: RunConfig, base: RunConfig) -> Iterator[list[str]]:
 
 def commands(argv: Sequence[str], nodes: int, per_node: int) -> Iterator[str]:
     """Yield the command that starts a run, by torchrun and by SLURM."""
-    flags = " \\\n    ".join(shlex.join([f"--{flag}", *values]) for flag, values in flag_groups(argv))
+    flags = " \\\n    ".join(" ".join(map(shell_word, [f"--{flag}", *values])) for flag, values in flag_groups(argv))
     place = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT"
     run = f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py"
     yield f"{_OWN_STORE} {run} \\\n    {flags}"

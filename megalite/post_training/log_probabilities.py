@@ -96,6 +96,11 @@ def _token_loss(loss_fn: LossFunction, batch: Any, terms: Sequence[str], entropi
                 f"name with {wanted} among them"
             )
         for name, value in named.items():
+            if not isinstance(value, Tensor) or value.dim():
+                shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise MegaliteError(
+                    f'the loss function returned {shown} as "{name}": return a sum, a tensor without dimensions'
+                )
             if value.requires_grad and name not in terms:
                 raise MegaliteError(
                     f'the loss function returned "{name}" with a gradient, and count returns no number of items for '

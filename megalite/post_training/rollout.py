@@ -138,7 +138,7 @@ def generate(
             network,
             prompts,
             max_new_tokens=max_new_tokens,
-            eod=-1,  # which is never sampled: `ended` keeps the token that ends a sequence
+            ends=(),  # `ended` keeps the token that ends a sequence
             sampling=sampling,
             batch_size=batch_size,
             stop=ended,

@@ -24,6 +24,7 @@ import socket
 import stat
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +42,8 @@ from megalite.small_files import MOST_AXES, parse_json
 
 SECONDS = 600.0
 """Time limit of a send or a receive."""
+PROOF_SECONDS = 30.0
+"""Time limit, from the other end's first byte on, for its whole proof: a stranger may send one byte now and then."""
 _LENGTHS = struct.Struct(">IQ")
 _RANDOM, _CODE = 32, 32
 _LARGEST_HEADER = 1 << 26
@@ -171,18 +174,22 @@ class _Channel:
 
     def __init__(self, connection: socket.socket, secret: bytes, role: bytes, other: bytes) -> None:
         """Prove to the other end that this end knows the secret, and let it do the same."""
-        self._connection = connection
+        self._connection, self._proof_ends = connection, math.inf
         with suppress(OSError):  # not over TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # answers must not wait for more data
         own = secrets.token_bytes(_RANDOM)
         with _lost():
             connection.sendall(own)
-        theirs = bytes(self._exactly(_RANDOM))
+        theirs = bytes(self._exactly(1))
+        patience, self._proof_ends = connection.gettimeout(), time.monotonic() + PROOF_SECONDS
+        theirs += bytes(self._exactly(_RANDOM - 1))
         self._sealing = hmac.digest(secret, role + own + theirs, "sha256")
         self._opening = hmac.digest(secret, other + theirs + own, "sha256")
         self._sent = self._received = 0
         self.send({})
         self.receive(_RANDOM, 0)
+        self._proof_ends = math.inf
+        connection.settimeout(patience)
 
     def send(self, header: Mapping[str, Any], values: memoryview | bytes = b"") -> None:
         """Send a frame."""
@@ -218,6 +225,8 @@ class _Channel:
         view, done = memoryview(data), 0
         while done < size:
             with _lost():
+                if self._proof_ends < math.inf:
+                    self._connection.settimeout(max(self._proof_ends - time.monotonic(), 1e-3))
                 count = self._connection.recv_into(view[done:])
             if count == 0:
                 raise CommunicationError("the other end of the weights' connection has ended: its own message says why")

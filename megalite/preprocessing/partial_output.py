@@ -14,7 +14,6 @@ import fcntl
 import io
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -37,6 +36,7 @@ from megalite.preprocessing.indexed_writer import (
     remove_unfinished,
 )
 from megalite.preprocessing.inspection import LengthStatistics, length_statistics
+from megalite.process.output import say
 from megalite.small_files import parse_json
 
 
@@ -247,7 +247,7 @@ class PartialOutput:
             self._remove()
         elif error is not None:
             note = f"the finished part is in {self.folder}: the same command with --resume continues it"
-            print(note, file=sys.stderr, flush=True)
+            say(note, to_error=True)
         self._open.close()
 
 

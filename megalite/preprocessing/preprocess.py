@@ -5,12 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -25,11 +24,18 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_chunk, open_tokenizer
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
+from megalite.process.host import is_suspended
+from megalite.process.output import say
 from megalite.process.programs import safe_path
 from megalite.process.progress import Show, show_documents
 
 # Largest number of skipped records that are reported one by one.
 NAMED = 20
+# Workers are spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
+_SPAWN = multiprocessing.get_context("spawn")
+
+PATIENCE = 60.0
+"""Seconds after which a text that a worker has not returned is first named. The interval doubles after each line."""
 
 
 def output_prefix_of(prefix: str, key: str) -> str:
@@ -137,7 +143,7 @@ def _write(
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, to_error=True)
 
 
 def _run(files: Sequence[str], flags: EncodingFlags) -> dict[str, Any]:
@@ -171,10 +177,10 @@ def _encode_all(
             # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
             if len(pending) > 3 * workers:
                 place, future = pending.popleft()
-                yield future.result()
+                yield _awaited(place, future)
         while pending:
             place, future = pending.popleft()
-            yield future.result()
+            yield _awaited(place, future)
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker process was killed at {place} or soon after it, perhaps for lack of memory: use fewer "
@@ -182,12 +188,26 @@ def _encode_all(
         ) from error
 
 
+def _awaited(place: str, future: Future[EncodedChunk]) -> EncodedChunk:
+    """Return the result of a worker. Say which text keeps the others waiting, and which workers are suspended."""
+    began, patience = time.monotonic(), PATIENCE
+    while not wait([future], patience).done:
+        line = f"waiting for the text from {place} on, for {time.monotonic() - began:.0f} s so far"
+        children = [child for child in multiprocessing.active_children() if isinstance(child, _SPAWN.Process)]
+        workers = [child.pid for child in children if child.pid is not None]
+        stopped = [str(number) for number in workers if is_suspended(number)]
+        if stopped:
+            line += f": process {', '.join(stopped)} is suspended, and goes on after kill -CONT {' '.join(stopped)}"
+        _print(line)
+        patience *= 2
+    return future.result()
+
+
 @contextmanager
 def _workers(count: int, flags: EncodingFlags) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which immediately begin to load the tokenizer."""
-    # Spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
     with safe_path():
-        pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
+        pool = ProcessPoolExecutor(count, _SPAWN, _prepare_worker)
     try:
         with _interrupts_held(), safe_path():
             for _ in range(count):

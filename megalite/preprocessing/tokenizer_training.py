@@ -14,6 +14,7 @@ from megalite.data.corpus import find_inputs, read_chunks
 from megalite.data.documents import BadRecord, read_documents
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import LLAMA3_PATTERN
+from megalite.data.tokenizers.library_errors import library_errors
 from megalite.errors import DataError
 
 # The ids of Llama's tokenizers.
@@ -119,7 +120,8 @@ def train_byte_level_bpe(
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(inputs, json_keys), trainer)
+    with library_errors(f"Hugging Face's tokenizers cannot train on {', '.join(inputs)}"):
+        tokenizer.train_from_iterator(_texts(inputs, json_keys), trainer)
     tokens: int = tokenizer.get_vocab_size()
     if tokens < vocab_size:
         where = ", ".join(inputs)

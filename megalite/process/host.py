@@ -11,13 +11,13 @@ import os
 import resource
 import signal
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigurationError
+from megalite.process.output import say
 from megalite.process.place import Place
 
 _BACKLOG = 4096  # many ranks connect at the same time
@@ -98,9 +98,10 @@ def listen(what: str, place: Place, port: int = 0) -> socket.socket:
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
-    sys.stderr.write(
+    say(
         f"warning: {what} listens on all interfaces, as MASTER_ADDR={place.host} is not an address of this machine "
-        "that others can reach: give one to listen on its network only\n"
+        "that others can reach: give one to listen on its network only",
+        to_error=True,
     )
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
@@ -149,6 +150,14 @@ def start_of(process: int) -> int:
         return _look(process).start
     except OSError:
         return 0
+
+
+def is_suspended(process: int) -> bool:
+    """Tell if a process is stopped, as by SIGSTOP. False if the system has no /proc, or the process has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def kill_sibling(process: int, start: int) -> str | None:

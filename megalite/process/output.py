@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from io import TextIOWrapper
+
+# Control characters but for tab and newline, separators of lines, and marks that change the direction of text.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def require_streams() -> None:
@@ -36,6 +40,35 @@ def write_out() -> OSError | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return error
     return None
+
+
+def say(*values: object, sep: str = " ", end: str = "\n", to_error: bool = False, exact: bool = False) -> None:
+    """Print what a person reads, on standard output or error, at once: all that a program prints passes here.
+
+    It is made `printable`, unless it is `exact`, for another program. Raises OSError if the stream cannot be written
+    to.
+    """
+    stream = sys.stderr if to_error else sys.stdout
+    text = sep.join(map(str, values))
+    stream.write((text if exact else printable(text)) + end)
+    stream.flush()
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes in place of characters that move, hide or reorder what a terminal shows.
+
+    Names and texts in files of others may hold them, to forge lines or to give commands to the terminal.
+    """
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shell_word(word: str) -> str:
+    """Return a word as bash takes it, without a character that `printable` would escape: $'\\e' in place of such."""
+    if printable(word) == word:
+        return shlex.quote(word)
+    escaped = re.sub(r"([\\'])", r"\\\1", word)
+    escaped = _UNSAFE.sub(lambda found: "".join(f"\\x{byte:02x}" for byte in os.fsencode(found[0])), escaped)
+    return f"$'{escaped}'"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

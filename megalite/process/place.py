@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 from megalite.errors import ConfigurationError
 from megalite.process.launchers import RANK_VARIABLES, UNCLEAR_RANKS, Number, Told, launchers, read_number
+from megalite.process.output import say
 
 Value = TypeVar("Value")
 _MEANINGS = {
@@ -109,7 +109,7 @@ def _warn_of_others(launcher: Told) -> None:
 
 @cache
 def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    say(f"warning: {text}", to_error=True)
 
 
 def _who_set(told: Told) -> str:

@@ -23,6 +23,15 @@ def python(*arguments: str | Path) -> list[str]:
     return [sys.executable, *options, *map(str, arguments)]
 
 
+def pretrain(*flags: str) -> list[str]:
+    """Return the command of megalite-pretrain, which finds megalite where this process has it, installed or not."""
+    code = (
+        f"import sys; root = {str(Path(__file__).parents[2])!r}; root in sys.path or sys.path.insert(0, root); "
+        "from megalite.commands.pretrain import command; command()"
+    )
+    return python("-c", code, *flags)
+
+
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """Run a command without a shell, and return how it ended, whatever its exit code."""
     return subprocess.run(command, **options, check=False)

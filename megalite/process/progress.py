@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.process.output import say
+
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
@@ -65,7 +67,7 @@ def _line_per_interval(doing: str, total: int, unit: str) -> Advance:
             done += size
             if time.monotonic() >= next_line:
                 next_line = time.monotonic() + INTERVAL
-                print(f"{doing}: {done:,} of {total:,} {unit}", file=sys.stderr, flush=True)
+                say(f"{doing}: {done:,} of {total:,} {unit}", to_error=True)
 
     return advance
 
@@ -97,7 +99,7 @@ def _line_per_documents(log_interval: int) -> Show:
         nonlocal next_line
         if documents >= next_line:
             next_line = (documents // log_interval + 1) * log_interval
-            print(description, file=sys.stderr, flush=True)
+            say(description, to_error=True)
 
     return show
 

@@ -11,13 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 from megalite.errors import EXIT_RESUMABLE
+from megalite.process.bounded import within
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SECONDS_FOR_MAIN_THREAD = 3.0
+_SECONDS_FOR_LAST_WORDS = 1.0
 _last_words: list[Callable[[], None]] = []
 
 
@@ -94,7 +97,8 @@ def _end_for_main_thread(descriptor: int) -> NoReturn:
         pass
     time.sleep(_SECONDS_FOR_MAIN_THREAD)
     for call in _last_words:
-        call()
+        with suppress(Exception):  # a file system or a peer that hangs must not keep the process from ending
+            within(_SECONDS_FOR_LAST_WORDS, call)
     os._exit(EXIT_RESUMABLE)
 
 

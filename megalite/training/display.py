@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megalite.process.output import write_out
+from megalite.process.output import printable, write_out
 from megalite.training.metrics import StepMetrics
 
 _WIDTH = 40  # columns of the bar, and of the curve below it
@@ -56,6 +56,11 @@ class _Bearing:
             raise
         except OSError:
             self.lost = True
+
+
+def _plain(text: str) -> str:
+    """Return the text as rich prints it unchanged, without what would give commands to a terminal."""
+    return escape(printable(text))
 
 
 class Display:
@@ -96,13 +101,13 @@ class Display:
         self._stop_bar()
         if self._enabled:
             width = max(map(len, lines), default=0)
-            block = [f"  [dim]{escape(name):{width}}[/]  {escape(str(value))}" for name, value in lines.items()]
-            self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
+            block = [f"  [dim]{_plain(name):{width}}[/]  {_plain(str(value))}" for name, value in lines.items()]
+            self._console.print("\n".join([f"[bold]{_plain(title)}[/]", *block]))
 
     def message(self, text: str) -> None:
         """Print one line above the bar."""
         if self._enabled:
-            self._console.print(escape(text))
+            self._console.print(_plain(text))
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._enabled:
@@ -111,7 +116,7 @@ class Display:
         self._times.append(metrics.iteration_time_s)
         at_interval = metrics.iteration % self._log_interval == 0
         if at_interval or metrics.skipped or metrics.iteration in (self._first, self._total):
-            self._console.print(escape(self._line(metrics)))
+            self._console.print(_plain(self._line(metrics)))
         if self._console.is_interactive:
             self._show(metrics)
 
@@ -120,7 +125,7 @@ class Display:
         if self._enabled:
             shown = [f"{figure} {value:.4f}" for figure, value in figures.items() if figure != "perplexity"]
             shown += [f"{figure} {value:.4g}" for figure, value in figures.items() if figure == "perplexity"]
-            self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(escape, shown)]))
+            self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(_plain, shown)]))
 
     def _line(self, metrics: StepMetrics) -> str:
         digits, of_total = (0, "") if self._total is None else (len(str(self._total)), f"/{self._total}")

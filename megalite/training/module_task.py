@@ -400,6 +400,8 @@ def counted_terms(count: Count, example: Samples | None) -> tuple[LossTerm, ...]
     """Return the terms of a loss by the numbers that `count` returns for a micro-batch; without one, there is one."""
     numbers = None if example is None else count(example.values)
     names = tuple(numbers) if isinstance(numbers, Mapping) else (LOSS,)
+    if not names:
+        raise MegaliteError("count returned {}: return the number of items in the batch, or numbers by name")
     return tuple(LossTerm(name, _counted(count, name)) for name in names)
 
 
@@ -410,6 +412,11 @@ def _counted(count: Count, name: str) -> Callable[[Samples], Tensor]:
             if name not in found:
                 raise MegaliteError(f"count returned no number for the term {name} of the loss: {', '.join(found)}")
             found = found[name]
+        if not isinstance(found, Tensor | float | int) or (isinstance(found, Tensor) and found.dim()):
+            shown = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise MegaliteError(
+                f"count returned {shown} for the term {name} of the loss: return the number of items in the batch"
+            )
         return torch.as_tensor(found, dtype=torch.float64)
 
     return of_micro_batch

@@ -85,7 +85,7 @@ class Run:
         with ExitStack() as stack:
 
             def watch(store: Store | None) -> bool:
-                watchdog = run_watchdog(config, sections, place, self.directory, store)
+                watchdog = run_watchdog(config.watchdog, config.parallel, sections, place, self.directory, store)
                 return watchdog is not None and stack.enter_context(watchdog).linked
 
             with sections(MEETING):

@@ -6,23 +6,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import PurePath
 
 from megalite.errors import ConfigurationError
-from megalite.translation.shell_expansion import LARGEST, Expansion
+from megalite.translation.shell_conditions import QUOTE, operands
+from megalite.translation.shell_expansion import LARGEST
 from megalite.translation.shell_syntax import Node, parse, visible
+from megalite.translation.shell_variables import CHANGING, Declarations
 
-_MOST_STEPS, _MOST_CALLS, _MOST_TOKENS = 20_000, 20, 200
+_MOST_STEPS, _MOST_CALLS = 20_000, 20
 _SUCCEED = ("cd", "mkdir", "echo", "set", "module", "date", "pushd", "popd", "printf", ":", "true", "shift", "ulimit")
-_CHANGING = ("read", "mapfile", "readarray", "getopts", "let")
 _BODIES = ("word", "compound_statement", "subshell", "test_command", "if_statement")
-_QUOTE = re.compile(r"['\"\\]")
 _OF_NO_RUN = re.compile(
     r"(.*/)?(activate|\.?bashrc|\.?(bash_)?profile|(conda|setvars|modules?)\.sh)|/etc/.*", re.DOTALL
 )
 """Files that scripts source for their programs, and not for settings of a run."""
+_OF_NO_EVAL = re.compile(r"[$`(]+(\S*/)?(conda|mamba|micromamba|ssh-agent|pyenv|brew|modulecmd)\b")
+"""Programs whose output scripts evaluate likewise."""
+_SUBSTITUTES = re.compile(r"\$\((?!\()|`")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Command:
     before: tuple[str, ...] = ()
 
 
-class Script(Expansion):
+class Script(Declarations):
     """State of a script that is read.
 
     Attributes:
@@ -54,9 +56,6 @@ class Script(Expansion):
         super().__init__(variables)
         self.commands: list[Command] = []
         self.headers: list[str] = []
-        self._exported: set[str] = set()
-        self._functions: dict[str, Node] = {}
-        self._locals: list[set[str]] = []
         self._before: tuple[str, ...] = ()
         self.leaving: tuple[str, int] | None = None
         self._status: bool | None = True
@@ -129,13 +128,13 @@ class Script(Expansion):
     def _apart(self) -> Iterator[None]:
         """Let the block leave this shell as it is."""
         kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
-        sourced = self._sourced
+        sourced, moved = self._sourced, self._moved
         self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
         self._locals = [set(each) for each in kept[3]]
         with self._ended_by("return", "exit"):
             yield
         self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
-        self._sourced = sourced
+        self._sourced, self._moved = sourced, moved
 
     def _run_whole(self, nodes: Sequence[Node]) -> bool | None:
         """Follow the commands of a block that a return may end. Returns whether it succeeds."""
@@ -163,7 +162,8 @@ class Script(Expansion):
     def _run_pipeline(self, node: Node) -> bool | None:
         parts = [part for part in node.parts if part.kind[0] != "|"]
         # A list is no part of it: tree-sitter takes `a | b |& c && d` so.
-        return [self._run([part]) if part.kind == "list" else self._run_apart(part) for part in parts][-1]
+        found = [self._run([part]) if part.kind == "list" else self._run_apart(part) for part in parts]
+        return found[-1] if len(set(found)) == 1 else None  # with pipefail, each may fail it
 
     def _run_list(self, node: Node) -> bool | None:
         left, joint, *_, right = node.parts
@@ -197,20 +197,26 @@ class Script(Expansion):
         return True if decided else None
 
     def _run_case_statement(self, node: Node) -> bool | None:
-        guesses, value = self._guesses, self._known(node.parts[1])
+        guesses, value, decided = self._guesses, self._known(node.parts[1]), True
         for item in (part for part in node.parts if part.kind == "case_item"):
             end = [part.kind for part in item.parts].index(")")
-            texts = [self._pattern(part) for part in item.parts[:end] if part.kind not in "|("]
-            if value is None or any(fnmatchcase(value, text) for text in texts):
-                with self._depending_on(node.line if value is None else None), self._behind(guesses):
-                    self._run(item.parts[end:])
-                if value is not None:
-                    break
+            if item.parts[-1].kind in (";&", ";;&"):
+                raise ConfigurationError(f"line {item.line}: {item.parts[-1].kind} is not followed: write ;;")
+            matches = self._matches(value, [part for part in item.parts[:end] if part.kind not in "|("])
+            if matches is False:
+                continue
+            decided = decided and matches is True
+            with self._depending_on(None if decided else node.line), self._behind(guesses):
+                self._run(item.parts[end:])
+            if matches:
+                break
         return None
 
     def _run_for_statement(self, node: Node) -> None:
         *header, body = node.parts
         commands, notes = len(self.commands), len(self.notes)
+        for word in header[3:] if node.kind == "for_statement" else ():
+            self._fields(word)
         for _ in range(2):  # the second time, it is known what the loop changes
             del self.commands[commands:], self.notes[notes:]
             with self._depending_on(node.line):
@@ -218,83 +224,69 @@ class Script(Expansion):
                     changed = header[1:2] if node.kind == "for_statement" else header
                     self._change(" ".join(part.text for part in changed), node.line)
                 self._run([body])
+                if node.kind == "while_statement":
+                    self._run(header[1:])
 
     _run_c_style_for_statement = _run_for_statement
 
     def _run_while_statement(self, node: Node) -> bool | None:
-        if node.parts[0].kind == "while" and self._run(node.parts[1:-1]) is False:
+        if self._run(node.parts[1:-1]) is (node.parts[0].kind == "until"):
             return True
         self._run_for_statement(node)
         return None
 
     def _run_function_definition(self, node: Node) -> bool:
         name, *_, body = (part for part in node.parts if part.kind in _BODIES)
-        self._functions[name.text] = body
+        _, others = self._functions.get(name.text, (None, ())) if self._uncertain is not None else (None, ())
+        self._functions[name.text] = self._uncertain, (*others, body)
         return True
 
-    def _run_variable_assignment(self, node: Node) -> bool:
+    def _run_variable_assignment(self, node: Node) -> bool | None:
         self._assign_word(node, lasting=True)
-        return True
+        return None if _SUBSTITUTES.search(node.text) else True
 
     def _run_test_command(self, node: Node) -> bool | None:
         if node.parts[0].kind == "((":
             return self._run_compound_statement(node)
-        return self._test([*_operands(node.parts[1:-1])], pattern=node.parts[0].kind == "[[")
-
-    def _run_declaration_command(self, node: Node) -> bool:
-        keyword, *words = node.parts
-        fields = [field for word in words if word.kind != "variable_assignment" for field in self._fields(word)]
-        names = [field.partition("=")[0] for field in fields if not field.startswith("-")]
-        assigned = [word for word in words if word.kind == "variable_assignment"]
-        names += [word.parts[0].text for word in assigned]
-        if self._locals and keyword.kind in ("local", "declare", "typeset"):
-            self._locals[-1] |= set(names)
-        self._run(assigned)
-        if keyword.kind == "export" or any(re.match("-[a-z]*x", field) for field in fields):
-            self._exported |= set(names)
-        return True
-
-    def _run_unset_command(self, node: Node) -> bool | None:
-        for name in (part.text for part in node.parts[1:] if part.kind == "variable_name"):
-            self._assign(name, "", node.line)
-            if name not in self._given and self._uncertain is None:
-                del self._variables[name]
-        return None
+        return self._test([*operands(node.parts[1:-1])], pattern=node.parts[0].kind == "[[")
 
     def _run_redirected_statement(self, node: Node) -> bool | None:
         body, *redirections = node.parts
         documents = [each for each in redirections if each.kind == "heredoc_redirect"]
         if body.kind == "command":
-            more = [word for each in redirections if each.kind == "file_redirect" for word in _behind(each)]
+            more = [word for each in redirections if each.kind == "file_redirect" for word in _words_behind(each)]
             status = self._run_command(body, more, documents)
         else:
             status = self._run([body])
         self._run(documents)
         return status
 
-    def _change(self, text: str, line: int) -> None:
-        """Treat all variables that a text names as unknown."""
-        with self._depending_on(line):
-            for name in re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII):
-                self._assign(name, "", line)
-
     def _run_command(self, node: Node, more: Sequence[Node] = (), documents: Sequence[Node] = ()) -> bool | None:
         line = node.line
         own: dict[str, str] = {}
         words = list[Node]()
+        # The line may end behind assignments: tree-sitter takes the next line for the command of two of them.
+        assignments = [(one, two) for one, two in pairwise(node.parts) if one.kind == "variable_assignment"]
+        ends = any(b"\n" in node.source[one.end : two.begin].replace(b"\\\n", b"") for one, two in assignments)
         for part in node.parts:
             if part.kind == "variable_assignment":
-                own |= self._assign_word(part, lasting=False)
+                own |= self._assign_word(part, lasting=ends)
             elif part.kind == "file_redirect":
-                words += _behind(part)
+                words += _words_behind(part)
             elif part.kind != "herestring_redirect":
                 words.append(part)
+        own = {} if ends else own
         words += more
         fields = [field for word in words for field in self._fields(word)]
         if not fields:
-            return True
+            for name, value in own.items():
+                self._assign(name, value, line)
+            return None if _SUBSTITUTES.search(node.text) else True
         name = fields[0]
-        if name in _CHANGING or fields[:2] == ["printf", "-v"]:
+        self._refuse(fields, line)
+        if name in self._functions:
+            return self._call(name, fields[1:], own, line)
+        if name in CHANGING or fields[:2] == ["printf", "-v"]:
             self._change(" ".join(fields[1:]), line)
         elif name == "test":
             return self._test(words[1:], pattern=False)
@@ -303,14 +295,11 @@ class Script(Expansion):
         elif name in ("return", "exit"):
             return self._leave(name, "".join(fields[1:2]), line)
         elif name == "shift":
-            self._shifted += int(fields[1]) if fields[1:] and fields[1].isdecimal() and len(fields[1]) < 4 else 1
+            return self._shift(fields[1:], line)
+        elif name == "set":
+            return self._set(fields[1:], line)
         elif name in (".", "source"):
-            self.notes.append(f"line {line}: {self.shown(' '.join(fields[:2]))} is not read; --set gives what it sets")
-            if not _OF_NO_RUN.fullmatch("".join(fields[1:2])):
-                self._sourced = True
-                self._change(" ".join(name for name in self._variables if name.isidentifier()), line)
-        elif name in self._functions and self._calls < _MOST_CALLS:
-            return self._call(self._functions[name], fields[1:])
+            self._skip(" ".join(fields[:2]), line, harmless=bool(_OF_NO_RUN.fullmatch("".join(fields[1:2]))))
         else:
             self._record(fields, own, documents, line)
         return True if name in _SUCCEED else None
@@ -331,19 +320,35 @@ class Script(Expansion):
             self.leaving = name, line
         return status
 
-    def _call(self, body: Node, arguments: Sequence[str]) -> bool | None:
-        outer, shifted, self._shifted = dict(self._variables), self._shifted, 0
+    def _call(self, name: str, arguments: Sequence[str], own: Mapping[str, str], line: int) -> bool | None:
+        """Follow a function, or all that may have this name. Returns whether it succeeds."""
+        if self._calls >= _MOST_CALLS:
+            raise ConfigurationError(f"line {line}: more than {_MOST_CALLS} calls within each other")
+        condition, bodies = self._functions[name]
+        status: bool | None = None
+        for body in bodies:
+            with self._depending_on(condition):
+                status = self._follow(body, arguments, {n: v for n, v in own.items() if n not in self._given})
+        return status if condition is None else None
+
+    def _follow(self, body: Node, arguments: Sequence[str], own: Mapping[str, str]) -> bool | None:
+        """Follow a function with its arguments, and with variables of its own."""
+        outer, shifted, moved = dict(self._variables), self._shifted, self._moved
+        added = set(own) - self._exported
         self._variables = {name: value for name, value in outer.items() if not name.isdecimal()}
-        self._variables |= {str(number): value for number, value in enumerate(arguments, 1)}
+        self._variables |= {str(number): value for number, value in enumerate(arguments, 1)} | dict(own)
+        self._shifted, self._moved = 0, None
+        self._exported |= added
         self._calls += 1
-        self._locals.append(set())
+        self._locals.append(set(own))
         with self._ended_by("return"):
             status = self._run_whole([body])
-        own = self._locals.pop() | {name for name in {*self._variables, *outer} if name.isdecimal()}
+        mine = self._locals.pop() | {name for name in {*self._variables, *outer} if name.isdecimal()}
         self._calls -= 1
-        after = {name: value for name, value in self._variables.items() if name not in own}
-        self._variables = after | {name: value for name, value in outer.items() if name in own}
-        self._shifted = shifted
+        self._exported -= added
+        after = {name: value for name, value in self._variables.items() if name not in mine}
+        self._variables = after | {name: value for name, value in outer.items() if name in mine}
+        self._shifted, self._moved = shifted, moved
         return status
 
     def _record(self, fields: list[str], own: Mapping[str, str], documents: Sequence[Node], line: int) -> None:
@@ -353,14 +358,19 @@ class Script(Expansion):
         shell = next((at for at, name in enumerate(names) if name in ("bash", "sh")), len(fields))
         option = next((at for at in range(shell, len(fields)) if re.fullmatch(r"-[a-z]*c", fields[at])), len(fields))
         if names[0] == "eval":
-            self._within(" ".join(fields[1:]), line)
+            text = " ".join(fields[1:])
+            first = self.unknowns(text.split(" ")[0])
+            if first and not first[0].unset:
+                self._skip(" ".join(fields), line, harmless=bool(_OF_NO_EVAL.match(first[0].text)))
+            else:
+                self._within(text, line)
         elif option + 1 < len(fields):
             self._inner(fields[option + 1], environment, tuple(fields[:shell]), line)
         elif documents and (names[0] == "sbatch" or shell < len(fields)):
             for document in documents:
                 parts = {part.kind: part for part in document.parts}
                 text = parts["heredoc_body"].text if "heredoc_body" in parts else ""
-                if not _QUOTE.search(parts["heredoc_start"].text):  # a shell expands variables in it
+                if not QUOTE.search(parts["heredoc_start"].text):  # a shell expands variables in it
                     text = self._text(parts["heredoc_body"], quoted=True) if text else ""
                 self._inner(visible(text), environment, tuple(fields[:shell]), line)
         else:
@@ -380,77 +390,7 @@ class Script(Expansion):
         self.read(text, line)
         self._calls -= 1
 
-    # ------------------------------------------------------------------------------------------------ variables
 
-    def _assign_word(self, node: Node, *, lasting: bool) -> dict[str, str]:
-        """Assign a variable. Returns its new value, or nothing if it is not only a text."""
-        target, operator, *values = node.parts
-        name, append = target.text.partition("[")[0], operator.kind == "+="
-        if values and values[0].kind == "array":
-            elements = [field for element in values[0].parts[1:-1] for field in self._fields(element)]
-            self._assign(name, elements, node.line, append=append)
-        elif target.kind == "subscript":
-            self._change(name, node.line)
-        else:
-            text = "".join(map(self._text, values))
-            before = self._variables.get(name, "")
-            first_element = before if isinstance(before, str) else "".join(before[:1])
-            text = first_element + text if append else text
-            if lasting:
-                self._assign(name, text if isinstance(before, str) else [text, *before[1:]], node.line)
-            return {name: text}
-        return {}
-
-    # ------------------------------------------------------------------------------------------------ conditions
-
-    def _test(self, tokens: Sequence[Node], *, pattern: bool) -> bool | None:
-        """Decide a condition in brackets; None: only a shell can tell."""
-        if len(tokens) > _MOST_TOKENS or any(token.kind == "(" for token in tokens):
-            return None
-        for joint, wins in (("||", True), ("&&", False), ("-o", True), ("-a", False)):
-            for at, token in enumerate(tokens):
-                if token.text == joint:
-                    sides = [self._test(tokens[:at], pattern=pattern), self._test(tokens[at + 1 :], pattern=pattern)]
-                    return wins if wins in sides else None if None in sides else not wins
-        if tokens and tokens[0].text == "!":
-            inner = self._test(tokens[1:], pattern=pattern)
-            return None if inner is None else not inner
-        texts = [self._known(word) for word in tokens]
-        known = [text for text in texts if text is not None]
-        if len(known) < len(texts):
-            return None
-        if not pattern:  # an empty word without quotes is no word
-            known = [text for text, word in zip(known, tokens, strict=True) if text or _QUOTE.search(word.text)]
-        match known:
-            case [text]:
-                return bool(text)
-            case ["-n", text]:
-                return bool(text)
-            case ["-z", text]:
-                return not text
-            case [first, _] if not re.fullmatch("-[a-zA-Z]", first):  # an error, since a word is empty
-                return False
-            case [left, "=" | "==" | "!=" as relation, right]:
-                equal = fnmatchcase(left, self._pattern(tokens[2])) if pattern else left == right
-                return equal == (relation != "!=")
-            case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as relation, right]:
-                numbers = [number or "0" if pattern else number for number in (left, right)]
-                if not all(re.fullmatch(r"-?\d{1,18}", number, re.ASCII) for number in numbers):
-                    return None if all(numbers) else False  # an empty number is an error in single brackets
-                a, b = map(int, numbers)
-                return {"eq": a == b, "ne": a != b, "lt": a < b, "le": a <= b, "gt": a > b, "ge": a >= b}[relation[1:]]
-        return None
-
-
-def _operands(nodes: Sequence[Node]) -> Iterator[Node]:
-    """Yield the operators and words of a condition, in order."""
-    for node in nodes:
-        if node.kind in ("binary_expression", "unary_expression", "parenthesized_expression", "negation_expression"):
-            yield from _operands(node.parts)
-        else:
-            yield node
-
-
-def _behind(redirection: Node) -> Sequence[Node]:
+def _words_behind(redirection: Node) -> Sequence[Node]:
     """Return the words behind a redirection, which are still arguments of its command."""
     return [each for each in redirection.parts if each.kind != "file_descriptor" and each.kind[0] not in "<>&"][1:]

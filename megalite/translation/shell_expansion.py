@@ -23,11 +23,26 @@ LARGEST = MIB // 4
 """Largest size of a script, and of a value in it, in characters."""
 _MOST_WORK = 4 * MIB
 """Limit for the number of characters that all expansions of a script give together."""
-_MARK = re.compile("\ue000(\\d+)\ue001")
+MARK = re.compile("\ue000(\\d+)\ue001")
 _PARAMETER = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
+_ASSIGNS = re.compile(r"(?<![=!<>])=(?!=)|<<=|>>=|\+\+|--")
+"""Pattern of what changes a variable within an arithmetic expression."""
+_ALL = re.compile(r'"\$(@|\{@\}|\{\w+\[@\]\})"', re.ASCII)
+"""Word that is no word, not even an empty one, if it has no elements."""
+_QUOTED = re.compile(r"\$\{.*[-+=].*['\"\\]", re.DOTALL)
+_OF_ELEMENTS = re.compile(r"\$\{(.*@.*[-+=]|.*[-+=].*@)", re.DOTALL)
+"""Expansions that are divided in a part of them alone, without quotes and within them."""
+_NO_GLOB = re.compile(r"'[^']*'|\"[^\"]*\"|\\.|\$\{[^}]*\}|\$\(.*\)|`.*`|\$[*?]", re.DOTALL)
 _BRACES = re.compile(r"\{([^{}\s]*)\}")
 _SHELL = ("command_substitution", "process_substitution", "ansi_c_string", "translated_string")
 _EXPANDS = re.compile(r"\$[A-Za-z_]\w*|\$\{[^}]*\}|\$\((?!\().*\)|`.*`", re.ASCII)
+_OF_BASH = re.compile(
+    r"[?$!_-]|BASH.*|DIRSTACK|EPOCH.*|E?UID|FUNCNAME|GROUPS|HISTCMD|HOST(NAME|TYPE)|IFS|LINENO|(MACH|OS)TYPE|(OLD)?PWD"
+    r"|OPT(ERR|IND)|PATH|PIPESTATUS|PPID|PS4|S?RANDOM|SECONDS|SHELLOPTS|SHLVL|TERM|COMP_WORDBREAKS"
+)
+"""Variables that bash itself sets."""
+_NOT_PYTHONS = re.compile(r"\\|\[[\^:.=]|\[[^]]*\[[:.=]|[?*+@!]\(")
+"""Characters of a pattern that have another meaning in Python."""
 _NAME = re.compile(r"\$\{?[#!]?(\w+|[@*#?$!-])", re.ASCII)
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -68,27 +83,30 @@ class Expansion:
         self._unknowns: list[Unknown] = []
         self._uncertain: int | None = None
         self._shifted, self._sourced, self._work = 0, False, 0
+        self._moved: int | None = None  # line that may have changed the arguments
+        self._peculiar: dict[str, int] = {}
+        """Variables with an attribute that changes what is assigned (`declare -i`, `readonly`), and its line."""
         self._guesses = 0
         """Number of variables in conditions that were taken as empty."""
 
     def unknowns(self, text: str) -> list[Unknown]:
         """Return what is not known in a word."""
-        return [self._unknowns[int(number)] for number in _MARK.findall(text)]
+        return [self._unknowns[int(number)] for number in MARK.findall(text)]
 
     def shown(self, text: str) -> str:
         """Return a word with the script's own text in place of what is not known."""
-        return _MARK.sub(lambda found: self._unknowns[int(found[1])].text, text)
+        return MARK.sub(lambda found: self._unknowns[int(found[1])].text, text)
 
     def for_a_shell(self, text: str) -> str:
         """Return a word with what a shell is to expand between two marks."""
-        return _MARK.sub(lambda found: f"\ue000{self._unknowns[int(found[1])].text}\ue001", text)
+        return MARK.sub(lambda found: f"\ue000{self._unknowns[int(found[1])].text}\ue001", text)
 
     def _unknown(self, text: str, line: int, name: str | None = None, *, unset: bool = False) -> str:
         whole = visible(self.shown(text))
         short = " ".join(whole.split())[:80]
         names = _NAME.findall(re.sub("'[^']*'", "", whole))
         known = any(not each.isidentifier() or each in self._variables for each in names)
-        expands = short == whole and _EXPANDS.fullmatch(whole) is not None and not known and not _MARK.search(text)
+        expands = short == whole and _EXPANDS.fullmatch(whole) is not None and not known and not MARK.search(text)
         self._unknowns.append(Unknown(short, line, name, unset, expands))
         return f"\ue000{len(self._unknowns) - 1}\ue001"
 
@@ -96,21 +114,30 @@ class Expansion:
         if name in self._given:
             return
         if name == "IFS":
-            self.notes.append(f"line {line}: IFS is not followed; words are divided at white space")
-        if self._uncertain is not None:
-            text = f"${name}, which depends on line {self._uncertain}"
+            raise ConfigurationError(f"line {line}: IFS is not followed: divide the words at white space")
+        depends = self._peculiar.get(name) if self._uncertain is None else self._uncertain
+        if depends is not None:
+            text = f"${name}, which depends on line {depends}"
             unknown = self._unknown(text, line, name)
             value = [unknown] if isinstance(value, list) else unknown
         if append and isinstance(value, list):
             before = self._variables.get(name, [])
             value = [*(before if isinstance(before, list) else [before]), *value]
         if isinstance(value, str):
-            whole = _MARK.fullmatch(value) is not None
+            whole = MARK.fullmatch(value) is not None
             for each in self.unknowns(value):  # it can be given by this name, too
                 if (each.name is None and "--" not in value) or (each.unset and whole):
                     each.name = name
         self._variables[name] = value
         self._charge(value)
+
+    def _change(self, text: str, line: int) -> None:
+        """Treat all variables that a text names as unknown."""
+        kept = self._uncertain
+        self._uncertain = line if kept is None else kept
+        for name in re.findall(r"\b[A-Za-z_]\w*", text, re.ASCII):
+            self._assign(name, "", line)
+        self._uncertain = kept
 
     def _charge(self, value: str | Sequence[str]) -> None:
         size = len(value) if isinstance(value, str) else sum(len(each) + 1 for each in value)
@@ -126,12 +153,18 @@ class Expansion:
         """Return what a word becomes as a pattern, where nothing in quotes has a meaning."""
         if node.kind == "concatenation":
             return "".join(map(self._pattern, node.parts))
-        return escape(self._text(node)) if node.kind in ("string", "raw_string") else self._text(node)
+        text = self._text(node)
+        if node.kind in ("string", "raw_string"):
+            return escape(text)
+        return self._unknown(node.text, node.line) if _NOT_PYTHONS.search(node.text + "\n" + text) else text
 
     def _fields(self, node: Node) -> list[str]:
         """Return the words that a word becomes when its variables are replaced."""
-        fields, current = list[str](), None
+        fields, current, none = list[str](), None, False
         for values, whole in self._pieces(node, False):
+            if whole is None and any(value.split() != [value] for value in values):
+                values, whole = [self._unknown(node.text, node.line)], True
+            none = none or not values
             if whole and len(values) == 1:
                 current = (current or "") + values[0]
                 continue
@@ -139,6 +172,8 @@ class Expansion:
             if not whole:
                 text = "\0".join(values)  # the elements of an array stay apart
                 pieces = [each for value in text.split("\0") for each in value.split()]
+                if re.search(r"[*?]", text):
+                    pieces = [self._unknown(node.text, node.line)]
                 if text[:1].isspace() and current is not None:
                     fields.append(current)
                     current = None
@@ -148,20 +183,29 @@ class Expansion:
                 if text[-1:].isspace():
                     fields.append(current)
                     current = None
-        if current is not None:
+        if current is not None and not (none and _ALL.fullmatch(node.text)):
             fields.append(current)
+        if re.search(r"[*?]", _NO_GLOB.sub("", node.text)):  # which stands for files, if there are any
+            fields = [self._unknown(node.text, node.line)]
         self._charge(fields)
         return fields
 
-    def _pieces(self, node: Node, quoted: bool) -> Iterator[tuple[list[str], bool]]:
-        """Yield what the parts of a word become, one text or several for an array, and whether each stays whole."""
+    def _pieces(self, node: Node, quoted: bool) -> Iterator[tuple[list[str], bool | None]]:
+        """Yield what the parts of a word become, one text or several for an array, and whether each stays whole.
+
+        None: a part of it does.
+        """
         if not quoted and node.kind in ("word", "concatenation", "brace_expression"):
             bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", node.text)
             if any("," in each or ".." in each for each in _BRACES.findall(bare)):
                 yield [self._unknown(node.text, node.line)], True
                 return
         if node.kind in ("simple_expansion", "expansion"):
-            yield self._parameter(node, quoted), quoted
+            values = self._parameter(node, quoted)
+            if (_OF_ELEMENTS if quoted else _QUOTED).match(node.text):
+                yield (values or [""]) if quoted else values, None
+            else:
+                yield values, quoted
         elif node.kind == "arithmetic_expansion":
             yield [self._arithmetic(node.text, node.parts[1:-1], node.line)], quoted
         elif node.kind in _SHELL:
@@ -213,39 +257,52 @@ class Expansion:
         elif index not in (None, "@", "*", "0"):
             return [self._unknown(node.text, line)]
         if change is not None:
-            if value is None and self._sourced:
+            value = None if value == [] else value
+            if value is None and (self._sourced or _OF_BASH.fullmatch(name)):
                 return [self._unset(name, line)]
+            joined = "".join(value or "")
+            if change[-1] == "+" and self.unknowns(joined) and not MARK.sub("", joined):
+                return [self._unknown(node.text, line)]
             empty = value is None or (change.startswith(":") and value in ("", [], [""]))
             if change[-1] == "+" and empty:
-                value = ""
-            elif change[-1] == "+" or (empty and change[-1] in "-="):
+                return []
+            if change[-1] == "+" or (empty and change[-1] in "-="):
                 at = [part.kind for part in node.parts].index(change)
-                value = "".join(self._text(part, quoted=quoted) for part in node.parts[at + 1 : -1])
-                if change[-1] == "=":
+                operand = node.parts[at + 1 : -1]
+                pieces = [values for part in operand for values, _ in self._pieces(part, quoted)]
+                value = "".join(map(" ".join, pieces))
+                if change[-1] != "=" and len(operand) == 1 and _ALL.fullmatch(operand[0].text):
+                    return pieces[-1]
+                if change[-1] == "=" and index is None:
                     self._assign(name, value, line)
+                elif change[-1] == "=":
+                    self._change(name, line)
             elif empty:
                 value = None
         if value is None:
             return [self._unset(name, line)]
         if isinstance(value, str):
             return [value]
-        joined = index == "*" or name == "*"
-        return [" ".join(value)] if joined and quoted else value
+        return [" ".join(value)] if (index == "*" or name == "*") and quoted else value
 
     def _unset(self, name: str, line: int) -> str:
         known = name if name[0].isalnum() or name[0] == "_" else None
-        return self._unknown(f"${name}", line, known, unset=not self._sourced)
+        return self._unknown(f"${name}", line, known, unset=not (self._sourced or _OF_BASH.fullmatch(name)))
 
     def _look_up(self, name: str) -> str | list[str] | None:
         """Return the value of a variable, or of an argument of the script; None if it is not set."""
         if name == "0":
             return "script"
+        if self._moved is not None and (name.isdecimal() or name in ("@", "*", "#")):
+            return self._unknown(f"${name}, which depends on line {self._moved}", self._moved)
         if name.isdecimal():
             return self._variables.get(str(int(name[:6]) + self._shifted))
         if name in ("@", "*", "#"):
             numbers = sorted(int(each) for each in self._variables if each.isdecimal())
             values = [str(self._variables[str(number)]) for number in numbers if number > self._shifted]
-            return str(len(values)) if name == "#" else values
+            if name == "#":
+                return str(len(values)) if not any(map(self.unknowns, values)) else self._unknown("$#", 0)
+            return values
         return self._variables.get(name)
 
     def _element(self, values: list[str], index: str, node: Node) -> str | None:
@@ -260,7 +317,9 @@ class Expansion:
         """Return the value of an arithmetic expression of whole numbers."""
         expanded = " ".join(" ".join(values) for node in nodes for values, _ in self._pieces(node, True))
         plain = re.fullmatch(r"[\w\s()+*/%-]{1,200}", expanded, re.ASCII)
-        if plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
+        if _ASSIGNS.search(expanded):
+            self._change(expanded, line)
+        elif plain and not re.search(r"\*\*|\d_|\b0[bBoO]", expanded):  # which are not what they are in Python
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError, ArithmeticError):
                 tree = ast.parse(expanded.strip().replace("/", "//"), mode="eval")
                 value = self._number(tree.body)
@@ -282,14 +341,3 @@ class Expansion:
                 if max(abs(a), abs(b)) < 2**63:
                     return _OPERATIONS[type(operation)](a, b)
         raise ValueError
-
-    def _known(self, word: Node) -> str | None:
-        """Return the text of a word in a condition, where variables that nothing sets are empty; None if unknown."""
-        text = self._text(word)
-        for unknown in self.unknowns(text):
-            if not unknown.unset:
-                return None
-            self._guesses += 1
-            note = f"line {word.line}: {unknown.text} is not set, and taken as empty in the condition"
-            self.notes += [note] if note not in self.notes else []
-        return _MARK.sub("", text)

@@ -114,7 +114,7 @@ def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int) 
             parts += [Node("space", number, (), source, child.begin - len(gap), child.begin)] if gap else []
         elif not _SPACE.fullmatch(gap):
             raise ConfigurationError(f"line {number}: cannot tell what {shown(gap.decode())} is")
-        elif parts and not gap and child.kind in (*_WORDS, "command_name"):
+        elif parts and not gap.replace(b"\\\n", b"") and child.kind in (*_WORDS, "command_name"):
             if parts[-1].kind in _WORDS:  # one word, which tree-sitter takes as two
                 child = Node("concatenation", number, (parts[-1], child), source, parts.pop().begin, child.end)
             elif parts[-1].kind in ("variable_assignment", "command_name"):

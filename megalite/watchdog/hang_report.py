@@ -181,6 +181,8 @@ def _few(lines: Iterable[str]) -> list[str]:
 def _alarm(peer: Peer, why: Message) -> str:
     if "lost" in why:
         return f"{peer}, in {peer.place}: {why['lost']}"
+    if "silent" in why:
+        return f"the run hangs: at least one rank has given no sign of life for {why['silent']:.0f} s"
     section, seconds, limit = why["overdue"]
     return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, the limit is {limit:.0f}'
 

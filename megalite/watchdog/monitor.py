@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import selectors
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,15 @@ from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
 from megalite.process.host import listen
+from megalite.process.output import say
 from megalite.process.place import Place, ranks_text
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
 from megalite.watchdog.secret import VARIABLE, Secret
-from megalite.watchdog.sections import MEETING
+from megalite.watchdog.sections import MEETING, Limits
 
-Say = Callable[[str, int], int]
+Tell = Callable[[str, int], int]
 """Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
 code."""
 
@@ -39,6 +40,9 @@ _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warnin
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
 _MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
+WARNING_SECONDS = 20.0
+"""Seconds without a sign of life after which a warning names a rank."""
+_STOPPED_SECONDS = 2.0  # a tick that is this late
 _PING_SECONDS = 1.0
 
 
@@ -54,6 +58,8 @@ class _Rank:
     fails: int | None = None
     """Exit code that it is about to end with, having said why."""
     dump: RankDump | None = None
+    named: bool = False
+    """True if a warning says that it gives no sign of life."""
 
 
 @dataclass
@@ -68,14 +74,29 @@ class _Alarm:
     asked: bool = False
 
 
+def warn_of_silence(peer: Peer, seconds: float) -> None:
+    """Say that a rank has given no sign of life."""
+    _warn(
+        f"warning: {peer} has given no sign of life for {seconds:.0f} s, last seen in {peer.place}: it is suspended, "
+        "or in a call that lets no other thread run"
+    )
+
+
+def _warn(text: str) -> None:
+    with suppress(OSError):  # the disk of the output may be full, which must not end this thread
+        say(text, to_error=True)
+
+
 class Monitor(threading.Thread):
     """Monitor of all ranks, on rank 0. `address`: where it listens."""
 
-    def __init__(self, first: Peer, place: Place, secret: Secret, say: Say, folder: Path | None) -> None:
+    def __init__(
+        self, first: Peer, place: Place, secret: Secret, limits: Limits, tell: Tell, folder: Path | None
+    ) -> None:
         """Set up; `first` is rank 0 itself; `folder`: where the ranks write their dumps."""
         super().__init__(name="monitor", daemon=True)
         self.secret = secret
-        self._first, self._say, self._folder = first, say, folder
+        self._first, self._limits, self._tell, self._folder = first, limits, tell, folder
         self._listener = listen("rank 0's watchdog", place)
         host, port, *_ = self._listener.getsockname()
         self.address: tuple[str, int] = (host, port)
@@ -103,7 +124,12 @@ class Monitor(threading.Thread):
         """Run until `close`."""
         while not self._closing:
             looks = time.monotonic()
-            for key, _ in self._selector.select(_TICK_SECONDS):
+            ready = self._selector.select(_TICK_SECONDS)
+            slept = time.monotonic() - looks
+            if slept > _TICK_SECONDS + _STOPPED_SECONDS:  # this process was suspended itself, so nobody was silent
+                for rank in self._ranks.values():
+                    rank.heard += slept
+            for key, _ in ready:
                 key.data()
             self._looked = looks  # messages read in the next round arrived after this time
             try:
@@ -172,7 +198,7 @@ class Monitor(threading.Thread):
 
     def _take(self, rank: _Rank, message: Message) -> None:
         """Take a message. Raises an Exception of any kind if the message is not valid."""
-        number, rank.heard = rank.peer.rank, time.monotonic()
+        number, rank.heard, rank.named = rank.peer.rank, time.monotonic(), False
         if "section" in message:
             rank.peer.move(message)
             rank.placed = self._looked
@@ -186,7 +212,7 @@ class Monitor(threading.Thread):
             if dump.rank != number:
                 raise LinkLost
             rank.dump = dump
-        elif (why := alarm_of(message)) and self._alarm is None:
+        elif (why := alarm_of(message)) and (self._alarm is None or "silent" in self._alarm.why):
             self._alarm = _Alarm(time.monotonic(), number, why, folder_name())
 
     def _greet(self, link: Link, peer: Peer) -> _Rank:
@@ -237,11 +263,11 @@ class Monitor(threading.Thread):
         if not self._told_of_missing and now - self._began > _COMING_SECONDS:
             self._told_of_missing = True
             if self._missing:
-                sys.stderr.write(
+                _warn(
                     f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
                     f"{ranks_text(self._missing)}: if one of them dies the others may not notice. Open the ports "
                     f"between nodes, and give all ranks the same random {VARIABLE}, or a --save folder that "
-                    "all nodes share\n"
+                    "all nodes share"
                 )
         for link in [link for link, came in self._strangers.items() if now - came > _GREETING_SECONDS]:
             self._forget(link)
@@ -251,6 +277,19 @@ class Monitor(threading.Thread):
             self._conclude_death()
         elif self._alarm is not None and not self._lost:
             self._look_into(self._alarm, now)
+        elif not self._lost:
+            self._find_silent(now)
+
+    def _find_silent(self, now: float) -> None:
+        """Raise an alarm for a rank that has sent nothing for too long, whatever it was doing: it is suspended."""
+        for number, rank in self._ranks.items():
+            silence = now - rank.heard
+            if silence > WARNING_SECONDS and not rank.named:
+                rank.named = True
+                warn_of_silence(rank.peer, silence)
+            if silence > self._limits.silence(rank.peer.section):
+                self._alarm = _Alarm(now, number, {"silent": silence}, folder_name())
+                return
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
         if not alarm.asked:
@@ -261,7 +300,9 @@ class Monitor(threading.Thread):
                 self._tell_all(dump=alarm.name)
             return
         silent = {number for number, rank in self._ranks.items() if rank.dump is None}
-        if not silent or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
+        if not silent and "silent" in alarm.why:  # it goes on
+            self._alarm = None
+        elif not silent or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
             self._conclude_hang(alarm, silent, now)
 
     def _conclude_death(self) -> None:
@@ -269,7 +310,7 @@ class Monitor(threading.Thread):
         failed = [rank.fails for rank in lost if rank.fails is not None]
         silent = [(rank.peer, self._lost[rank.peer.rank] - rank.placed) for rank in lost if rank.fails is None]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
-            code = self._say(death(silent), EXIT_RESUMABLE)
+            code = self._tell(death(silent), EXIT_RESUMABLE)
         else:  # otherwise this rank, or another with the same error, reports the reason itself
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
@@ -280,7 +321,7 @@ class Monitor(threading.Thread):
         silence = {number: now - self._ranks[number].heard for number in silent}
         folder = None if self._folder is None else self._folder / alarm.name
         message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
-        code = self._say(message, EXIT_RESUMABLE)
+        code = self._tell(message, EXIT_RESUMABLE)
         # A stopped process would keep its launcher waiting for ever, so another rank of its node kills it.
         kill: dict[int, list[Peer]] = {}
         for number in silent:

@@ -27,6 +27,10 @@ WAITING = "waiting for others"
 
 OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
 
+_SHORT = (STEP, DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, AGREEMENT)
+
+LEAST_SILENCE = 10.0
+"""Least seconds of silence that mean something: signs of life come once per second, and a machine may be busy."""
 FACTOR = 5.0
 START_SECONDS = 3600.0
 
@@ -123,6 +127,14 @@ class Limits:
             return max(START_SECONDS, self.unlearnt)
         learnt = max(self.least, FACTOR * longest.get(name, 0.0))
         return max(learnt, self.unlearnt) if name in (SAVE, PROFILE) or name not in longest else learnt
+
+    def silence(self, name: str) -> float:
+        """Return the seconds without a sign of life, in this section, after which a process counts as suspended.
+
+        Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run. Such a
+        call may be long outside of steps: building an index, or reading from a file system that hangs.
+        """
+        return max(self.least if name in _SHORT else max(self.least, self.unlearnt), LEAST_SILENCE)
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
         """Return the innermost of the open sections that is over its limit."""

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
 from megalite.process.bounded import within
 from megalite.process.host import host_name, kill_sibling, process_space, start_of
+from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
-from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
+from megalite.watchdog.monitor import ANSWER_SECONDS, WARNING_SECONDS, Monitor, warn_of_silence
 from megalite.watchdog.secret import find_secret, make_secret
 from megalite.watchdog.sections import Limits, OpenSection, Sections
 
@@ -81,6 +82,8 @@ class Watchdog:
         self._first: Peer | None = None  # rank 0, as its monitor describes it
         self._first_placed = 0.0  # time when its place was known, or earlier
         self._is_node_reporter = place.local_rank == 0  # this rank reports an error if rank 0 is lost
+        self._named_first = False
+        """True if a warning says that rank 0 gives no sign of life."""
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
@@ -91,8 +94,13 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
-            with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
-                self._link_up(*(begun or self._find_monitor(self._store)))
+            try:
+                with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
+                    self._link_up(*(begun or self._find_monitor(self._store)))
+            except BaseException:  # a stop signal
+                if self._monitor is not None:
+                    self._monitor.secret.remove()
+                raise
         self._thread.start()
         return self
 
@@ -115,8 +123,9 @@ class Watchdog:
         """Start the monitor on rank 0. Returns its host, port and secret; the store gets those parts that may be
         public."""
         secret = make_secret(self._shared)
-        say = partial(self._report, store)
-        self._monitor = Monitor(self._peer(), self._place, secret, say, self._folder)
+        tell = partial(self._report, store)
+        self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)
+        last_words(secret.remove)
         self._monitor.start()
         host, port = self._monitor.address
         store.set(_ADDRESS, f"{port} {secret.name}")
@@ -153,6 +162,10 @@ class Watchdog:
         except BaseException as error:  # a stop signal
             link.send(fails=exit_code_of(error))
             raise
+        if self._first is None:  # rank 0 is suspended, which the rendezvous notices, or this is another program
+            link.send(bye=True)
+            link.close()
+            raise LinkLost
         self._link = link
 
     def _peer(self) -> Peer:
@@ -177,14 +190,18 @@ class Watchdog:
     def _await_verdict(self, error: CommunicationError) -> None:
         """Wait until the monitor, if this rank has one, reports which rank died; the watchdog then ends the process.
 
+        If rank 0 is suspended, and the monitor with it, the watchdog reports that.
+
         A launcher that has seen a rank die would end the other ranks now, which is too early.
         """
         if self._link is None:
             return
         ignore_stop_signals()
         self._awaits_verdict = True
-        self._link.send(lost=str(error), **self._where())
-        self._thread.join(_VERDICT_SECONDS)
+        why = {"lost": str(error)}
+        self._alarm = time.monotonic(), why
+        self._link.send(**why, **self._where())
+        self._thread.join(3 * _VERDICT_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the thread
 
@@ -196,6 +213,7 @@ class Watchdog:
             self._looked, now = looks, time.monotonic()
             if now - last > _TICK_SECONDS + _STOPPED_SECONDS:
                 self.sections.was_stopped(now - last)
+                self._heard += now - last
             last = now
             if self._link is not None and now - told > _HEARTBEAT_SECONDS:
                 told = now
@@ -220,7 +238,7 @@ class Watchdog:
                 self._take(message)
 
     def _take(self, message: Message) -> None:
-        self._heard = time.monotonic()
+        self._heard, self._named_first = time.monotonic(), False
         if "first" in message:
             self._first, self._is_node_reporter = Peer.of(message["first"]), message["speaks"]
             self._first_placed = self._looked - message["age"]
@@ -235,14 +253,24 @@ class Watchdog:
 
     def _check_deadlines(self, now: float) -> None:
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
-        if late is not None and self._alarm is None:
+        if late is not None and (self._alarm is None or "silent" in self._alarm[1]):
             limit = self._limits.of(late.name, self.sections.longest)
             self._alarm = now, {"overdue": [late.name, late.seconds, limit]}
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
+        if self._alarm is None and self._first is not None:
+            silence = now - self._heard
+            if silence > WARNING_SECONDS and self._is_node_reporter and not self._named_first:
+                self._named_first = True
+                warn_of_silence(self._first, silence)
+            if silence > self._limits.silence(self._first.section):
+                self._alarm = now, {"silent": silence}
         if self._alarm is None:
             return
         since, why = self._alarm
+        if "silent" in why and self._heard > since:  # rank 0 goes on
+            self._alarm = None
+            return
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
         # The node's reporter acts first: it reports that rank 0 is suspended, before another rank kills rank 0.
         patience += 0 if self._is_node_reporter else ANSWER_SECONDS
@@ -282,7 +310,8 @@ class Watchdog:
         """Let the reporter of each node report: rank 0's process has ended, and with it the monitor."""
         if self._leaving:
             return
-        if self._alarm is not None and self._first_fails is None:  # rank 0 was suspended, and has been killed for that
+        suspended = time.monotonic() - self._heard > _SILENT_SECONDS
+        if self._alarm is not None and self._first_fails is None and suspended:  # and killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._wait_to_report():
@@ -323,7 +352,8 @@ class Watchdog:
         for peer in kill:
             refused = kill_sibling(peer.process, peer.start)
             if refused is not None:
-                sys.stderr.write(f"warning: {peer} hangs and is left to its launcher: {refused}\n")
+                with suppress(OSError):
+                    say(f"warning: {peer} hangs and is left to its launcher: {refused}", to_error=True)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
         if self._monitor is not None:

@@ -100,7 +100,7 @@ def order_of_work(cell: Cell, prompts: Sequence[Sequence[int]]) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("run", "share"):
             patch.setattr(network, name, _noting(order, name, getattr(network, name)))
-        for _ in generate(network, prompts, max_new_tokens=2, eod=-1, sampling=Sampling(temperature=0.0)):
+        for _ in generate(network, prompts, max_new_tokens=2, ends=(), sampling=Sampling(temperature=0.0)):
             pass
     return order
 

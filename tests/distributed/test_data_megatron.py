@@ -29,6 +29,7 @@ many = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
+few = settings(many, max_examples=8)
 LENGTHS = st.lists(st.sampled_from([1, 2, 3, 7, 20, 50]), min_size=4, max_size=30)
 WEIGHTS = st.sampled_from([1.0, 2.0, 0.3, 70.0, 1e-3])
 FILES = 3
@@ -98,7 +99,7 @@ def assert_same(found: Any, expected: np.ndarray | None, size: int | None) -> No
         assert np.array_equal(found[sample], expected[sample])
 
 
-@settings(many, max_examples=20)
+@few
 @given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
 def test_samples_with_weights(
     lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
@@ -137,7 +138,7 @@ def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pyte
     assert_same(ours(case).train, expected[0], 60)
 
 
-@many
+@few
 @given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
 def test_samples_of_prefixes_alone(
     lengths: list[list[int]], data: st.DataObject, rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory
@@ -157,7 +158,7 @@ def test_samples_of_prefixes_alone(
         assert_same(found, theirs, None if size is None or theirs is None else min(size, len(theirs)))
 
 
-@many
+@few
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=12), size=st.integers(0, 2000))
 def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPools) -> None:
     shares = normalize(weights)
@@ -167,7 +168,7 @@ def test_blends_with_weights(weights: list[float], size: int, rank_pools: RankPo
         assert np.array_equal(found, theirs)
 
 
-@many
+@few
 @given(sizes=st.lists(st.integers(1, 200), min_size=1, max_size=12))
 def test_blends_that_take_all(sizes: list[int], rank_pools: RankPools) -> None:
     (expected,) = rank_pools(1).run(megatron_data.exhaustive_blend_index, sizes)

@@ -30,7 +30,7 @@ def test_greedy_text_is_that_of_transformers(tmp_path: Path, rank_pools: RankPoo
             expected.append((name, text[len(prompt) :].tolist()))
     assert any(EOD in text for _, text in expected)
     run = functools.partial(
-        generated_by_huggingface_folders, max_new_tokens=NEW, eod=EOD, sampling=Sampling(temperature=0.0)
+        generated_by_huggingface_folders, max_new_tokens=NEW, ends=(EOD,), sampling=Sampling(temperature=0.0)
     )
     for ranks in rank_pools(4).run(run, [tmp_path / name for name in NAMES], PROMPTS, 2, 2):
         found = []

@@ -33,7 +33,7 @@ def run_with_late_gathers(cells: Sequence[Cell]) -> list[RankResult]:
         return run_cells(cells)
 
 
-@pytest.mark.parametrize("zero", wide_except([1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("zero", wide_except([1, 2, 3], [1]))
 def test_every_reader_waits(zero: int, rank_pools: RankPools) -> None:
     rest = {"tp": 1, "dp": 2, "zero": zero, "overlap": "reduce and gather", "family": "llama", "recompute": "block"}
     cell = make_cell(rest, steps=3, optimizer="adam", clip_grad=0.5)

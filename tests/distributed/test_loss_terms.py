@@ -161,7 +161,7 @@ LAYOUTS = {
 }
 
 
-FEW = ("alone", "whole parameters kept for backward", "parts", "four stages")
+FEW = ("alone", "whole parameters kept for backward", "four stages")
 
 
 @pytest.mark.parametrize("layout", wide_except(LAYOUTS, FEW))

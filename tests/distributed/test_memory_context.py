@@ -96,15 +96,12 @@ def of_all(cp: int, way: str) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("ranks", "cp", "way"),
     [
-        *(pytest.param(2, 2, way, marks=pytest.mark.wide) for way in ("p2p", "all_gather", "a2a")),
-        (2, 2, "one per layer"),
-        *(
-            pytest.param(4, *case, marks=pytest.mark.wide)
-            for case in ((2, "one per layer"), (4, "a2a+p2p"), (4, "a2a"))
-        ),
+        *((2, 2, way) for way in ("p2p", "all_gather", "a2a", "one per layer")),
+        *((4, *case) for case in ((2, "one per layer"), (4, "a2a+p2p"), (4, "a2a"))),
     ],
 )
 def test_the_formula_counts_what_is_kept(ranks: int, cp: int, way: str, rank_pools: RankPools) -> None:

@@ -24,7 +24,6 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import several_chunks_of_logits
 from tests.harness.close import assert_gradient_close
 from tests.harness.rank_pool import RankPools
-from tests.harness.wide import wide_except
 
 SEQUENCE, BATCH, HIDDEN, VOCABULARY, PADDED = 8, 3, 6, 13, 16
 CAP = 2.0
@@ -132,7 +131,8 @@ def test_statistics_are_gathered_once(sequence_parallel: bool, counts: tuple[int
     assert rank_pools(2).run(gathers, sequence_parallel) == [counts] * 2
 
 
-@pytest.mark.parametrize("fused", wide_except([False, True], [True]), ids=["apart", "fused"])
+@pytest.mark.wide
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 def test_they_can_be_compiled_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # If an earlier test in this process has compiled layers, some products are no longer traced.
     monkeypatch.setattr(ColumnParallelLinear, "forward", inspect.unwrap(ColumnParallelLinear.forward))

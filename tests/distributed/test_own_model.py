@@ -83,7 +83,7 @@ def cell_of(row: Row) -> Cell:
 
 
 ROWS = covering_array(FACTORS, possible, cost=lambda row: 1.0 + math.prod(row["split"]))
-QUICK = every_value_once(ROWS)
+QUICK = [row for row in every_value_once(ROWS) if row["split"] not in ((3, 1), (1, 4))]
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_a_student_learns_from_a_frozen_teacher(cell: Cell, rank_pools: RankPool
 
 
 OF_TORCH = [
-    Cell("mlp", dp=2, clip=0.5),
-    Cell("translator", dp=3, optimizer="sgd"),
+    pytest.param(Cell("mlp", dp=2, clip=0.5), marks=pytest.mark.wide),
+    pytest.param(Cell("translator", dp=3, optimizer="sgd"), marks=pytest.mark.wide),
     Cell("conv", dp=4, micro_batches=1),
     pytest.param(Cell("vit", dp=2, zero=3, micro_batches=3), marks=pytest.mark.wide),
     Cell("conv", dp=3, zero=3, optimizer="sgd"),

@@ -64,10 +64,8 @@ def test_a_run_goes_on_bit_for_bit(name: str, shuffle: bool, tmp_path: Path, ran
         assert found.digest == wanted.digest, found.name
 
 
-@pytest.mark.parametrize(
-    "name",
-    wide_except(["translator", "distilled", "mlp", "vit"], ["distilled"]),
-)
+@pytest.mark.wide  # `make test` lets a program go on so in tests/end_to_end/test_library.py
+@pytest.mark.parametrize("name", ["translator", "distilled", "mlp", "vit"])
 def test_a_run_goes_on_under_other_layouts(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
     layouts = [
         (Cell(name, dp=2, zero=3), 2),
@@ -126,9 +124,9 @@ ZERO_3, ZB_H1 = {"dp": 2, "zero": 3}, {"pp": 2, "schedule": "zb-h1"}
         pytest.param(ZERO_3, "fp32", id="zero3-fp32", marks=pytest.mark.wide),
         pytest.param(ZERO_3, "bf16", id="zero3-bf16"),
         pytest.param(ZERO_3, "fp16", id="zero3-fp16", marks=pytest.mark.wide),
-        pytest.param(ZB_H1, "fp32", id="zb-h1-fp32"),
+        pytest.param(ZB_H1, "fp32", id="zb-h1-fp32", marks=pytest.mark.wide),
         pytest.param(ZB_H1, "bf16", id="zb-h1-bf16", marks=pytest.mark.wide),
-        pytest.param(ZB_H1, "fp16", id="zb-h1-fp16"),
+        pytest.param(ZB_H1, "fp16", id="zb-h1-fp16", marks=pytest.mark.wide),
     ],
 )
 def test_narrow_numbers_train_nearly_the_same(layout: dict[str, Any], precision: str, rank_pools: RankPools) -> None:

@@ -113,7 +113,7 @@ def check(rank_pools: RankPools, cell: Cell) -> None:
     assert_parameters(ranks, wanted)
 
 
-@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (0, 1, 2, 5, 7, 9)]), ids=str)
+@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (1, 5, 7)]), ids=str)
 def test_parallel_layers_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
     check(rank_pools, cell)
 
@@ -151,6 +151,7 @@ def test_a_run_goes_on_under_another_layout(
     assert_parameters(found, wanted)
 
 
+@pytest.mark.wide  # tests/distributed/test_layouts_steps.py has such matrices of a GPT
 def test_muon_updates_matrices_that_ranks_have_parts_of(rank_pools: RankPools) -> None:
     for model in MODELS:
         alone = assemble(rank.parameters for rank in rank_pools(1).run(run, model, "muon", {}))

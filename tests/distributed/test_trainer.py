@@ -115,8 +115,7 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
         "",
         "--use-distributed-optimizer --overlap-grad-reduce",
         "--tp 2 --sequence-parallel",
-        "--pp 2",
-        pytest.param("--tp 2", marks=pytest.mark.wide),
+        *(pytest.param(flags, marks=pytest.mark.wide) for flags in ("--pp 2", "--tp 2")),
     ],
     ids=["alone", "copies", "parts", "stages", "heads"],
 )

@@ -28,6 +28,7 @@ from tests.distributed.layout_expected import assemble, on_ranks
 from tests.distributed.layout_run import held
 from tests.harness.rank_pool import RankPools
 from tests.harness.unsharded import unsharded_parameters
+from tests.harness.wide import wide_except
 
 DENSE = """--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
 --num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
@@ -84,20 +85,28 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LAYOUTS = {
     "alone": (1, ""),
-    "experts apart": (4, "--ep 2 --pp 2"),
+    "experts-apart": (4, "--ep 2 --pp 2"),
     "parts": (2, "--tp 2 --sequence-parallel"),
     "sharded": (2, "--ep 2 --data-parallel-sharding-strategy optim_grads_params"),
 }
 
 
+UPCYCLED = "--num-experts 8 --moe-router-topk 3 --moe-use-upcycling"
+
+
+@pytest.mark.parametrize(
+    "layouts", wide_except(["alone experts-apart", "alone parts sharded"], ["alone experts-apart"])
+)
 @pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), BIASED], ids=["softmax", "sigmoid"])
-def test_upcycling_keeps_the_function_on_every_layout(more: str, dense: Path, rank_pools: RankPools) -> None:
+def test_upcycling_keeps_the_function_on_every_layout(
+    more: str, layouts: str, dense: Path, rank_pools: RankPools
+) -> None:
     """The first step's loss is the dense model's, and from then on all layouts train the same."""
     ((_, (expected, _), _),) = on_ranks(rank_pools, 1, trained, f"{DENSE} --train-iters 2 --load {dense} --finetune")
     flags = f"{DENSE} --train-iters 2 --load {dense} {EXPERTS} {more}"
     first: dict[str, Tensor] = {}
     after = None
-    for ranks, layout in LAYOUTS.values():
+    for ranks, layout in map(LAYOUTS.__getitem__, layouts.split()):
         results = on_ranks(rank_pools, ranks, trained, f"{flags} {layout}")
         weights = assemble([held for held, _, _ in results])
         first = first or weights
@@ -176,7 +185,7 @@ def test_what_cannot_be_upcycled_is_refused(dense: Path, tmp_path: Path) -> None
             begun(f"{flags} {more}")
 
 
-@pytest.mark.parametrize("more", ["", "--num-experts 8 --moe-router-topk 3 --moe-use-upcycling"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.wide), UPCYCLED])
 @pytest.mark.parametrize("tokenizer", ["--tokenizer-type NullTokenizer", "the folder's own"])
 def test_the_command_of_a_run_from_a_folder_continues_it(tmp_path: Path, more: str, tokenizer: str) -> None:
     from tests.harness import huggingface as theirs

@@ -27,9 +27,9 @@ from megalite.inference.lm_eval_adapter import MegaliteLM, load_tasks
 from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
 from megalite.inference.scoring import sliding_windows
-from megalite.lifecycle.launch import join, leave
+from megalite.lifecycle.run_watchdog import joined
 from megalite.parallel.mesh import ParallelMesh
-from megalite.process.place import place_from_environment
+from megalite.process.place import Place, place_from_environment
 from tests.harness import lm_eval_tasks as local
 from tests.harness.template_tokenizer import write_template_tokenizer
 
@@ -109,11 +109,9 @@ def windows_agree() -> bool:
     return True
 
 
-def main() -> None:
+def main(copies: ParallelMesh, place: Place) -> None:
     """Write the results of this rank."""
     run, include_path, output, length = sys.argv[1:]
-    place = place_from_environment()
-    copies = join(ParallelConfig(), place, "")
     split = {"rank": place.rank, "world_size": place.world_size}
     meshes = {
         "alone": ParallelMesh(),
@@ -124,14 +122,15 @@ def main() -> None:
     lm_eval.evaluator.add_env_info = lambda results: None  # takes a second each time
     found: dict[str, Any] = {"windows": windows_agree()}
     for name, mesh in meshes.items():
-        network, tokenizer = load_for_generation(run, mesh)
-        model = MegaliteLM(network, tokenizer, max_length=int(length), micro_batch_size=2)
+        network, tokenizer, ends = load_for_generation(run, mesh)
+        model = MegaliteLM(network, tokenizer, ends, max_length=int(length), micro_batch_size=2)
         found[name] = evaluated(model, include_path)
     found["template"] = encoded_by_a_template(network)
     found["refusals"] = refusals(model, include_path, place.rank)
     Path(f"{output}.rank{place.rank}").write_text(json.dumps(found))
-    leave(copies)
 
 
 if __name__ == "__main__":
-    main()
+    place = place_from_environment()
+    with joined(ParallelConfig(), place, "") as copies:
+        main(copies, place)

@@ -137,6 +137,7 @@ def test_the_last_save_is_not_tolerated_to_fail(faulty: Callable[..., Job], tmp_
     assert not (directory / "DONE").exists()
 
 
+@pytest.mark.wide
 def test_a_stop_while_one_is_written_leaves_two_that_are_whole(
     faulty: Callable[..., Job], run: Run, tmp_path: Path
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_stop_while_one_is_written_leaves_two_that_are_whole(
         assert_same_checkpoint(step(directory, iteration), step(whole, iteration))
 
 
+@pytest.mark.wide
 def test_a_disk_that_is_full_until_the_failed_save_is_removed_does_not_end_the_run(
     faulty: Callable[..., Job], whole: Path, tmp_path: Path
 ) -> None:

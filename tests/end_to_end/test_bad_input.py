@@ -178,6 +178,7 @@ def test_ranks_started_with_different_flags(refused: Refused, tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_ranks_started_with_different_layouts(refused: Refused) -> None:
     before = "sys.argv += ['--tp', '2'] if rank == 1 else []"
     message = refused(64, PRETRAIN, *MOCK, *SHORT, before=before)
@@ -297,8 +298,8 @@ def test_a_split_that_leaves_nothing(place: Place, refused: Refused) -> None:
             ["--vocab-size", "70"], ["vocab_size: 61 in the checkpoint, 71 in this run"], marks=pytest.mark.wide
         ),
         pytest.param(["--bf16"], ["its optimizer state", "give --optimizer, the precision"], marks=pytest.mark.wide),
-        (["--fp64"], ["float32 in it and float64 in this run"]),
-        (["--optimizer", "sgd"], ["--optimizer"]),
+        pytest.param(["--fp64"], ["float32 in it and float64 in this run"], marks=pytest.mark.wide),
+        pytest.param(["--optimizer", "sgd"], ["--optimizer"], marks=pytest.mark.wide),
     ],
     ids=["hidden", "family", "layers", "vocabulary", "bf16", "fp64", "sgd"],
 )
@@ -356,6 +357,7 @@ def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
     saved_tensors(run / "iter_0000003")
 
 
+@pytest.mark.wide
 def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
     """Two failed saves are reported and tolerated; the third ends the run."""
     run = place.copy_of_good()
@@ -368,7 +370,8 @@ def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
     saved_tensors(run / "iter_0000003")
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.wide), 1])
+@pytest.mark.wide
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refused) -> None:
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == {rank} else None"
     flags = ["--save", place.folder / "run", "--exit-interval", 1, "--use-distributed-optimizer"]
@@ -384,6 +387,7 @@ def test_a_disk_that_fills_up_with_metrics(place: Place, refused: Refused) -> No
     assert "File too large" in message
 
 
+@pytest.mark.wide
 def test_a_read_only_folder_at_save(place: Place, refused: Refused) -> None:
     run = place.copy_of_good()
     before = contents(run)
@@ -427,6 +431,7 @@ def test_a_folder_that_cannot_be_made(flag: str, place: Place, refused: Refused)
     assert file.read_bytes() == b""
 
 
+@pytest.mark.wide
 def test_a_save_folder_that_is_a_file(place: Place, refused: Refused) -> None:
     file = place.folder / "file"
     file.write_text("mine")

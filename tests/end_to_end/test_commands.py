@@ -55,10 +55,17 @@ def shell(command: str, directory: Path, expected: int = 0, **environment: str) 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder like a checkout, with its own corpus, so that nothing is written into the real one."""
+    """Return a folder like a checkout, so that nothing is written into the real one."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("pretrain_gpt.py", "tools", "examples", "README.md"):
         (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus_there(checkout: Path) -> Path:
+    """Return the folder with a corpus in it."""
+    folder = checkout
     # A small part of the corpus that `make train` builds; what already exists is kept.
     shell("mkdir run && python examples/standard_library_corpus.py --output run/whole.jsonl", folder)
     lines = (folder / "run/whole.jsonl").read_text().splitlines(keepends=True)
@@ -68,9 +75,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def first_run(checkout: Path) -> str:
+def first_run(corpus_there: Path) -> str:
     """Return the output of `make train STEPS=2`."""
-    return shell("examples/train_small_llama.sh", checkout, STEPS="2")
+    return shell("examples/train_small_llama.sh", corpus_there, STEPS="2")
 
 
 @pytest.mark.wide
@@ -121,6 +128,7 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.usefixtures("corpus_there")
 def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
@@ -129,6 +137,7 @@ def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
 
 
 @pytest.mark.wide
+@pytest.mark.usefixtures("corpus_there")
 def test_the_training_under_context_parallelism_runs(checkout: Path) -> None:
     (block,) = re.findall(
         r"^```bash\n(.*?)^```", (ROOT / "docs/context_parallel.md").read_text(), re.MULTILINE | re.DOTALL
@@ -188,6 +197,7 @@ def test_gpt2_124m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> N
     assert "step 3/3" in train("gpt2_124m.sh", *TINY, "--split", "90,10,0", SAVE=f"{save}-data", **data)
 
 
+@pytest.mark.wide
 def test_llama_160m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     assert "step 3/3" in train("llama_160m.yaml", *MOCK_LLAMA, *TINY)
     data = ["--data-path", str(corpus / "corpus_text_document"), "--save", str(tmp_path / "run")]
@@ -236,10 +246,7 @@ def tokens(vocabulary: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("qwen1.5_moe_a2.7b.yaml", "switch_base_8.yaml") else pytest.mark.wide)
-        for name in WITH_EXPERTS
-    ],
+    [pytest.param(name, marks=() if name == "qwen1.5_moe_a2.7b.yaml" else pytest.mark.wide) for name in WITH_EXPERTS],
 )
 def test_recipes_with_experts(train: Callable[..., str], tmp_path: Path, name: str) -> None:
     small = words(

@@ -63,6 +63,7 @@ def test_every_form_of_the_same_paths_is_the_same_run(corpus: Path, run: Run, tm
     assert found == [found[0]] * len(forms)
 
 
+@pytest.mark.wide
 def test_a_cache_that_cannot_be_written_is_told_and_changes_nothing(corpus: Path, run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = []
@@ -150,6 +151,7 @@ def test_documents_to_fill_in_train(run: Run, tmp_path: Path) -> None:
     assert found[0] == found[1] != losses(tmp_path / "plain")
 
 
+@pytest.mark.wide
 def test_a_schedule_may_begin_with_fewer_ranks(run: Run, tmp_path: Path) -> None:
     """Its first size is too small for the ranks that continue; on them, it cannot begin."""
     course = (*GPT2, "--global-batch-size", None, "--step-batch-size-schedule", "0:2 64:8", "--train-samples", 28)

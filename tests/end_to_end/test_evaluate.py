@@ -17,6 +17,7 @@ from tests.end_to_end.runs import BYTES, EVALUATE, GPT2, Run, ended, saved_weigh
 from tests.harness.close import assert_number_close
 from tests.harness.job import Job
 from tests.harness.tool import run_tool
+from tests.harness.wide import wide_except
 from tests.oracle import Oracle
 
 DOCUMENTS = ("naïve café ☕, of several windows", "short", "", "some twenty characters", "x")
@@ -128,9 +129,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", ["dp2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("tp2", "pp2")), "tp2-pp2", "cp2"]
-)
+@pytest.mark.parametrize("layout", wide_except(["dp2", "tp2", "pp2", "tp2-pp2", "cp2"], ["tp2-pp2"]))
 def test_every_layout_finds_the_same(
     layout: str, byte_llama: Path, texts: Path, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:

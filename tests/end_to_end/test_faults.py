@@ -252,13 +252,18 @@ def test_one_process_alone_that_hangs_is_ended(spawn: Callable[..., Job], tmp_pa
 
 def test_a_rank_that_dies_is_named_though_the_launcher_ends_the_others(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
-    for rank in (1, 3):
-        campaign.disturb(Fault("forward", rank, 2, "kill"), launcher=True)
+    campaign.disturb(Fault("forward", 3, 2, "kill"), launcher=True)
 
 
 def test_a_rank_that_dies_while_tokens_travel_to_experts_is_named(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "ep")
     campaign.disturb(Fault("exchange", 1, 2, "kill"))
+    campaign.assert_unbroken()
+
+
+@pytest.mark.wide
+def test_a_rank_that_hangs_while_gradients_travel_to_tokens_is_named(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "ep")
     campaign.disturb(Fault("exchange in backward", 3, 2, "stop"))
     campaign.assert_unbroken()
 
@@ -269,6 +274,12 @@ def test_a_rank_that_dies_while_keys_and_values_travel_is_named(tmp_path: Path) 
     campaign.disturb(Fault("round", 1, 2, "kill"))
     campaign.disturb(Fault("round in backward", 3, 2, "stop"))
     campaign.assert_unbroken()
+
+
+@pytest.mark.parametrize("phase", ["group", pytest.param("meeting", marks=pytest.mark.wide)])
+def test_rank_0_is_named_and_killed_where_it_is_suspended_before_the_first_step(phase: str, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    campaign.disturb(Fault(phase, 0, 0, "stop"))
 
 
 @pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])

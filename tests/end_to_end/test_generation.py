@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,44 @@ def test_a_file_gets_a_line_for_each_text(trained: Path, file: Path, tmp_path: P
     assert "again.jsonl already exists" in refused.stderr
 
 
+def test_a_killed_generation_leaves_what_is_complete_and_blocks_no_other(
+    trained: Path, tmp_path: Path, spawn: Spawn
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    flags = ["--load", trained, "--prompt", "one", "--prompt", "e", "--temperature", 0, "--output", output]
+    job = spawn([GENERATE, *flags, "--batch-size", 1, "--max-new-tokens", 4000], 1)
+    while not (partial.exists() and partial.read_text()):
+        assert job.ranks[0].exit_code is None, job.stderr(0)
+        time.sleep(0.01)
+    job.kill(0, signal.SIGKILL)
+    job.wait()
+    assert [line["prompt"] for line in records(partial)] == ["one"]
+    assert not output.exists()
+    assert generate(*flags).code == 0
+    assert [line["prompt"] for line in records(output)] == ["one", "e"]
+    assert not partial.exists()
+
+
+@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.wide)])
+def test_a_rank_that_is_suspended_while_texts_are_written_is_named(
+    stopped: int, trained: Path, spawn: Spawn, tmp_path: Path
+) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(
+        "from megalite.commands import generate\nfrom megalite.watchdog import sections, watchdog\n"
+        "watchdog._SILENT_SECONDS = watchdog._LEAVING_SECONDS = 0.5\n"
+        "sections.Limits.silence = lambda limits, name: 2.0\ngenerate.command()\n"
+    )
+    endless = ["--prompt", "e", "--temperature", 0, "--max-new-tokens", 100_000]
+    job = spawn([entry, "--load", trained, *endless, "--pp", 2], 2)
+    job.wait_for_output(0, "eeeeeeee", timeout=60)
+    job.kill(stopped, signal.SIGSTOP)
+    codes = job.wait(60)
+    assert (codes[stopped], codes[1 - stopped]) == (-signal.SIGKILL, 85)
+    assert f"rank {stopped} (process {job.ranks[stopped].process.pid} " in job.stderr(1 - stopped)
+    assert "has not answered for " in job.stderr(1 - stopped)
+
+
 def test_prompts_come_from_flags_standard_input_and_a_file(
     trained: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +168,7 @@ def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
 
     from tests.harness import huggingface
 
-    huggingface.save(tmp_path, "qwen2")  # with 67 tokens
+    huggingface.save(tmp_path, "llama")  # with 67 tokens
     vocabulary = {f"w{number}": number for number in range(20)} | {"<end>": 20}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()

@@ -14,8 +14,13 @@ RELATIVE = {"float64": 1e-12, "float32": 5e-6}
 SAME_INITIAL_WEIGHTS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FAMILIES)
+CASES = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
+FEW = (("gpt2", "float64"), ("llama", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [pytest.param(*case, marks=[pytest.mark.wide] * (case not in FEW)) for case in CASES]
+)
 def test_fifty_steps_are_as_committed(family: str, dtype: str) -> None:
     committed = read(family)[dtype]
     assert len(committed) == STEPS

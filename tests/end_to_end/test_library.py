@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.runs import ROOT, assert_same_checkpoint, ended, latest_iteration, metrics, saved_tensors
 from tests.harness.job import Job
+from tests.harness.wide import wide_except
 
 PROGRAM = ROOT / "tests" / "end_to_end" / "own_program.py"
 Start = Callable[..., Job]
@@ -74,6 +75,7 @@ def test_a_stop_saves_with_code_85_and_the_program_goes_on(
     assert_goes_on(directory, program, layout)
 
 
+@pytest.mark.wide
 def test_a_killed_program_goes_on_from_its_last_checkpoint(program: Start, tmp_path: Path) -> None:
     directory = tmp_path / "broken"
     job = program("--save", directory, "--steps", 10000, "--save-interval", 2, *ZERO3)
@@ -130,7 +132,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("what", ERRORS)
+@pytest.mark.parametrize("what", wide_except(ERRORS, ["point"]))
 def test_an_error_is_reported_once_with_its_code(what: str, program: Start, tmp_path: Path) -> None:
     arguments, code, message = ERRORS[what]
     job = program("--save", tmp_path / "run", "--steps", 20, *arguments, MEGALITE_EXIT_FILE=str(tmp_path / "code"))

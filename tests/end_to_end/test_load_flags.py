@@ -221,6 +221,7 @@ def test_a_failed_save_is_told_and_training_goes_on(run: Run, tmp_path: Path) ->
     assert (step(directory, 2) / "foreign").exists()
 
 
+@pytest.mark.wide
 def test_failed_saves_end_the_run_when_there_are_too_many(start: Start, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     for number, tolerated, done in ((1, 0, 1), (2, 1, 2), (3, 9, 3)):

@@ -15,11 +15,11 @@ from tests.harness.job import Job
 from tests.megatron_commands.scale import ITERATIONS, command, scaled, write_files
 
 RUNS = {
-    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": (1, 1),
     "gpt/gpt3_15b_8t_release": (2, 1),
 }
 """Ranks of each command, and how many of them share their weights at least."""
 WIDE = {
+    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": (1, 1),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": (4, 2),
     "moe/gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4": (4, 1),
     "v2.5:examples/pretrain_gpt_distributed_with_mp.sh": (4, 1),

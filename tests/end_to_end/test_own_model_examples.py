@@ -52,6 +52,7 @@ def test_an_example_reaches_what_it_states(example: str, tmp_path: Path) -> None
     assert reached(forked(tmp_path, example))
 
 
+@pytest.mark.wide
 def test_an_example_reaches_it_on_a_pipeline(tmp_path: Path) -> None:
     assert reached(forked(tmp_path, TRANSLATE, "pp=2", ranks=2))
 

@@ -98,10 +98,9 @@ LAYOUTS = {
 }
 CHANGES = [
     ("tp2", "dp2zero1"),
-    ("tp2dp2zero1", "one"),
     *(
         pytest.param(*change, marks=pytest.mark.wide)
-        for change in (("one", "tp2sp"), ("dp2", "tp2dp2zero1"), ("dp2zero1", "dp2"))
+        for change in (("tp2dp2zero1", "one"), ("one", "tp2sp"), ("dp2", "tp2dp2zero1"), ("dp2zero1", "dp2"))
     ),
 ]
 

@@ -143,6 +143,7 @@ def test_an_evaluation_that_is_left_when_the_run_turns_out_to_end_there_is_made_
     assert_same_checkpoint(directory / "iter_0000002", whole / "iter_0000002")
 
 
+@pytest.mark.wide
 def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     spawn: Callable[..., Job], run: Run, tmp_path: Path
 ) -> None:
@@ -319,6 +320,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "flags", [pytest.param((), marks=pytest.mark.wide), ("--async-save",)], ids=["at once", "in the background"]
 )

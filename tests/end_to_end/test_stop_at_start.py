@@ -130,6 +130,7 @@ def test_while_a_rank_does_not_come(hold: Hold, tmp_path: Path) -> None:
     assert_stopped_by_file(job, tmp_path / "run")
 
 
+@pytest.mark.wide
 def test_while_a_checkpoint_is_loaded(hold: Hold, run: Run, tmp_path: Path) -> None:
     run(*COURSE, "--exit-interval", 2, "--save", tmp_path / "run", world_size=2, expected=85)
     job = hold(LOADING, 1, preexisting_stop(tmp_path / "run"), "--resume", "auto")
@@ -174,5 +175,6 @@ def test_signals_that_come_many_times_end_a_start_once(
         time.sleep(0.002)
     assert job.wait_as_launcher(timeout=60) == 85
     assert job.ranks[0].exit_code == 85
+    assert (tmp_path / "code").read_text() == "85\n"
     told = [line for line in job.stderr(0).splitlines() if not line.startswith("waiting for ")]
     assert told in ([], ["error: interrupted"])

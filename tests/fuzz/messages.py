@@ -268,6 +268,7 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
     from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
     from megalite.watchdog.link import Peer, connect
     from megalite.watchdog.secret import Secret
+    from megalite.watchdog.sections import Limits
 
     _set(monitor_file, ANSWER_SECONDS=patience, _TOGETHER_SECONDS=0.0, _TICK_SECONDS=0.005)
     said: list[str] = []
@@ -284,7 +285,7 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
         return link
 
     place = Place(0, 0, 4, host="127.0.0.1")
-    monitor = monitor_file.Monitor(Peer.of(_peer(0)), place, Secret(SECRET), say, base / "out")
+    monitor = monitor_file.Monitor(Peer.of(_peer(0)), place, Secret(SECRET), Limits(), say, base / "out")
     monitor.start()
     rank_0 = proper(0)
 

@@ -232,8 +232,9 @@ def shorten() -> None:
     """Shorten times that may be an hour to seconds, and the waits for answers and launchers."""
     watchdog._LEAVING_SECONDS = 0.5
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
-    watchdog._VERDICT_SECONDS = 5.0
+    watchdog._VERDICT_SECONDS, watchdog._SILENT_SECONDS = 5.0, 2.5
     failure._LAUNCHER_SECONDS, rendezvous.SILENCE = LAUNCHER_SECONDS, 2.0
+    sections.LEAST_SILENCE = 2.0
     sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     sections.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (

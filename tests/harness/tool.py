@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from megalite.errors import MegaliteError
+from megalite.process.output import say
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def run_tool(name: str, *arguments: object) -> Ended:
             main()
         except MegaliteError as error:
             code = error.exit_code
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", to_error=True)
         except SystemExit as ending:
             code = int(ending.code or 0)
     return Ended(code, out.getvalue(), err.getvalue())

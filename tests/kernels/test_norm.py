@@ -103,7 +103,7 @@ def check(norm: Function, parts: list[Tensor]) -> None:
         named([*TOLERANCE], lambda dtype: str(dtype)[6:]),
         named(SHAPES),
         named(NORMS, lambda norm: norm.__name__),
-        kept=lambda dtype, shape, norm: (shape + norm) % 3 == dtype,
+        kept=lambda dtype, shape, norm: (shape + norm) % 3 == dtype and (shape < len(SHAPES) - 1 or norm == 3),
     ),
 )
 def test_output_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, ...], norm: Function) -> None:

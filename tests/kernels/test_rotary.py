@@ -122,7 +122,8 @@ def test_float64_is_as_exact(interleaved: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("view", "interleaved"), cells(VIEWS, INTERLEAVED, kept=lambda view, interleaved: view % 2 == interleaved)
+    ("view", "interleaved"),
+    cells(VIEWS, INTERLEAVED, kept=lambda view, interleaved: (view, interleaved) in ((0, 0), (3, 1))),
 )
 def test_strides_change_no_bit(view: Callable[[Tensor], Tensor], interleaved: bool) -> None:
     query, key, *gradients = (view(numbers(4, 4, 4, 32, seed=seed)) for seed in range(4))

@@ -165,11 +165,13 @@ def test_the_manifest_starts_a_rank_for_each_gpu_of_each_pod() -> None:
 @pytest.mark.parametrize(
     ("torchrun_does", "code"),
     [
-        ("exit 3", 3),
+        pytest.param("exit 3", 3, marks=pytest.mark.wide),
         ("exit 0", 0),
         ('echo 93 >"$MEGALITE_EXIT_FILE"; exit 1', EXIT_FATAL),
-        ('{ sleep 1.5; echo 93 >"$MEGALITE_EXIT_FILE"; } & exit 1', EXIT_FATAL),  # of another node
-        ('echo 85 >"$MEGALITE_EXIT_FILE"; exit 0', 0),
+        pytest.param(  # of another node
+            '{ sleep 1.5; echo 93 >"$MEGALITE_EXIT_FILE"; } & exit 1', EXIT_FATAL, marks=pytest.mark.wide
+        ),
+        pytest.param('echo 85 >"$MEGALITE_EXIT_FILE"; exit 0', 0, marks=pytest.mark.wide),
         ('trap "exit 1" TERM; kill -TERM $PPID; for _ in {1..50}; do sleep 0.1; done; exit 0', EXIT_RESUMABLE),
     ],
 )
@@ -183,7 +185,8 @@ def test_a_pod_ends_with_the_code_in_the_file_or_torchruns(torchrun_does: str, c
     assert pod.returncode == code
 
 
-@pytest.mark.parametrize("flags", ["wrong", pytest.param("right", marks=pytest.mark.wide)])  # right: imports of torch
+@pytest.mark.wide
+@pytest.mark.parametrize("flags", ["wrong", "right"])
 def test_the_run_is_that_of_one_node_and_wrong_flags_end_all_pods_with_64(
     flags: str, nodes: Nodes, torchrun: Path
 ) -> None:

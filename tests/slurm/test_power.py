@@ -15,6 +15,7 @@ from megalite.watchdog import link
 from megalite.watchdog.link import Peer
 from megalite.watchdog.monitor import Monitor
 from megalite.watchdog.secret import Secret
+from megalite.watchdog.sections import Limits
 from tests.slurm.cluster import CONTROLLER, Cluster
 from tests.slurm.jobs import ROOT
 
@@ -46,7 +47,7 @@ def test_a_rank_that_is_cut_off_is_named(cluster: Cluster, monkeypatch: pytest.M
 
     node = cluster.nodes[1]
     place = Place(0, 0, 2, host=cluster._address(CONTROLLER))
-    monitor = Monitor(Peer(0, "near", os.getpid(), 1, "this machine"), place, Secret(b"secret"), report, None)
+    monitor = Monitor(Peer(0, "near", os.getpid(), 1, "this machine"), place, Secret(b"secret"), Limits(), report, None)
     monitor.start()
     inside = ["nsenter", f"--net=/run/netns/megalite-{node}", sys.executable, "-c", RANK_1]
     with subprocess.Popen([*inside, *map(str, monitor.address)], cwd=ROOT) as rank:

@@ -21,6 +21,7 @@ from megalite.errors import CheckpointError
 from tests.harness.file_faults import Fault, FileFaults, Operation, cut_power, kill, kill_midway
 from tests.harness.forks import exit_code, fork, in_clean_process
 from tests.harness.saved_run import KINDS, Saved, SavedRun, litter
+from tests.harness.wide import wide_except
 
 pytestmark = pytest.mark.costly
 
@@ -122,7 +123,8 @@ def check(folder: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: s
 
 
 @pytest.mark.parametrize(
-    ("start", "fault", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)]
+    ("start", "fault", "kind"),
+    [*CASES[:3], *(pytest.param(*case, marks=pytest.mark.wide) for case in (*CASES[3:], *WIDE))],
 )
 def test_whatever_the_moment_a_whole_checkpoint_is_found(
     tmp_path: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str
@@ -210,9 +212,8 @@ def kill_at_random(folder: Path, kind: str, wanted: int) -> tuple[int, int]:
     return inside, kills
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind != "asynchronous")) for kind in KINDS]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", KINDS)
 def test_kills_at_random_moments(tmp_path: Path, kind: str) -> None:
     inside, kills = in_clean_process(kill_at_random, tmp_path, kind, 40)
     print(f"{inside} of {kills} kills were inside a save")
@@ -246,6 +247,6 @@ def load_beside_two_jobs(directory: Path, kind: str) -> int:
     return loads
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", wide_except(KINDS, ["synchronous"]))
 def test_two_jobs_where_no_lock_keeps_them_apart_cause_no_wrong_load(tmp_path: Path, kind: str) -> None:
     assert in_clean_process(load_beside_two_jobs, tmp_path, kind) > 0

@@ -338,7 +338,7 @@ class Planted(HuggingFaceFiles):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2", "mixtral")))
+        pytest.param(name, marks=[pytest.mark.wide] * (name not in ("gpt2", "gemma2")))
         for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2", "mixtral", "qwen2-moe", "glm4-moe")
     ],
 )

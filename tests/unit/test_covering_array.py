@@ -43,6 +43,7 @@ def holds(row: Row, target: Row) -> bool:
     return target.items() <= row.items()
 
 
+@pytest.mark.wide
 def test_layouts_are_covered_by_few_rows() -> None:
     strength3 = ("tp", "pp", "zero")
     rows = covering_array(LAYOUT, layout_is_valid, strength3)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +23,12 @@ import pytest
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
 from megalite.config.tokenizer import EncodingFlags
 from megalite.data import corpus as data_corpus
-from megalite.data.corpus import Position, read_chunks
+from megalite.data.corpus import Chunk, Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
-from megalite.preprocessing.encoding import encode_chunk
+from megalite.preprocessing.encoding import EncodedChunk, encode_chunk
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import Ended, run_tool
 
@@ -178,10 +180,15 @@ def test_progress_costs_the_same_for_each_of_many_files(monkeypatch: pytest.Monk
     ("line", "message"),
     [
         (b'{"text": "cut', ":3: not a JSON object"),
-        (b'["text"]', ":3: a JSON list, not an object"),
-        (b'{"title": "x"}', ":3: no field 'text' (--json-keys) among 'title'"),
-        (b'{"text": 7}', ":3: the field 'text' is a int, not a text"),
-        (b'{"text": "\\ud800"}', ":3: 'utf-8' codec can't encode"),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in (
+                (b'["text"]', ":3: a JSON list, not an object"),
+                (b'{"title": "x"}', ":3: no field 'text' (--json-keys) among 'title'"),
+                (b'{"text": 7}', ":3: the field 'text' is a int, not a text"),
+                (b'{"text": "\\ud800"}', ":3: 'utf-8' codec can't encode"),
+            )
+        ),
         (b'{"text": "\xff"}', ":3: 'utf-8' codec can't decode"),
     ],
 )
@@ -275,6 +282,35 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
     assert b"Traceback" not in stderr
     assert b"c.partial: the same command with --resume continues it" in stderr
     assert [path.name for path in out.iterdir()] == ["c.partial"]
+
+
+def test_a_worker_that_is_suspended_is_named_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker suspends itself at each chunk, and is let go on after some lines."""
+    monkeypatch.setattr(preprocessing, "PATIENCE", 0.2)
+    monkeypatch.setattr(preprocessing, "encode_chunk", _suspended_once)
+    said: list[str] = []
+    workers: set[int] = set()
+
+    def say(line: str) -> None:
+        said.append(line)
+        children = [each for each in active_children() if isinstance(each, preprocessing._SPAWN.Process)]
+        workers.update(child.pid for child in children if child.pid is not None)
+        for worker in workers if len(said) % 2 == 0 else ():
+            os.kill(worker, signal.SIGCONT)
+
+    monkeypatch.setattr(preprocessing, "_print", say)
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    done, *_ = preprocessing.preprocess([str(source)], str(tmp_path / "c"), BYTES, 1, 1000)
+    assert done.documents == len(TEXTS)
+    (worker,) = workers
+    waits = rf"waiting for the text from {re.escape(str(source))}:1 on, for \d s so far"
+    named = rf"{waits}: process {worker} is suspended, and goes on after kill -CONT {worker}"
+    assert any(re.fullmatch(named, line) for line in said), said
+
+
+def _suspended_once(flags: EncodingFlags, chunk: Chunk) -> EncodedChunk:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return encode_chunk(flags, chunk)
 
 
 def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:

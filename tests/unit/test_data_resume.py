@@ -30,6 +30,7 @@ from megalite.preprocessing.encoding import encode_chunk
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import PartialOutput, partial_folder
 from tests.harness.tool import run_tool
+from tests.harness.wide import wide_except
 
 pytestmark = pytest.mark.costly
 
@@ -133,7 +134,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, stop: int, prefix: Path, source: 
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("left", [pytest.param("nothing", marks=pytest.mark.wide), "a part", "all but the names"])
+@pytest.mark.parametrize("left", wide_except(["nothing", "a part", "all but the names"], ["a part"]))
 def test_a_kill_at_every_step_of_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
     """Whatever an earlier run left unfinished, and with output of other text under the final names."""
     source = write_corpus(tmp_path / "corpus.jsonl", 15, 40)

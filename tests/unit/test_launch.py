@@ -9,7 +9,7 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigurationError
-from megalite.lifecycle.launch import join, take_place
+from megalite.lifecycle.launch import take_place
 from megalite.parallel import device
 from megalite.process.place import Place
 
@@ -19,7 +19,7 @@ def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "activate", lambda where: None)
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
     with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo cannot send from GPU to GPU.*use nccl"):
-        join(parallel, Place(rank=0, world_size=2, local_rank=0), "the same")
+        take_place(parallel, Place(rank=0, world_size=2, local_rank=0))
 
 
 def test_a_sequence_is_split_over_the_ranks_that_share_it() -> None:

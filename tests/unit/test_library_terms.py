@@ -94,3 +94,23 @@ def test_a_term_with_a_gradient_that_is_not_counted_is_refused() -> None:
 def test_a_term_of_a_step_has_a_name_of_its_own() -> None:
     with make_run() as run, pytest.raises(megalite.MegaliteError, match="is called grad_norm"):
         run.forward_backward({"tokens": TOKENS}, both, count=lambda batch: {"grad_norm": 1})
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "message"),
+    [
+        (lambda outputs, batch: {"loss": 1.0}, None, 'returned float as "loss": return a sum, a tensor without'),
+        (lambda outputs, batch: {"loss": policy(outputs, batch), "kl": 1.0}, None, 'returned float as "kl"'),
+        (lambda outputs, batch: {"loss": outputs.log_probabilities}, None, r'returned a tensor \(2, 6\) as "loss"'),
+        (both, lambda batch: {}, "count returned {}: return the number of items"),
+        (both, lambda batch: None, "count returned NoneType for the term loss of the loss: return the number"),
+        (both, lambda batch: {"loss": torch.ones(2)}, r"count returned a tensor \(2,\) for the term loss"),
+    ],
+)
+def test_what_is_no_sum_or_no_number_is_refused(
+    loss: Callable[..., Any], count: Callable[[Any], Any] | None, message: str
+) -> None:
+    with pytest.raises(megalite.MegaliteError, match=message):
+        norm(loss, count)
+    with pytest.raises(megalite.MegaliteError, match=message), make_run(dataset=SAMPLES, loss=loss, count=count) as run:
+        run.step()

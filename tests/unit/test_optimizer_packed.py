@@ -26,6 +26,7 @@ from megalite.training.memory import state_bytes
 from megalite_kernels import launch
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized
+from tests.harness.wide import wide_except
 
 MESH = ParallelMesh()
 MODEL = ModelConfig(
@@ -207,7 +208,7 @@ def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: P
     assert same(back.values(), packed.values())
 
 
-@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.wide), *[*EIGHT_BITS][1:]])
+@pytest.mark.parametrize("name", wide_except(EIGHT_BITS, ["int8 and remainders"]))
 def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
     """Compare two runs with the same gradients. They are noise, which is the worst case for a weight."""
     config = eight_bits(name)

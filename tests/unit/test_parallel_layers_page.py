@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 TEXT = (Path(__file__).parents[2] / "docs/parallel_layers.md").read_text()
 
@@ -20,7 +21,7 @@ def run_page(text: str) -> tuple[int, int, str]:
     return runner.failures, runner.tries, "".join(report)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", wide_except([1, 2], [2]))
 def test_the_steps_of_the_page_compute_what_the_plain_model_does(ranks: int, rank_pools: RankPools) -> None:
     assert TEXT.count("= 1, 16, 4,") == 1
     for failed, tried, report in rank_pools(ranks).run(run_page, TEXT.replace("= 1, 16, 4,", f"= {ranks}, 16, 4,")):

@@ -257,7 +257,14 @@ def test_tools_that_use_ranks_refuse_to_be_alone_by_mistake(
     assert "PMIX_RANK=0 without WORLD_SIZE" in ended.stderr
 
 
-@pytest.mark.parametrize("environment", [f"{STEP} RANK=1".replace("PROCID=5", "PROCID=0"), "RANK=a WORLD_SIZE=2"])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        # Rank 1 waits ten seconds for the launcher to end it.
+        pytest.param(f"{STEP} RANK=1".replace("PROCID=5", "PROCID=0"), marks=pytest.mark.wide),
+        "RANK=a WORLD_SIZE=2",
+    ],
+)
 def test_training_refuses_it_at_once_with_exit_code_64(environment: str, tmp_path: Path) -> None:
     with Job([ROOT / "pretrain_gpt.py"], 1, tmp_path, told=[variables(environment)]) as job:
         assert (job.wait(), job.stdout(0)) == ([64], "")

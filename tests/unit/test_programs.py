@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.process import programs
-from megalite.process.programs import python, run, safe_path
+from megalite.process.programs import pretrain, python, run, safe_path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*ROOT.glob("megalite/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("tools/**/*.py")]
@@ -46,6 +46,15 @@ def test_an_interpreter_runs_no_module_of_the_current_folder(words: tuple[str, .
     (tmp_path / "json.py").write_text("open('executed', 'w')")
     assert run(python(*words), cwd=tmp_path, capture_output=True).returncode == 0
     assert not (tmp_path / "executed").exists()
+
+
+def test_pretraining_is_found_from_a_clone_that_is_not_installed(tmp_path: Path) -> None:
+    """The import path has no site-packages with megalite: -S leaves them out, and the standard library needs none."""
+    name, option, *rest = pretrain("--help")
+    look = "import megalite.process.programs as found; print(found.__file__)"
+    code = rest[1].replace("from megalite.commands.pretrain import command; command()", look)
+    ended = run([name, "-S", option, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.stdout.strip() == programs.__file__, ended.stderr
 
 
 def test_a_program_finds_what_lies_beside_it(tmp_path: Path) -> None:

@@ -10,16 +10,20 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
+from megalite.errors import CommunicationError
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
+from megalite.watchdog import sections as sections_file
+from megalite.watchdog import watchdog as watchdog_file
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, Peer, connect
 from megalite.watchdog.monitor import Monitor
@@ -63,6 +67,12 @@ class FakeRank:
                 self._unread += self.link.receive()
         raise AssertionError(f"rank {self.rank} has heard nothing of {key!r}")
 
+    def asked(self) -> bool:
+        """Tell if the monitor has requested a dump."""
+        while select.select([self.link], [], [], 0.0)[0]:
+            self._unread += self.link.receive()
+        return any("dump" in message for message in self._unread)
+
     def answer(self) -> None:
         """Answer the monitor's request."""
         assert self.wait_for("dump")
@@ -81,9 +91,11 @@ class Watch:
         missing: int = 0,
         folder: Path | None = None,
         section: str = "",
+        limits: Limits = Limits(),  # noqa: B008  # frozen
     ) -> None:
         self.reported: list[tuple[str, int]] = []
-        self.monitor = Monitor(peer_of(0), Place(0, 0, len(spaces) + missing), Secret(SECRET), self._report, folder)
+        place = Place(0, 0, len(spaces) + missing)
+        self.monitor = Monitor(peer_of(0), place, Secret(SECRET), limits, self._report, folder)
         self.monitor.start()
         self.ranks = [FakeRank(self.monitor, rank, space, section) for rank, space in enumerate(spaces)]
         for rank in self.ranks:
@@ -150,6 +162,78 @@ def test_an_alarm_is_told_with_the_place_that_came_with_it(watch: Begin) -> None
         rank.answer()
     watched.ranks[0].wait_for("end")
     assert watched.message.startswith('step 3 hangs: rank 1 (process 1001 on n1) has been in "optimizer"')
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """Limits under which half a second of silence is too long."""
+    monkeypatch.setattr(sections_file, "LEAST_SILENCE", 0.5)
+    monkeypatch.setattr(monitor_file, "WARNING_SECONDS", 0.2)
+    return Limits(least=0.5, unlearnt=0.5)
+
+
+def test_a_rank_without_a_sign_of_life_is_named_whatever_it_was_doing(
+    watch: Begin, impatient: Limits, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched = watch((HERE, HERE), section=MEETING, limits=impatient)
+    first, second = watched.ranks
+    deadline = time.monotonic() + SECONDS
+    while not watched.reported:
+        first.link.send(section=MEETING, step=0)
+        if first.asked():
+            first.answer()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert first.wait_for("end")["kill"] == [asdict(peer_of(1, section=MEETING))]
+    assert watched.message.startswith("the run hangs: at least one rank has given no sign of life for ")
+    (warning,) = [line for line in capfd.readouterr().err.splitlines() if "rank 1 (" in line]
+    assert warning.startswith("warning: rank 1 (process 1001 on n1) has given no sign of life for ")
+    assert "rank 1 (process 1001 on n1) has not answered for " in watched.message
+    second.dies()
+
+
+def test_a_rank_that_gives_a_sign_of_life_in_time_ends_nothing(watch: Begin, impatient: Limits) -> None:
+    watched = watch((HERE, HERE), limits=impatient)
+    watched.ranks[0].wait_for("dump")  # rank 1, or both, are missed
+    for rank in watched.ranks:
+        rank.link.send(dump=asdict(RankDump(rank.rank, 4)))
+    for _ in range(20):
+        for rank in watched.ranks:
+            rank.link.send(section="step", step=1)
+        time.sleep(0.05)
+    assert not watched.reported
+
+
+def test_the_start_of_a_run_may_keep_other_threads_from_running() -> None:
+    limits = Limits(least=20.0, unlearnt=60.0)
+    assert (limits.silence("start"), limits.silence("step"), limits.silence("save")) == (60.0, 20.0, 60.0)
+    assert Limits(least=1.0).silence("step") == sections_file.LEAST_SILENCE
+
+
+def test_nobody_was_silent_while_the_monitor_itself_was_suspended(
+    watch: Begin, impatient: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock goes on by a minute while it waits for messages, and the ranks speak just behind that."""
+    watched = watch((HERE, HERE), limits=replace(impatient, least=30.0, unlearnt=30.0))
+    watched.ranks[0].wait_for("first")
+    offset = 0.0
+    monkeypatch.setattr(monitor_file, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset))
+    select = watched.monitor._selector.select
+
+    def suspended(timeout: float) -> Any:
+        nonlocal offset
+        found = select(timeout)
+        offset += 60.0 * (offset == 0.0)
+        return found
+
+    monkeypatch.setattr(watched.monitor._selector, "select", suspended)
+    deadline = time.monotonic() + SECONDS
+    while offset == 0.0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for rank in watched.ranks:
+        rank.wait_for("first")
+        assert not rank.asked()
 
 
 def test_one_rank_of_each_node_is_to_speak_where_rank_0_is_lost(watch: Begin) -> None:
@@ -518,6 +602,31 @@ def test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_t
         monitor.send(**message)
         watchdog._read(SECONDS)
         assert lost == [True]
+
+
+def test_a_communication_that_fails_while_rank_0_is_suspended_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_file, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog_file, "_TICK_SECONDS", 0.05)
+    said: list[str] = []
+
+    def report(store: object, message: str, code: int) -> int:
+        said.append(message)
+        return code
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, rank = Link(ours, SECRET, MONITOR), Link(theirs, SECRET, RANK)
+        monitor.receive()
+        rank.receive()
+        watchdog = Watchdog(Sections(), Limits(), report, Place(1, 0, 2))
+        watchdog._link = rank
+        watchdog._take({"first": asdict(peer_of(0)), "speaks": True, "age": 0.0})
+        monkeypatch.setattr(watchdog, "_end", lambda *_, **__: setattr(watchdog, "_leaving", True))
+        watchdog._thread.start()
+        watchdog._await_verdict(CommunicationError("a collective failed"))
+    (message,) = said
+    assert ": a collective failed" in message
+    assert "rank 0 (process 1000 on n0) has not answered for " in message
 
 
 @pytest.mark.parametrize("message", [{"first": {}}, {"first": 7}, {"first": asdict(peer_of(0))}], ids=str)

@@ -10,6 +10,7 @@ precedence) and added_tokens.json. Each key of them has a fate:
 - `NEUTRAL` has keys that would change tokens in a way that is not supported, with the values that change nothing.
 - `add_prefix_space`, `add_bos_token` and `add_eos_token` must say what tokenizer.json says. If they contradict it, the
   tokens depend on the class and the version of transformers.
+- `tokenizer_class`, with the `model_type` of config.json, must make what tokenizer.json says (`folder_class`).
 - Every other key is refused: it may change tokens.
 """
 
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from megalite.data.tokenizers.files import fingerprint, read_fields_beside
+from megalite.data.tokenizers.folder_class import check_class
 from megalite.errors import DataError
 from megalite.small_files import is_count, shown
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+MODEL = "config.json"
 USUAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 LISTS = ("extra_special_tokens", "additional_special_tokens")
 _OF_TOKENS: Mapping[str, type | tuple[type, ...]] = {
@@ -37,7 +40,7 @@ _OF_TOKENS: Mapping[str, type | tuple[type, ...]] = {
 APPLIED = {*USUAL_NAMES, *_OF_TOKENS, "split_special_tokens"}
 AGREEING = {"add_prefix_space", "add_bos_token", "add_eos_token"}
 
-_CLASS = "tokenizer.json has all that the class would make of it"
+_CLASS = "it changes nothing of a tokenizer.json that agrees with its class"
 _LENGTH = "texts are neither cut nor padded here"
 _DECODING = "decoded text is that of its tokens, without changes"
 _CHAT = "it changes no text of a conversation"
@@ -110,6 +113,8 @@ class Folder:
         end: the token that ends a document, if one is named.
         split_special_tokens: true if special tokens in a text are ordinary text.
         agreeing: fields that must say what tokenizer.json says.
+        config: all fields of tokenizer_config.json.
+        model: all fields of the model's config.json.
     """
 
     path: Path
@@ -119,6 +124,8 @@ class Folder:
     end: str | None
     split_special_tokens: bool
     agreeing: Mapping[str, bool]
+    config: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     @property
     def names(self) -> dict[str, str]:
@@ -163,6 +170,7 @@ class Folder:
                     f"which it is {got}: correct the file that is wrong, or save the tokenizer again with transformers"
                 )
         self._check_agreement(tokenizer)
+        check_class(self.path, {**self.names, **self.config}, self.model, tokenizer)
         now = _described(tokenizer.get_added_tokens_decoder())
         if now == was and not self.split_special_tokens:
             return {}
@@ -248,6 +256,8 @@ def read_folder(path: Path) -> Folder:
         None if end is None else end.content,
         bool(config.get("split_special_tokens")),
         {key: config[key] for key in sorted(AGREEING) if config.get(key) is not None},
+        config,
+        read_fields_beside(path / MODEL),
     )
 
 

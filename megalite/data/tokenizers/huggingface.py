@@ -19,9 +19,11 @@ from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.folder import read_folder
+from megalite.data.tokenizers.growth import check_growth
 from megalite.data.tokenizers.interface import Ids
-from megalite.errors import ConfigurationError, DataError, MegaliteError
-from megalite.small_files import parse_json, reason
+from megalite.data.tokenizers.library_errors import library_errors
+from megalite.errors import ConfigurationError, DataError
+from megalite.small_files import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 # End-of-document tokens to look for if no configuration file names one.
@@ -35,13 +37,14 @@ class HuggingFaceTokenizer:
         tokenizer: the `tokenizers.Tokenizer`.
         eod: the token that ends a document.
         identity: the result of `identity`, without the number of tokens and the end of a document.
+        source: the file or files, for messages.
         include_special_tokens: in `encode_documents`, add the special tokens of the vocabulary's own template around
             each text, such as a token for the beginning.
         fast_encoding: use tiktoken in `encode_documents`. "auto": if the tokens are the same; "off": never; "require":
             always, with an error if the tokens could differ.
 
     Raises:
-        DataError: two tokens have one id.
+        DataError: two tokens have one id. Every method raises it, too, if the library fails.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class HuggingFaceTokenizer:
         tokenizer: Any,
         eod: int,
         identity: dict[str, Any],
+        source: str,
         include_special_tokens: bool = True,
         fast_encoding: FastEncoding = "auto",
     ) -> None:
@@ -61,17 +65,20 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.eod = eod
         self._identity = identity
+        self._fails = f"Hugging Face's tokenizers fails with {source}: copy it again or save it with transformers"
         self._include_special_tokens, self._fast_encoding = include_special_tokens, fast_encoding
         # The largest id plus 1, not the number of tokens: ids may have gaps.
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_errors(self._fails):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
         """Return the tokens of a text and their characters."""
-        encoding = self._untrimmed.encode(text, add_special_tokens=False)
+        with library_errors(self._fails):
+            encoding = self._untrimmed.encode(text, add_special_tokens=False)
         return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @cached_property
@@ -84,10 +91,12 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
         """Return the tokens of texts."""
-        if self.fast is not None:
-            return self.fast.encode_documents(texts)
         special = self._include_special_tokens
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+        with library_errors(self._fails):
+            if self.fast is not None:
+                return self.fast.encode_documents(texts)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        return [encoding.ids for encoding in encodings]
 
     @cached_property
     def fast(self) -> FastByteLevelBPE | None:
@@ -116,7 +125,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        with library_errors(self._fails):
+            return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def identity(self) -> dict[str, Any]:
         """Return the identity: the hash of the vocabulary file, the number of tokens, and the end of a document."""
@@ -129,26 +139,21 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     The end of a document is named in these files, such as tokenizer_config.json.
 
     Raises:
-        DataError: it cannot be read, the files beside it have what cannot be applied, or it is not clear which token
-            ends a document.
+        DataError: it cannot be read, or can make texts far too long, the files beside it have what cannot be applied,
+            or it is not clear which token ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
     file = folder / "tokenizer.json" if folder else Path(path)
     what = "a tokenizer.json or its folder, on this machine (nothing is downloaded)"
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
-    try:
+    with library_errors(f"{file} is not a tokenizer.json of Hugging Face's tokenizers"):
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({reason(error)})") from error
+        check_growth(tokenizer, file)
     beside = read_folder(file.parent)
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
-    try:
+    with library_errors(f"{file} does not encode, with the tokens of the files beside it"):
         identity |= beside.apply(tokenizer, tokenizers.AddedToken)
-    except MegaliteError:
-        raise
-    except Exception as error:  # as above
-        raise DataError(f"the tokens beside {file} cannot be added to it ({reason(error)})") from error
     added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     ends = [name for name in USUAL_ENDS if name in added] if beside.end is None else [beside.end]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
@@ -158,7 +163,7 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
             f'{{"eos_token": "{END_OF_TEXT}"}} or another one'
         )
     eod = tokenizer.token_to_id(ends[0])
-    return HuggingFaceTokenizer(tokenizer, eod, identity, include_special_tokens, fast_encoding)
+    return HuggingFaceTokenizer(tokenizer, eod, identity, str(file), include_special_tokens, fast_encoding)
 
 
 def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
@@ -170,14 +175,11 @@ def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> 
     tokenizers = _tokenizers("GPT2BPETokenizer")
     vocabulary = read_tokenizer_file(vocab_file, "--vocab-file", "the vocab.json of a byte-level BPE")
     merges = read_tokenizer_file(merge_file, "--merge-file", "the merges.txt of a byte-level BPE")
-    try:
+    files = f"{vocab_file} and {merge_file}"
+    with library_errors(f"{files} are not vocab.json and merges.txt of a BPE"):
         ids = parse_json(vocabulary)
         lines = [line for line in merges.decode().split("\n") if line and not line.startswith("#version")]
         model = tokenizers.models.BPE(vocab=ids, merges=[tuple(line.split(" ")) for line in lines])
-    except Exception as error:  # as above
-        raise DataError(
-            f"{vocab_file} and {merge_file} are not vocab.json and merges.txt of a BPE ({reason(error)})"
-        ) from error
     if END_OF_TEXT not in ids:
         raise DataError(f"{vocab_file} has no {END_OF_TEXT}, which ends documents")
     tokenizer = tokenizers.Tokenizer(model)
@@ -185,7 +187,7 @@ def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> 
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     identity = {"type": "GPT2BPETokenizer", "model_sha256": fingerprint(vocabulary, merges)}
-    return HuggingFaceTokenizer(tokenizer, ids[END_OF_TEXT], identity, False, fast_encoding)
+    return HuggingFaceTokenizer(tokenizer, ids[END_OF_TEXT], identity, files, False, fast_encoding)
 
 
 def _tokenizers(tokenizer_type: str) -> Any:

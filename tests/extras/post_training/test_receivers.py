@@ -196,6 +196,7 @@ class Changing:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.recv_into, self.setsockopt = connection, connection.recv_into, connection.setsockopt
+        self.gettimeout, self.settimeout = connection.gettimeout, connection.settimeout
 
     def sendall(self, data: bytes | memoryview) -> None:
         changed = bytearray(data)
@@ -265,6 +266,25 @@ def test_a_message_without_meaning_is_refused(
         list(receive_weights(reader, SECRET))
     thread.join()
     assert not errors
+
+
+def test_a_proof_that_comes_byte_by_byte_has_a_time_limit(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_link, "PROOF_SECONDS", 0.3)
+    here, stranger = ends
+    over = threading.Event()
+
+    def dribble() -> None:
+        while not over.wait(0.02):
+            stranger.sendall(b"x")
+
+    dribbling = threading.Thread(target=dribble)
+    dribbling.start()
+    with pytest.raises(CommunicationError, match="does not answer"):
+        next(receive_weights(here, SECRET))
+    over.set()
+    dribbling.join()
 
 
 def test_nobody_listens() -> None:

@@ -218,7 +218,11 @@ def test_nodes_and_processes_of_each_launcher(launcher: str, places: tuple[int |
         ("A=" + "${A:-" * 200 + "}" * 200, "nested deeper than"),
         ("A=xxxxxxxx\n" + "A=$A$A\n" * 40, "too large to follow"),
         ("X='eval $X'\neval $X", "shells within each other"),
-        ("f() { g; g; }\ng() { f; f; }\nf", "too many to follow"),
+        ("f() { g; g; }\ng() { f; f; }\nf", "line 2: more than 20 calls within each other"),
+        (
+            "f1() { :; }\n" + "".join(f"f{at + 1}() {{ f{at}; f{at}; }}\n" for at in range(1, 16)) + "f16",
+            "too many to follow",
+        ),
         ("x" * 300_000, "too large for a launch script"),
     ],
 )

@@ -1,0 +1,217 @@
+"""The class that a Hugging Face folder names: the tokens of tokenizer.json are transformers', or it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
+
+from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.folder_class import AS_IS_MODELS, BUILDS, CLASS_OF_MODEL, OVERRULED
+from megalite.errors import DataError
+from tests.harness.tokenizers import named_tokenizer
+
+NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+OPTIONS = ({}, {"add_bos_token": True}, {"add_bos_token": False}, {"add_eos_token": True}, {"legacy": True})
+SPECIAL = list(NAMES.values())
+OTHERS = dict.fromkeys(("mask_token", "cls_token", "sep_token"))
+TEXTS = ("hi12 hi  hi\n\n hi", " hi</s>hi</s> hi", "e\u0301 'S hi12é", "</s>hi", "12345 <mask>hi12")
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN_3_5 = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+KINDS = (
+    *("bytes", "bytes NFC", "digits NFC", "qwen", "qwen NFC", "qwen 3.5 NFC", "ignore merges"),
+    *("prepend", "gemma", "gemma bare", "first", "always", "never", "first without bytes"),
+)
+AGREEING = {
+    "PreTrainedTokenizerFast": set(KINDS),
+    "TokenizersBackend": set(KINDS),
+    "BloomTokenizerFast": set(KINDS),
+    "LlamaTokenizerFast": {*KINDS[:7], "first"},
+    "LlamaTokenizer": {*KINDS[:7], "first"},
+    "Qwen2Tokenizer": {"qwen NFC"},
+    "Qwen2TokenizerFast": {"qwen NFC"},
+    "Qwen3_5Tokenizer": {"qwen 3.5 NFC"},
+    "GPT2Tokenizer": {"bytes"},
+    "GPT2TokenizerFast": {"bytes"},
+    "CodeGenTokenizer": {"bytes"},
+    "GPTNeoXTokenizerFast": {"bytes NFC"},
+    "CohereTokenizerFast": {"digits NFC"},
+    "GemmaTokenizer": {"gemma", "gemma bare"},
+    "GemmaTokenizerFast": {"gemma", "gemma bare"},
+    **{name: set() for name in ("CodeLlamaTokenizer", "WhisperTokenizer", "T5TokenizerFast", "RobertaTokenizer")},
+}
+
+
+def of_bytes(kind: str) -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: number for number, token in enumerate([*SPECIAL, *alphabet, "hi", "12", "Ġh", "Ġhi", "Ġhi1"])}
+    merges = [("h", "i"), ("1", "2"), ("Ġ", "h"), ("Ġ", "hi")]
+    model = tokenizers.models.BPE(ids, merges, ignore_merges=kind == "ignore merges")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not kind.startswith("qwen"))
+    steps = []
+    if kind.startswith("qwen"):
+        steps = [pre_tokenizers.Split(tokenizers.Regex(QWEN_3_5 if "3.5" in kind else QWEN), "isolated")]
+    elif kind.startswith("digits"):
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, bytes_alone]) if steps else bytes_alone
+    if "NFC" in kind:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def of_pieces(kind: str) -> tokenizers.Tokenizer:
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(0 if "without" not in kind else 99, 256)]
+    ids = {token: number for number, token in enumerate([*SPECIAL, *all_bytes, *"▁hi12ae'S", "hi", "▁hi", "12"])}
+    merges = [("h", "i"), ("▁", "hi"), ("1", "2")]
+    model = tokenizers.models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    if kind == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif kind.startswith("gemma"):
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        if kind == "gemma":
+            tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", kind.split()[0], split=False)
+    return tokenizer
+
+
+def write(folder: Path, kind: str, fields: dict[str, Any], model_type: str = "", template: bool = False) -> Path:
+    tokenizer = (of_bytes if KINDS.index(kind) < 7 else of_pieces)(kind)
+    tokenizer.add_special_tokens(SPECIAL)
+    if template:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(NAMES | OTHERS | fields))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    return folder
+
+
+def opened(folder: Path) -> Tokenizer:
+    return named_tokenizer("HuggingFaceTokenizer", str(folder))
+
+
+def is_the_same(folder: Path) -> bool | None:
+    """Tell whether megalite's tokens are transformers'; None if megalite refuses the folder."""
+    from transformers import AutoTokenizer
+
+    try:
+        ours = opened(folder)
+    except DataError:
+        return None
+    theirs = AutoTokenizer.from_pretrained(folder)
+    return all(
+        list(ours.encode_documents([text])[0]) == theirs(text)["input_ids"]
+        and ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        for text in TEXTS
+    )
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("of_class", AGREEING)
+def test_tokens_are_those_of_the_class_or_refused(tmp_path: Path, of_class: str) -> None:
+    accepted = set[str]()
+    for kind in KINDS:
+        for template in (False, True):
+            for more in (
+                {},
+                {"add_bos_token": True},
+                {"add_bos_token": False},
+                {"add_eos_token": True},
+                {"legacy": True},
+            ):
+                folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class} | more, template=template)
+                same = is_the_same(folder)
+                assert same is not False, (kind, template, more)
+                if same and not more:
+                    accepted.add(kind)
+    assert accepted == AGREEING[of_class]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("left_out", NAMES.keys() | OTHERS.keys())
+def test_tokens_that_a_class_adds_by_itself_are_named_or_refused(tmp_path: Path, left_out: str) -> None:
+    for of_class in BUILDS:
+        for kind in AGREEING.get(of_class, {"bytes NFC", "digits NFC"}):
+            folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class})
+            fields = json.loads((folder / "tokenizer_config.json").read_text())
+            del fields[left_out]
+            (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+            assert is_the_same(folder) is not False, (of_class, kind)
+
+
+@pytest.mark.wide
+def test_a_type_of_model_decides_with_the_class(tmp_path: Path) -> None:
+    for model_type in ("mistral", "olmo2", "phi3", "qwen2", "qwen3", "gpt_neox", "gemma3_text", "llama", "new"):
+        for of_class in (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"):
+            for kind in ("bytes", "bytes NFC", "qwen NFC", "prepend", "gemma"):
+                folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class}, model_type)
+                assert is_the_same(folder) is not False, (model_type, of_class, kind)
+    assert is_the_same(write(tmp_path / "folder", "prepend", {"tokenizer_class": "LlamaTokenizer"}, "mistral"))
+    assert is_the_same(write(tmp_path / "folder", "qwen NFC", {"tokenizer_class": "LlamaTokenizerFast"}, "qwen2"))
+
+
+@pytest.mark.wide
+def test_types_of_models_are_those_of_transformers() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    registered = {kind: str(name).removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()}
+    assert {registered[kind] for kind in AS_IS_MODELS} == {"TokenizersBackend"}
+    assert {kind: registered[kind] for kind in CLASS_OF_MODEL} == dict(CLASS_OF_MODEL)
+    assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & CLASS_OF_MODEL.keys() == OVERRULED
+
+
+def test_a_folder_like_deepseeks_is_accepted_if_its_template_agrees(tmp_path: Path) -> None:
+    fields = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "add_eos_token": False, "legacy": True}
+    tokenizer = opened(write(tmp_path, "qwen", fields, "deepseek_v3", template=True))
+    assert list(tokenizer.encode_documents(["hi"])[0]) == [0, *tokenizer.encode("hi")]
+    with pytest.raises(DataError, match='"add_bos_token" is true, but the tokenizer'):
+        opened(write(tmp_path, "qwen", fields, "deepseek_v3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "model_type", "why"),
+    [
+        (
+            "prepend",
+            {"tokenizer_class": "LlamaTokenizer"},
+            "llama",
+            "is 'LlamaTokenizer', which normalizes texts",
+        ),
+        (
+            "always",
+            {"tokenizer_class": "LlamaTokenizerFast"},
+            "",
+            "'LlamaTokenizerFast', which splits texts",
+        ),
+        ("first without bytes", {"tokenizer_class": "LlamaTokenizer"}, "", "has other tokens for unknown characters"),
+        ("qwen", {"tokenizer_class": "Qwen2Tokenizer"}, "qwen3", "which normalizes texts in another way"),
+        ("ignore merges", {"tokenizer_class": "GPT2Tokenizer"}, "", "which has another model of tokens"),
+        ("bytes", {"tokenizer_class": "WhisperTokenizer"}, "", "'WhisperTokenizer', which is unknown to megalite"),
+        ("bytes", {}, "qwen2", "\"model_type\" 'qwen2' stands for Qwen2Tokenizer, which normalizes"),
+    ],
+)
+def test_a_class_that_makes_other_tokens_is_refused_with_what_to_do(
+    tmp_path: Path, kind: str, fields: dict[str, Any], model_type: str, why: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        opened(write(tmp_path, kind, fields, model_type))
+    assert why in str(raised.value)
+    assert "save the tokenizer again with transformers' save_pretrained or, if tokenizer.json is" in str(raised.value)
+    if not model_type:
+        opened(write(tmp_path, kind, fields | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def test_a_token_that_the_class_would_add_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "gemma", {"tokenizer_class": "GemmaTokenizer"})
+    assert opened(folder).vocab_size == 272
+    (folder / "tokenizer_config.json").write_text(json.dumps(NAMES | {"tokenizer_class": "GemmaTokenizer"}))
+    with pytest.raises(DataError, match="adds the token '<mask>' unless tokenizer_config"):
+        opened(folder)
