@@ -34,13 +34,13 @@ from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import StageLayers
 from megalite.config.validate import resolve
+from megalite.extras.planner.dry_run import dry_micro_batch, gpu_kernels
+from megalite.extras.planner.host_time import host_speed
+from megalite.extras.planner.recording import Recorder
 from megalite.model.gpt import HIDDEN_STATES, make_chunks
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import UnconnectedMesh
-from megalite.planner.dry_run import dry_micro_batch, gpu_kernels
-from megalite.planner.host_time import host_speed
-from megalite.planner.recording import Recorder
 from megalite.training import builder
 
 SHORT, LONG, SEQUENCE = 4, 12, 2048

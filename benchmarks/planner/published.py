@@ -19,7 +19,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.training import TrainingConfig
-from megalite.planner.cluster import Cluster, Link, Stack, find_cluster, find_stack
+from megalite.extras.planner.cluster import Cluster, Link, Stack, find_cluster, find_stack
 
 FILE = Path(__file__).with_name("published_runs.csv")
 _GPUS = {

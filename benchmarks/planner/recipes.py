@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.commands.plan import completed
 from megalite.errors import ConfigurationError
-from megalite.planner.cluster import find_cluster
-from megalite.planner.flags import layout_flags
-from megalite.planner.plan import GIB, Planner
-from megalite.planner.search import search
+from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands.plan import completed
+from megalite.extras.planner.flags import layout_flags
+from megalite.extras.planner.plan import GIB, Planner
+from megalite.extras.planner.search import search
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 _HEAD = """\

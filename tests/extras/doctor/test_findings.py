@@ -20,16 +20,25 @@ from hypothesis import strategies as st
 
 from megalite.commands import doctor
 from megalite.config import DataConfig
-from megalite.doctor import alike, network, node
-from megalite.doctor.alike import examine_data
-from megalite.doctor.bandwidth import ACROSS, POINT_TO_POINT, WITHIN, Timing, bus_factor, fit, ring_pairs, slow_nodes
-from megalite.doctor.findings import SMALLEST, Finding, Options, Verdict
-from megalite.doctor.judgement import show
-from megalite.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
-from megalite.doctor.reports import Found, Report, Roll
-from megalite.doctor.roll_call import RollCall
-from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import CommunicationError, ConfigurationError
+from megalite.extras.doctor import alike, network, node
+from megalite.extras.doctor.alike import examine_data
+from megalite.extras.doctor.bandwidth import (
+    ACROSS,
+    POINT_TO_POINT,
+    WITHIN,
+    Timing,
+    bus_factor,
+    fit,
+    ring_pairs,
+    slow_nodes,
+)
+from megalite.extras.doctor.findings import SMALLEST, Finding, Options, Verdict
+from megalite.extras.doctor.judgement import show
+from megalite.extras.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
+from megalite.extras.doctor.reports import Found, Report, Roll
+from megalite.extras.doctor.roll_call import RollCall
+from megalite.extras.doctor.run_directory import Seen, examine_run_directory
 from megalite.process.place import Place
 
 ROOT = Path(__file__).parents[3]

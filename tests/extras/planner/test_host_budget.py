@@ -12,8 +12,8 @@ import torch
 from benchmarks.host_budget import FAMILIES, configuration, count, own_layers, own_update
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
+from megalite.extras.planner.dry_run import dry_run, gpu_kernels
 from megalite.model.mlp import MLP
-from megalite.planner.dry_run import dry_run, gpu_kernels
 from megalite_kernels.implementation import is_installed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")

@@ -9,11 +9,11 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
+from megalite.extras.planner.dry_run import dry_run, gpu_kernels
+from megalite.extras.planner.memory import in_flight, memory_in_flight
+from megalite.extras.planner.parts import part_records
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
-from megalite.planner.dry_run import dry_run, gpu_kernels
-from megalite.planner.memory import in_flight, memory_in_flight
-from megalite.planner.parts import part_records
 from megalite.training.data import known_vocabulary
 
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816 --seq-length 2048

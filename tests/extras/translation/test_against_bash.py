@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from megalite.errors import ConfigurationError
-from megalite.translation.script import read_script
+from megalite.extras.translation.script import read_script
 
 START = "A=3; B='p  q'; C=abc.tar.gz; D=; L=(one 'two three' 4)\n"
 SANDBOX = "ulimit -t 5 -f 1000; torchrun() { printf '%s\\0' \"$@\" > words; }; export -f torchrun\n"

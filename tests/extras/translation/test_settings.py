@@ -11,9 +11,9 @@ import pytest
 
 from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
-from megalite.translation import deepspeed
-from megalite.translation.report import Report
-from megalite.translation.source import translate
+from megalite.extras.translation import deepspeed
+from megalite.extras.translation.report import Report
+from megalite.extras.translation.source import translate
 
 NETWORK = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8"]
 PLAIN: dict[str, Any] = {

@@ -12,8 +12,8 @@ from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.errors import ConfigurationError
-from megalite.translation.report import Report
-from megalite.translation.source import translate
+from megalite.extras.translation.report import Report
+from megalite.extras.translation.source import translate
 
 JOB = """
 [job]
