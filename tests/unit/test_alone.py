@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import calibrate, pretrain
+from megalite.commands import pretrain
 from megalite.config.alone import Alone, take_alone
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.commands import calibrate
 
 _FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --vocab-size 100 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 8 --lr 1e-3

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.commands import doctor
 from megalite.config import DataConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.extras.doctor import alike, network, node
@@ -33,6 +32,7 @@ from megalite.extras.doctor.bandwidth import (
     ring_pairs,
     slow_nodes,
 )
+from megalite.extras.doctor.commands import doctor
 from megalite.extras.doctor.findings import SMALLEST, Finding, Options, Verdict
 from megalite.extras.doctor.judgement import show
 from megalite.extras.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
@@ -174,8 +174,8 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
 
 
 def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> None:
-    look = "import sys; from megalite.commands import doctor; sys.argv[1:] = ['--node']; code = doctor.main(); "
-    python = [sys.executable, "-c", look + "assert 'torch' not in sys.modules; sys.exit(code)"]
+    look = "import sys; from megalite.extras.doctor.commands import doctor; sys.argv[1:] = ['--node']; "
+    python = [sys.executable, "-c", look + "code = doctor.main(); assert 'torch' not in sys.modules; sys.exit(code)"]
     command = ["sh", "-c", f"ulimit -S -n 256; exec {shlex.join(python)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 93

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import plan
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands import plan
 from megalite.extras.planner.flags import layout_flags, without_layout
 from megalite.extras.planner.layouts import AXES
 from megalite.extras.planner.plan import Planner

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import plan
 from megalite.config.optimizer import OptimizerConfig
 from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands import plan
 from megalite.extras.planner.memory import Element
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import translate
 from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
+from megalite.extras.translation.commands import translate
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.sizes import sizes
 

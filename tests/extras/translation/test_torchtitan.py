@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import plan
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.commands import plan
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.source import translate
 
