@@ -26,7 +26,7 @@ class Ended:
 
 
 def run_tool(name: str, *arguments: object) -> Ended:
-    """Run `main` of a script of tools/ as its command does, except for signals."""
+    """Run `main` of a command as `megalite-NAME` does, except for signals."""
     place, _, _ = _PROJECT["scripts"][f"megalite-{name.replace('_', '-')}"].partition(":")
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
