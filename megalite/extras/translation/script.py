@@ -16,9 +16,8 @@ _LAUNCHERS = {
     *("numactl", "env", "nohup", "exec"),
 }
 _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep", "git", "chmod", "tar")
-TORCHTITAN = ("torchtitan.train", "run_train.sh")
-"""Module and script that start torchtitan."""
-_PROGRAMS = ("megalite-pretrain", *TORCHTITAN)
+TORCHTITAN = "torchtitan.train"
+_PROGRAMS = ("megalite-pretrain", TORCHTITAN)
 _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed", "per-device-train-batch-size")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")
 """Launchers that start the processes of a node. Their numbers count, not those of what starts them on each node."""

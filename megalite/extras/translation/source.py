@@ -12,7 +12,7 @@ import yaml
 from megalite.config.run import fields_by_name
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
-from megalite.extras.translation import deepspeed, fsdp, torchtitan
+from megalite.extras.translation import deepspeed, fsdp
 from megalite.extras.translation.environment import KEPT
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.script import TORCHTITAN, Launch, read_script
@@ -21,14 +21,18 @@ from megalite.small_files import parse_json, read_small_file, reason, shown
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 
+_TORCHTITAN = (
+    "settings of torchtitan are not translated; megalite-pretrain answers each key that it knows, such as "
+    "--training.local_batch_size, with the flag to use"
+)
+
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
     """Return the translation of a file, or of the name of a strategy of FSDP.
 
     Args:
         variables: values that take precedence over those of a launch script.
-        ranks: number of ranks for the batch of a configuration that does not say it: data-parallel ones for
-            DeepSpeed's, all for torchtitan's.
+        ranks: number of ranks, if the file does not say it; data-parallel ones for DeepSpeed's.
 
     Raises:
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
@@ -77,9 +81,7 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
     if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
         return _from_yaml(_read_yaml(text), variables)
     if suffix == ".toml":
-        report = Report()
-        torchtitan.translate(torchtitan.parse_job(text), report, ranks)
-        return report
+        raise ConfigurationError(_TORCHTITAN)
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
     return _from_launch(read_script(text, own | dict(variables)), ranks)
 
@@ -99,13 +101,8 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
     elif launch.uncounted:
         report.missing.insert(0, launch.uncounted)
     program = PurePath(launch.program).name
-    if program in TORCHTITAN or any(word.replace("-", "_").startswith("__job.config_file") for word in launch.argv):
-        own = {name: launch.environment.get(name) for name in ("CONFIG_FILE", "NGPU")}
-        report.missing += [launch.unclear[name] for name in own if name in launch.unclear]
-        others = {name: value for name, value in launch.environment.items() if name not in own}
-        _add_environment(others, report, launch.unclear)
-        settled = {name: value for name, value in own.items() if value is not None and name not in launch.unclear}
-        torchtitan.translate_command(program, launch.argv, settled, report, ranks)
+    if program == TORCHTITAN:
+        report.refused.append(_TORCHTITAN)
         return report
     if _OTHER_MODELS.fullmatch(program):
         report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")

@@ -359,8 +359,9 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         (
             "titan.sh",
             b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
-            "torchtitan's settings are in no TOML file",
+            "settings of torchtitan are not translated",
         ),
+        ("llama3_8b.toml", b"[training]\nsteps = 10\n", "settings of torchtitan are not translated"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Translate a launch script of Megatron-LM or torchtitan, or settings of DeepSpeed, FSDP or Accelerate, into flags.
+"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, FSDP or Accelerate, into flags.
 
     python tools/translate.py examples/gpt3/train_gpt3_175b_distributed.sh --set CHECKPOINT_PATH=run/gpt3 --check
     python tools/translate.py ds_config.json --ranks 8
@@ -50,12 +50,11 @@ class Arguments:
     """The flags."""
 
     file: tyro.conf.Positional[str]
-    """The launch script, a test's YAML, a JSON of DeepSpeed, a TOML of torchtitan, a YAML of Accelerate, or the name of
-    an FSDP strategy."""
+    """The launch script, a test's YAML, a JSON of DeepSpeed, a YAML of Accelerate, or the name of an FSDP strategy."""
     set: tuple[str, ...] = field(default=())
     """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
     ranks: PositiveInt | None = None
-    """Number of ranks, if the file does not say it: data-parallel ones for a JSON of DeepSpeed, all for torchtitan."""
+    """Number of ranks, if the file does not say it; data-parallel ones for a JSON of DeepSpeed."""
     check: bool = False
     """Build the model without memory, and print its sizes beside those that the file implies."""
     yaml: bool = False
