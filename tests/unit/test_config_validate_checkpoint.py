@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_finetune_implies_a_new_optimizer() -> None:
     assert parsed.notes == ("--no-load-optim: changes nothing, since --finetune takes the weights alone",)
 
 
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("iter_0000003/manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
+        ("manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
+        (
+            "iter_0000003/.metadata",
+            "has a checkpoint of Megatron-LM: import it with megalite-convert --loader megatron",
+        ),
+        ("release/mp_rank_00/model_rng.pt", "has a checkpoint of Megatron-LM: import it with megalite-convert"),
+        ("model.safetensors", "has no config.json, which describes the network in a Hugging Face folder, and no"),
+    ],
+)
+def test_without_a_network_the_message_says_what_helps_with_the_folder(tmp_path: Path, file: str, what: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigurationError, match=re.escape(f"(--load {tmp_path} {what}")):
+        parse_arguments([*COURSE, "--load", str(tmp_path)])
+    with pytest.raises(ConfigurationError, match=r"s3://b/r is no Hugging.*, --use-checkpoint-args takes"):
+        parse_arguments([*COURSE, "--load", "s3://b/r"])
+
+
 def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     asked: list[CheckpointConfig] = []
 
@@ -98,7 +121,7 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model:\n  num_attention_heads: 4\ncheckpoint:\n  load: from-yaml\n  save: s\n")
     flags = [*COURSE, "--config", str(yaml), "--hidden-size", "32", "--ckpt-step", "7"]
-    with pytest.raises(ConfigurationError, match=r"missing: --num-layers.*\n\(--load from-yaml has no config\.json"):
+    with pytest.raises(ConfigurationError, match=r"missing: --num-layers.*\n\(--load from-yaml is not a folder"):
         parse_arguments(flags, saved)
     with pytest.raises(ConfigurationError, match="missing: --num-layers"):
         parse_arguments([*flags, "--use-checkpoint-args", "--no-use-checkpoint-args"], saved)
