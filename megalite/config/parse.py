@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
-from megalite.config.checkpoint import CheckpointConfig, is_url
+from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import Note
@@ -119,12 +119,10 @@ def _lacks_network(load: str) -> str:
     if not os.path.isdir(load):
         return "is not a folder"
 
-    def has(*names: str) -> bool:
-        return any(True for name in names for place in ("", "*/") for _ in Path(load).glob(place + name))
-
-    if has("manifest.json"):
+    found = checkpoints_in(Path(load))
+    if found == "megalite":
         return f"is a run directory: {takes}"
-    if has(".metadata", "mp_rank_*"):
+    if found == "megatron":
         return (
             "has a checkpoint of Megatron-LM: import it with megalite-convert --loader megatron --saver megalite; "
             "--use-checkpoint-args takes the flags of the network and the tokenizer from what that writes"

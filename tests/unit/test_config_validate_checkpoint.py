@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megalite.commands.convert import Arguments, open_model
 from megalite.config import CheckpointConfig, parse_arguments
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.monitoring import logging_problems
 from megalite.config.yaml_file import Sections
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from tests.unit.test_config_megatron_flags import MINIMAL
 
 COURSE = ["--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"]
@@ -107,6 +108,14 @@ def test_without_a_network_the_message_says_what_helps_with_the_folder(tmp_path:
         parse_arguments([*COURSE, "--load", str(tmp_path)])
     with pytest.raises(ConfigurationError, match=r"s3://b/r is no Hugging.*, --use-checkpoint-args takes"):
         parse_arguments([*COURSE, "--load", "s3://b/r"])
+
+
+def test_the_loader_of_a_checkpoint_that_is_no_hugging_face_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003").mkdir()
+    (tmp_path / "iter_0000003" / "manifest.json").touch()
+    arguments = Arguments(loader="hf", saver="megatron", load_dir=str(tmp_path), save_dir="out")
+    with pytest.raises(CheckpointError, match=r"has no config\.json: .* \(--loader megalite reads its checkpoint\)"):
+        open_model("hf", tmp_path, arguments)
 
 
 def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
