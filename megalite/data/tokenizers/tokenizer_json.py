@@ -49,7 +49,7 @@ def open_tokenizer_json(tokenizers: Any, content: bytes, file: Path) -> Any:
 
 
 def _check_model(model: Mapping[str, Any], file: Path) -> None:
-    prefix = model.get("continuing_subword_prefix")
+    prefix = model.get("continuing_subword_prefix") or ""
     for merge in model.get("merges", ()) if prefix else ():
         second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]
         if not second.startswith(prefix):  # the library cuts off as many bytes, whatever they are
