@@ -113,7 +113,7 @@ def test_a_vocabulary_without_its_unknown_token_is_an_error_of_the_file(tmp_path
         (
             {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}}
             | {"added_tokens": [ADDED | {"content": "a" * 2 * 10**6}]},
-            'its "normalizer" can make its "added_tokens" 2,000,000,000 bytes long',
+            'its "normalizer" can make the added tokens 2,000,004,000 bytes long',
         ),
         (
             {"normalizer": {"type": "Prepend", "prepend": "b" * 10**6}, "added_tokens": [ADDED | {"content": "a"}]},
@@ -126,6 +126,14 @@ def test_what_would_end_the_process_is_refused_before_the_library_has_it(
 ) -> None:
     path = write(tmp_path, part)
     with pytest.raises(DataError, match=re.escape(f"{path}: {why}")):
+        named_tokenizer("HuggingFaceTokenizer", str(path))
+
+
+def test_tokens_that_are_declared_beside_the_file_count_as_added(tmp_path: Path) -> None:
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}
+    path = write(tmp_path, {"normalizer": grows})
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"a" * 2 * 10**6: 5}))
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .* can make the added tokens 2,000,"):
         named_tokenizer("HuggingFaceTokenizer", str(path))
 
 

@@ -29,7 +29,7 @@ def check_growth(tokenizer: Any, file: Path, added: int) -> None:
     Args:
         tokenizer: a `tokenizers.Tokenizer` with them.
         file: the file, for messages.
-        added: the length in bytes of all added tokens, which its normalizer changes when it is read.
+        added: the length in bytes of all added tokens, which its normalizer changes when they are added.
 
     Raises:
         DataError: they can make a text more than `MOST_GROWTH` times longer, or the added tokens `MOST_ADDED` long.
@@ -46,8 +46,8 @@ def check_growth(tokenizer: Any, file: Path, added: int) -> None:
                 )
             if name == "normalizer" and growth * added > MOST_ADDED:
                 raise DataError(
-                    f'{file}: its "normalizer" can make its "added_tokens" {growth * added:,.0f} bytes long, which '
-                    f"would fill the memory; {MOST_ADDED:,} bytes are the most: remove tokens that are not needed"
+                    f'{file}: its "normalizer" can make the added tokens {growth * added:,.0f} bytes long, which would '
+                    f"fill the memory; {MOST_ADDED:,} bytes are the most: remove tokens that are not needed"
                 )
 
 

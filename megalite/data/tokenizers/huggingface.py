@@ -144,8 +144,8 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     file = folder / "tokenizer.json" if folder else Path(path)
     what = "a tokenizer.json or its folder, on this machine (nothing is downloaded)"
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
-    tokenizer = open_tokenizer_json(tokenizers, content, file)
     beside = read_folder(file.parent)
+    tokenizer = open_tokenizer_json(tokenizers, content, file, beside.size)
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     with library_errors(f"{file} does not encode, with the tokens of the files beside it"):
         identity |= beside.apply(tokenizer, tokenizers.AddedToken)

@@ -23,13 +23,14 @@ _MOST_MARKS = 10_000_000
 _SMALL_MODEL = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
 
 
-def open_tokenizer_json(tokenizers: Any, content: bytes, file: Path) -> Any:
+def open_tokenizer_json(tokenizers: Any, content: bytes, file: Path, declared: int) -> Any:
     """Return the `tokenizers.Tokenizer` of a tokenizer.json, which neither cuts nor pads texts.
 
     Args:
         tokenizers: the library.
         content: the file's content.
         file: the file, for messages.
+        declared: the length in bytes of the tokens that are added to it later.
 
     Raises:
         DataError: the library cannot read it, would end the process, or could make texts far too long.
@@ -40,7 +41,7 @@ def open_tokenizer_json(tokenizers: Any, content: bytes, file: Path) -> Any:
         added = [token["content"] for token in fields.get("added_tokens") or ()]
         # First without tokens: those that are added pass the normalizer while the file is read.
         steps = tokenizers.Tokenizer.from_str(json.dumps(fields | {"model": _SMALL_MODEL, "added_tokens": []}))
-        check_growth(steps, file, sum(len(text.encode()) for text in added))
+        check_growth(steps, file, declared + sum(len(text.encode()) for text in added))
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         # Some files enable truncation, which would cut documents, or padding, to lengths without a limit.
         tokenizer.no_truncation()
