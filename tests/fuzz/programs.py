@@ -84,7 +84,7 @@ def command(path: str, *flags: object) -> None:
     """Become `python path flags`."""
     import megalite.preprocessing.preprocess
 
-    megalite.preprocessing.preprocess.start_workers = _Inline  # type: ignore[attr-defined]
+    megalite.preprocessing.preprocess.start_workers = _Inline  # type: ignore[assignment, attr-defined]
     sys.argv = [str(TREE / path), *map(str, flags)]
     sys.path.insert(0, str((TREE / path).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
