@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -17,6 +18,7 @@ from megalite.errors import CheckpointError, ConfigurationError, FileError
 
 TEMPORARY = ".megalite.tmp"
 DAY = 24 * 3600.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class TemporaryFile:
@@ -98,6 +100,25 @@ def open_itself(path: Path, mode: str, **options: Any) -> IO[Any]:
             raise
 
     return open(path, mode, opener=opened, **options)
+
+
+def lock_file(file: IO[Any] | int) -> str | None:
+    """Lock an open file against other processes until it is closed.
+
+    Returns None if another process has locked it; if the file system has no locks, what it says; else "".
+
+    Raises:
+        OSError: the file cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.strerror(error.errno)
+    return ""
 
 
 def require_regular(path: Path) -> None:

@@ -384,6 +384,24 @@ def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> No
     assert "dump" not in watched.ranks[1].heard
 
 
+def test_of_more_answers_than_can_be_read_in_time_the_number_is_told(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(values: dict[str, Any]) -> RankDump:
+        time.sleep(0.5)
+        return RankDump.of(values)
+
+    monkeypatch.setattr(monitor_file, "RankDump", SimpleNamespace(of=slowly))
+    watched = watch((HERE,) * 8)
+    watched.ranks[1].link.send(**LATE)
+    for rank in watched.ranks[:-1]:
+        rank.answer()
+    assert watched.ranks[0].wait_for("end")
+    assert re.search(r"the answers of \d of 8 ranks could not be read in time", watched.message)
+    assert "rank 7 (process 1007 on n7) has not answered" in watched.message
+    assert watched.message.count("has not answered") == 1
+
+
 def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
     watched = watch()
     for rank in watched.ranks[1:]:
@@ -568,6 +586,20 @@ def test_ranks_that_cannot_reach_the_monitor_are_told_of(
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
     assert f"port {watched.monitor.address[1]} of" in said
+
+
+def test_ranks_without_the_secret_say_so_at_once_and_only_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEGALITE_SECRET", raising=False)
+    store = HashStore()
+    store.set("megalite/watchdog", f"1234 .megalite_secret_{'0' * 32}")
+    for rank in (8, 9):
+        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), store=store) as watchdog:
+            assert not watchdog.linked
+    said = capfd.readouterr().err
+    assert said.count("have no secret in common") == 1
+    assert "MEGALITE_SECRET" in said
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class Script(Declarations):
         """
         if len(text) > LARGEST:
             raise ConfigurationError(f"more than {LARGEST:,} characters: too large for a launch script")
+        self._refuse_first_line(text, line or 1)
         self.headers += [w for header in re.findall(r"^#SBATCH\s(.*)", text, re.MULTILINE) for w in header.split()]
         self._run(parse(text, line).parts)
 
@@ -128,13 +129,13 @@ class Script(Declarations):
     def _apart(self) -> Iterator[None]:
         """Let the block leave this shell as it is."""
         kept = self._variables, self._functions, self._exported, self._locals, self._before, self._shifted
-        sourced, moved = self._sourced, self._moved
+        sourced, moved, exports_all = self._sourced, self._moved, self._exports_all
         self._variables, self._functions, self._exported = dict(kept[0]), dict(kept[1]), set(kept[2])
         self._locals = [set(each) for each in kept[3]]
         with self._ended_by("return", "exit"):
             yield
         self._variables, self._functions, self._exported, self._locals, self._before, self._shifted = kept
-        self._sourced, self._moved = sourced, moved
+        self._sourced, self._moved, self._exports_all = sourced, moved, exports_all
 
     def _run_whole(self, nodes: Sequence[Node]) -> bool | None:
         """Follow the commands of a block that a return may end. Returns whether it succeeds."""
@@ -237,8 +238,7 @@ class Script(Declarations):
 
     def _run_function_definition(self, node: Node) -> bool:
         name, *_, body = (part for part in node.parts if part.kind in _BODIES)
-        _, others = self._functions.get(name.text, (None, ())) if self._uncertain is not None else (None, ())
-        self._functions[name.text] = self._uncertain, (*others, body)
+        self._define(name.text, body)
         return True
 
     def _run_variable_assignment(self, node: Node) -> bool | None:
@@ -365,8 +365,10 @@ class Script(Declarations):
             else:
                 self._within(text, line)
         elif option + 1 < len(fields):
+            self._refuse_options(fields[shell + 1 : option + 1], line)
             self._inner(fields[option + 1], environment, tuple(fields[:shell]), line)
         elif documents and (names[0] == "sbatch" or shell < len(fields)):
+            self._refuse_options([field for field in fields[shell + 1 :] if field[:1] in "-+"], line)
             for document in documents:
                 parts = {part.kind: part for part in document.parts}
                 text = parts["heredoc_body"].text if "heredoc_body" in parts else ""
@@ -380,6 +382,7 @@ class Script(Declarations):
         """Follow the script of another shell, which has the exported variables alone."""
         with self._apart():
             self._variables, self._before = {**environment, **self._given}, (*self._before, *before)
+            self._exports_all = False
             self._within(text, line)
 
     def _within(self, text: str, line: int) -> None:

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import escape
 from typing import Any
 
@@ -60,6 +60,7 @@ class Unknown:
 
     Attributes:
         expands: whether any shell would expand the text, since it is whole and needs nothing that the script sets.
+        divides: whether it may be several words, or none.
     """
 
     text: str
@@ -67,6 +68,7 @@ class Unknown:
     name: str | None = None
     unset: bool = False
     expands: bool = False
+    divides: bool = False
 
 
 class Expansion:
@@ -107,8 +109,15 @@ class Expansion:
         names = _NAME.findall(re.sub("'[^']*'", "", whole))
         known = any(not each.isidentifier() or each in self._variables for each in names)
         expands = short == whole and _EXPANDS.fullmatch(whole) is not None and not known and not MARK.search(text)
-        self._unknowns.append(Unknown(short, line, name, unset, expands))
+        return self._mark(Unknown(short, line, name, unset, expands))
+
+    def _mark(self, unknown: Unknown) -> str:
+        self._unknowns.append(unknown)
         return f"\ue000{len(self._unknowns) - 1}\ue001"
+
+    def _divided(self, text: str) -> str:
+        """Return a text whose unknown values may be several words."""
+        return MARK.sub(lambda found: self._mark(replace(self._unknowns[int(found[1])], divides=True)), text)
 
     def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
         if name in self._given:
@@ -163,17 +172,17 @@ class Expansion:
         fields, current, none = list[str](), None, False
         for values, whole in self._pieces(node, False):
             if whole is None and any(value.split() != [value] for value in values):
-                values, whole = [self._unknown(node.text, node.line)], True
+                values, whole = [self._divided(self._unknown(node.text, node.line))], True
             none = none or not values
             if whole and len(values) == 1:
                 current = (current or "") + values[0]
                 continue
             pieces, text = values, ""
             if not whole:
-                text = "\0".join(values)  # the elements of an array stay apart
+                text = self._divided("\0".join(values))  # the elements of an array stay apart
                 pieces = [each for value in text.split("\0") for each in value.split()]
                 if re.search(r"[*?]", text):
-                    pieces = [self._unknown(node.text, node.line)]
+                    pieces = [self._divided(self._unknown(node.text, node.line))]
                 if text[:1].isspace() and current is not None:
                     fields.append(current)
                     current = None
@@ -186,7 +195,7 @@ class Expansion:
         if current is not None and not (none and _ALL.fullmatch(node.text)):
             fields.append(current)
         if re.search(r"[*?]", _NO_GLOB.sub("", node.text)):  # which stands for files, if there are any
-            fields = [self._unknown(node.text, node.line)]
+            fields = [self._divided(self._unknown(node.text, node.line))]
         self._charge(fields)
         return fields
 
@@ -198,7 +207,7 @@ class Expansion:
         if not quoted and node.kind in ("word", "concatenation", "brace_expression"):
             bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", node.text)
             if any("," in each or ".." in each for each in _BRACES.findall(bare)):
-                yield [self._unknown(node.text, node.line)], True
+                yield [self._divided(self._unknown(node.text, node.line))], True
                 return
         if node.kind in ("simple_expansion", "expansion"):
             values = self._parameter(node, quoted)
@@ -207,9 +216,9 @@ class Expansion:
             else:
                 yield values, quoted
         elif node.kind == "arithmetic_expansion":
-            yield [self._arithmetic(node.text, node.parts[1:-1], node.line)], quoted
+            yield [self._arithmetic(node.text, node.parts[1:-1], node.line)], True
         elif node.kind in _SHELL:
-            yield [self._unknown(node.text, node.line)], True
+            yield [self._unknown(node.text, node.line)], quoted or node.kind != "command_substitution"
         elif node.kind == "raw_string" and not quoted:
             yield [self._plain(node.text[1:-1], None, node.line)], True
         elif node.kind == "string":
@@ -296,7 +305,13 @@ class Expansion:
         if self._moved is not None and (name.isdecimal() or name in ("@", "*", "#")):
             return self._unknown(f"${name}, which depends on line {self._moved}", self._moved)
         if name.isdecimal():
-            return self._variables.get(str(int(name[:6]) + self._shifted))
+            place = int(name[:6]) + self._shifted
+            before = [str(self._variables[each]) for each in self._variables if each.isdecimal() and int(each) < place]
+            self._charge(before)
+            for unknown in self.unknowns("".join(before)):
+                if unknown.divides:
+                    return self._unknown(f"${name}, which depends on {unknown.text}", unknown.line)
+            return self._variables.get(str(place))
         if name in ("@", "*", "#"):
             numbers = sorted(int(each) for each in self._variables if each.isdecimal())
             values = [str(self._variables[str(number)]) for number in numbers if number > self._shifted]

@@ -12,7 +12,22 @@ from megalite.extras.translation.shell_syntax import Node
 CHANGING = ("read", "mapfile", "readarray", "getopts", "let")
 _BUILTINS = {*CHANGING, "printf", "eval", "source", ".", "set", "shift", "unset", "export", "declare", "readonly"}
 _OPTIONS = {"-s", "-u", "checkwinsize", "expand_aliases", "inherit_errexit"}
-"""Options of `shopt` that change no word."""
+"""Options of `shopt` that change no word, with `alias` refused."""
+_SET_OPTIONS = {
+    *("allexport", "errexit", "errtrace", "functrace", "hashall", "monitor", "noclobber", "noglob", "notify"),
+    *("nounset", "pipefail", "verbose", "xtrace"),
+}
+"""Options of `set -o` that are followed, or change no word and no command."""
+_NO_FUNCTIONS = {
+    *("if", "then", "elif", "else", "fi", "for", "in", "until", "while", "do", "done", "case", "esac", "select"),
+    *("function", "time", "coproc", "{", "}", "[[", "]]", "!", "["),
+    *("declare", "typeset", "export", "readonly", "local", "unset", "unsetenv"),
+}
+"""Names that bash, or tree-sitter, does not take for a call of a function."""
+_SHELL_OPTION = re.compile(r"[-+][bcefhilmosuvxCET]+|--(login|noediting|noprofile|norc)?")
+"""Options of a shell that change no word and no command."""
+_OF_NO_COMMANDS = re.compile(r"#!.*\s[-+][A-Za-z]*[knt].*")
+"""First line of a script for a shell that runs no commands, one of them, or others."""
 _SUBSCRIPT = re.compile(r"\[.*\]\+?=", re.DOTALL)
 """Element of an array that says its own place."""
 
@@ -26,6 +41,22 @@ class Declarations(Conditions):
         self._locals: list[set[str]] = []
         self._functions: dict[str, tuple[int | None, tuple[Node, ...]]] = {}
         """Bodies that a function may have, and the line of the condition on which that depends."""
+        self._exports_all = False
+
+    def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
+        super()._assign(name, value, line, append=append)
+        if self._exports_all:
+            self._exported.add(name)
+
+    def _define(self, name: str, body: Node) -> None:
+        """Remember a function."""
+        if name in _NO_FUNCTIONS:
+            raise ConfigurationError(
+                f"line {body.line}: a function {name} is not followed, since the word has a meaning of its own: give "
+                "it another name"
+            )
+        _, others = self._functions.get(name, (None, ())) if self._uncertain is not None else (None, ())
+        self._functions[name] = self._uncertain, (*others, body)
 
     def _run_declaration_command(self, node: Node) -> bool:
         keyword, *words = node.parts
@@ -108,7 +139,14 @@ class Declarations(Conditions):
         """Follow `set`, which changes options of the shell or the arguments."""
         at = 0
         while fields[at : at + 1] and re.fullmatch(r"[-+][aeuxvhmbCETfo]+", fields[at]):
-            at += 2 if "o" in fields[at] else 1
+            names = fields[at + 1 : at + 1 + fields[at].count("o")]
+            if not _SET_OPTIONS.issuperset(names):
+                raise ConfigurationError(
+                    f"line {line}: set {self.shown(' '.join(fields))[:80]} is not followed: leave it out"
+                )
+            if "a" in fields[at] or "allexport" in names:
+                self._exports_all = fields[at].startswith("-")
+            at += 1 + len(names)
         more = list(fields[at:])
         if not more:
             return True
@@ -145,8 +183,21 @@ class Declarations(Conditions):
         name, *words = fields
         inner = name in ("time", "command", "builtin") and words[:1]
         if (
-            (name == "shopt" and not {"-s", "-u"}.isdisjoint(words) and not _OPTIONS.issuperset(words))
+            (name == "shopt" and re.search("(^| )-[a-z]*[su]", " ".join(words)) and not _OPTIONS.issuperset(words))
+            or (name == "alias" and words)
             or (name == "trap" and not {"DEBUG", "ERR", "RETURN"}.isdisjoint(words) and "=" in words[0])
             or (inner and (inner[0] in self._functions or inner[0] in _BUILTINS))
         ):
             raise ConfigurationError(f"line {line}: {self.shown(' '.join(fields))[:80]} is not followed: leave it out")
+
+    def _refuse_first_line(self, text: str, line: int) -> None:
+        if found := _OF_NO_COMMANDS.match(text):
+            raise ConfigurationError(f"line {line}: {found[0][:80]} is not followed: leave the option out")
+
+    def _refuse_options(self, fields: Sequence[str], line: int) -> None:
+        """Refuse options of a shell that change how it reads or runs commands."""
+        for field in fields:
+            if not _SHELL_OPTION.fullmatch(field) and field not in _SET_OPTIONS - {"allexport"}:
+                raise ConfigurationError(
+                    f"line {line}: a shell with {self.shown(field)[:80]} is not followed: leave it out"
+                )
