@@ -32,6 +32,10 @@ class _VocabParallelGradient:
     output_gradient: Tensor
     gather_over: Group | None
 
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.outside.nbytes + self.output_gradient.nbytes
+
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         gradient = self.output_gradient
         if self.gather_over is not None:

@@ -188,6 +188,8 @@ class _SearchedBuffer:
 
 @dataclass(frozen=True)
 class _SearchedGradient:
+    """A gradient that is checked when it is added. No buffer keeps it for later, when another action runs."""
+
     gradient: Gradient
     name: str
     search: Search

@@ -32,7 +32,8 @@ class RankMemory:
     activations: float
     """Tensors that the micro-batches in flight keep from forward to backward."""
     transient: float
-    """Tensors of a pass that nothing keeps, and whole weights and gradients under ZeRO 2 and 3."""
+    """Tensors of a pass that nothing keeps, whole weights and gradients under ZeRO 2 and 3, and gradients of an
+    embedding that wait for those of the head with the same weight."""
     reserved: float
     """Memory that the GPU's driver and the communication library take."""
 
@@ -102,14 +103,16 @@ def memory_in_flight(
         kept = [sum(part.kept for part in chunk) for chunk in chunks]
         held = sum((_State.of(part, config, world_size, element) for chunk in chunks for part in chunk), _State())
         shared = _shared_elements(config, [all_layers[stage] for stage in stages.of_rank(rank)])
-        held += _counted_twice(config, world_size, element, shared)
+        one_sum = any(chunk.embedding and chunk.loss for chunk in (all_layers[stage] for stage in stages.of_rank(rank)))
+        held += _counted_twice(config, world_size, element, shared, one_sum=one_sum)
         found.append(
             RankMemory(
                 held.parameters,
                 held.gradients,
                 held.optimizer,
                 max(sum(map(int.__mul__, moment, kept)) for moment in moments),
-                max(_transient(chunk, config, element, shared) for chunk in chunks),
+                max(_transient(chunk, config, element, shared, one_sum=one_sum) for chunk in chunks)
+                + (_kept_gradients(config, world_size) if one_sum and shared else 0.0),
                 reserved,
             )
         )
@@ -129,22 +132,38 @@ def _shared_elements(config: RunConfig, chunks: Sequence[StageLayers]) -> int:
     return tied_elements(config) if both else 0
 
 
-def _counted_twice(config: RunConfig, world_size: int, element: Element, shared: int) -> _State:
+def _counted_twice(config: RunConfig, world_size: int, element: Element, shared: int, *, one_sum: bool) -> _State:
     """Return, as negative bytes, what the records of both embedding and head have if they share one weight.
 
-    Each use keeps a sum of gradients of its own, unless these are sharded.
+    Each use has a sum of gradients of its own, unless these are sharded, or both uses are in one chunk (`one_sum`).
     """
     found = _State.of(PartRecord(Work(), Work(), 0, 0, 0, -shared), config, world_size, element)
-    return found if config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
+    return found if one_sum or config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
 
 
-def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element, shared: int) -> float:
+def _kept_gradients(config: RunConfig, world_size: int) -> float:
+    """Return the bytes that a rank keeps of the embedding's gradients over a step, if the head has the same weight."""
+    training, parallel = config.training, config.parallel
+    if parallel.zero_stage >= 2:
+        return 0.0
+    tensor = parallel.tensor_model_parallel_size
+    replicas = world_size // (tensor * parallel.pipeline_model_parallel_size)  # with those that share a sample
+    tokens = (training.global_batch_size or 1) * config.data.seq_length / replicas
+    item = model_dtype(config).itemsize / (tensor if parallel.sequence_parallel else 1)
+    kept = tokens * (config.model.hidden_size * item + 8 + 1)  # with the numbers of rows
+    return min(kept, tied_elements(config) * gradient_dtype(config).itemsize)
+
+
+def _transient(
+    chunk: Sequence[PartRecord], config: RunConfig, element: Element, shared: int, *, one_sum: bool
+) -> float:
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
     Backward begins with the last part, when all that the chunk keeps is alive, and each part frees what it kept. Under
     ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
     before are still being reduced, and the weights of the next one already gathered. A weight that embedding and
-    head share, of `shared` elements, has both sums of gradients until the embedding's has arrived.
+    head share, of `shared` elements, has the head's sum of gradients until the embedding's has arrived. The embedding's
+    exists from the beginning, too, or if both are in one chunk (`one_sum`), only then.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
     gradient = element.gradient if stage >= 2 else 0.0
@@ -154,14 +173,15 @@ def _transient(chunk: Sequence[PartRecord], config: RunConfig, element: Element,
     for index in reversed(range(len(chunk))):
         part, whole = chunk[index], sizes[index] * (gradient + parameter)
         if index + 1 < len(chunk):
-            whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, 2 * shared) * gradient
-        else:
+            sums = shared if one_sum else 2 * shared
+            whole += max(sizes[index + 1] if parallel.overlap_grad_reduce else 0, sums) * gradient
+        elif not one_sum:
             whole += shared * gradient
         if parallel.overlap_param_gather and index:
             whole += sizes[index - 1] * parameter
         most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
         freed += part.kept
-    return most
+    return max(most, shared * element.gradient - freed) if one_sum else most
 
 
 @dataclass(frozen=True)
