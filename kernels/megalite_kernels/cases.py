@@ -19,6 +19,7 @@ from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, sq
 from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
 from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.grouped import add_grouped_products, grouped_product, scale_gradients_
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
@@ -439,9 +440,58 @@ def _permutations() -> Iterator[Case]:
             yield Case("permutation", name, width, inputs, run, keeps_inputs=False, indexed=True)
 
 
+def _grouped_inputs(groups: int, width: int, out: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Make rows that are dealt to groups unevenly, their gradients, and the groups' matrices and sums of gradients."""
+    offsets = [tokens * number // groups for number in range(groups + 1)]
+    offsets[1:-1] = [(5 * offset) // 6 for offset in offsets[1:-1]]
+    rows, gradients = (torch.randn(tokens, size, dtype=dtype, device=device) for size in (width, out))
+    matrices = torch.randn(groups, out, width, dtype=dtype, device=device)
+    sums = torch.randn(groups, out, width, device=device)
+    return [rows, gradients, matrices, sums, torch.tensor(offsets[1:], dtype=torch.int32, device=device)]
+
+
+def _offsets(ends: Tensor) -> list[int]:
+    """Return the offsets of groups, for the references; kernels read the ends on the device."""
+    return [0, *([0] * len(ends) if ends.is_meta else ends.tolist())]
+
+
+def _grouped_product(rows: Tensor, gradients: Tensor, matrices: Tensor, sums: Tensor, ends: Tensor) -> Tensor:
+    return grouped_product(rows, matrices.transpose(1, 2), _offsets(ends), ends)
+
+
+def _grouped_product_back(rows: Tensor, gradients: Tensor, matrices: Tensor, sums: Tensor, ends: Tensor) -> Tensor:
+    return grouped_product(gradients, matrices, _offsets(ends), ends)
+
+
+def _sums_of_grouped_products(rows: Tensor, gradients: Tensor, matrices: Tensor, sums: Tensor, ends: Tensor) -> Tensor:
+    add_grouped_products(sums, gradients, rows, _offsets(ends), ends, overwrite=False)
+    return sums
+
+
+def _scale_gradients(rows: Tensor, gradients: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return scale_gradients_(gradients, rows, scale), gradients
+
+
+def _groups() -> Iterator[Case]:
+    """Yield the products of experts, and of rows that are not aligned."""
+    for groups, width, out, dtype in ((128, 2048, 1536, torch.bfloat16), (3, 200, 136, torch.float16)):
+        inputs = partial(_grouped_inputs, groups, width, out, dtype)
+        for run in (_grouped_product, _grouped_product_back, _sums_of_grouped_products):
+            name = f"{run.__name__.strip('_')} {groups} of {width} to {out} {_dtypes(dtype)}"
+            yield Case("grouped", name, width, inputs, run, keeps_inputs=False, indexed=True)
+    for width, dtype in itertools.product((768, 14336), (torch.bfloat16, torch.float32)):
+        inputs = partial(_scaled_inputs, width, dtype)
+        yield Case("grouped", f"scale_gradients {width} {_dtypes(dtype)}", width, inputs, _scale_gradients)
+
+
+def _scaled_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    rows, gradients = (torch.randn(tokens, width, dtype=dtype, device=device) for _ in range(2))
+    return [rows, gradients, torch.randn(tokens, device=device)]
+
+
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(_routing, _permutations, _compressions),
+        *(_routing, _permutations, _groups, _compressions),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

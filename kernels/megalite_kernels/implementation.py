@@ -39,6 +39,7 @@ Operation = Literal[
     "dropout",
     "routing",
     "permutation",
+    "grouped",
     "compression",
 ]
 Choice = Literal["auto", "triton", "reference"]

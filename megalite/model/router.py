@@ -133,7 +133,9 @@ class Router(nn.Module):
         weights = weights.to(torch.promote_types(hidden.dtype, torch.float32))
         if context.padding is not None:
             padding = context.padding[:, :, None]
-            unbiased_choice, chosen = (each.masked_fill(padding, -1) for each in (unbiased_choice, chosen))
+            same = unbiased_choice is chosen
+            chosen = chosen.masked_fill(padding, -1)
+            unbiased_choice = chosen if same else unbiased_choice.masked_fill(padding, -1)
         if context.choices is not None:
             context.choices[self.number] = chosen.int()
         if not self.training:
@@ -152,19 +154,20 @@ class Router(nn.Module):
     def _choose(self, logits: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return the choice of each token, of padding too, and in training the unbiased one: [sequence, batch, topk].
 
+        They are one tensor where nothing makes them differ.
+
         `logits`: [sequence, batch, experts].
         """
         shape = (*logits.shape[:2], self.rule.topk)
         logits = (self._balanced(logits, context) if self.sinkhorn and self.training else logits).flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
-        chosen = unbiased_choice = choose_experts(logits, bias, self.rule)
+        chosen = unbiased_choice = choose_experts(logits, bias, self.rule).view(shape)
         if self.training and (bias is not None or self.rule.groups > 1):
-            unbiased_choice = choose_experts(logits, None, self.rule.unrestricted)
-        chosen = chosen.view(shape)
+            unbiased_choice = choose_experts(logits, None, self.rule.unrestricted).view(shape)
         if context.replayed is not None:
             replayed = context.replayed[:, :, self.number]
             chosen = torch.where(replayed < 0, chosen, replayed)
-        return chosen, unbiased_choice.view(shape)
+        return chosen, unbiased_choice
 
     @torch.no_grad()
     def _balanced(self, logits: Tensor, context: LayerContext) -> Tensor:
@@ -187,13 +190,11 @@ class Router(nn.Module):
 
     def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor) -> Tensor:
         """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding."""
-        return torch.cat(
-            [
-                occurrences(kept.flatten(), self.num_experts),
-                occurrences(unbiased_choice.flatten(), self.num_experts),
-                ((chosen >= 0).sum() - (kept >= 0).sum())[None],
-            ]
-        )
+        counts = unbiased = occurrences(kept.flatten(), self.num_experts)
+        if unbiased_choice is not kept:
+            unbiased = occurrences(unbiased_choice.flatten(), self.num_experts)
+        dropped = counts.new_zeros(1) if kept is chosen else ((chosen >= 0).sum() - (kept >= 0).sum())[None]
+        return torch.cat([counts, unbiased, dropped])
 
     def capacity(self, sequence: int) -> int | None:
         """Return how many tokens of a sequence an expert takes in training; None without a limit."""

@@ -9,8 +9,6 @@ import weakref
 
 import torch
 
-from megalite_kernels.implementation import on_gpu
-
 
 def local_device(local_rank: int) -> torch.device:
     """Return the device of the process with this local rank: a CUDA or ROCm device, or the CPU."""
@@ -47,11 +45,6 @@ def default_generators() -> list[torch.Generator]:
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
-
-
-def adds_products_in(target: torch.Tensor) -> bool:
-    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary."""
-    return on_gpu(target) and torch.version.hip is None and target.dtype == torch.float32
 
 
 def make_deterministic(enabled: bool) -> None:

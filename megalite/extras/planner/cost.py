@@ -114,7 +114,7 @@ class Prices:
         low = self.stack.low_precision if of_layer else None
         seconds = max(self.product(operation.shape, low or operation.dtype), self.moved(operation.bytes))
         batch, rows, _, inner = operation.shape
-        cast = low and not operation.name.startswith("addmm")
+        cast = low and not operation.name.startswith("add")
         return gpu.kernel + seconds, 0.0, self.moved(_CAST_BYTES * batch * rows * inner) if cast else 0.0
 
     def _attention(self, operation: Operation) -> float:

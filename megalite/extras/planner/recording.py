@@ -40,6 +40,7 @@ _NO_LAUNCH = frozenset(
     ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_", "_unsafe_view"]
 )
 _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm"})
+_GROUPED_PRODUCTS = frozenset({"multiply_groups", "add_products"})
 _ASKING = frozenset({"_local_scalar_dense", "nonzero", "_to_copy", "copy_"})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -138,7 +139,7 @@ class Recorder(TorchDispatchMode):
     def _launched(self, name: str, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             self._keep(tensor)
-        self._add(name, "elementwise", _NO_SHAPE, 0, tensors)
+        self._add(name, *_counted_kernel(name, tensors), tensors)
 
     def _add(
         self,
@@ -150,7 +151,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         tensors = list(tensors)
         size = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
-        inputs = tensors[1:] if kind == "product" and len(tensors) > 3 else tensors  # without what is added to
+        # Without what addmm adds to. (The kernels of grouped products have the same dtype in their first two tensors.)
+        inputs = tensors[1:] if kind == "product" and len(tensors) > 3 else tensors
         dtype = next((each.dtype for each in inputs if each.is_floating_point()), torch.int64)
         operation = Operation(name, kind, shape, flops, size, str(dtype).removeprefix("torch."))
         self._phase().operations[operation] += 1
@@ -278,6 +280,20 @@ def _counted(
         flops = 2 * (5 if backward else 2) * batch * heads * queries * keys * width * halves // 2
         return "attention", (batch * heads, queries, keys, width), flops
     return "elementwise", _NO_SHAPE, 0
+
+
+def _counted_kernel(name: str, tensors: Sequence[Tensor]) -> tuple[OperationKind, tuple[int, int, int, int], int]:
+    """Return the same of a Triton kernel. A grouped product is a batch of products, with the same rows in each."""
+    if name not in _GROUPED_PRODUCTS:
+        return "elementwise", _NO_SHAPE, 0
+    rows, other, *_, result = tensors
+    if name == "multiply_groups":
+        groups, inner, columns = other.shape
+        shape = groups, -(-len(rows) // groups), columns, inner
+    else:
+        groups, columns, inner = result.shape
+        shape = groups, columns, inner, -(-len(rows) // groups)
+    return "product", shape, 2 * len(rows) * columns * inner
 
 
 def _is_causal(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +27,18 @@ LAYER = {
     "llama": (30, 0),
     # Instead of the rotation, four biases: added in three launches (the activation adds one), summed and stored.
     "gpt2": (44, 0),
-    # With 8 experts, each with two products forward and four backward, one after another as on GPUs before H100. The
+    # Two products forward and four backward for all experts together. The rest chooses, counts and sorts by expert. The
     # host waits for the numbers of their tokens.
-    "experts": (151, 1),
+    "experts": (74, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
+OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 90),
+    ({"qk_layernorm": True}, 90),
+    ({"moe_aux_loss_coeff": (0.001,)}, 97),
+    ({"add_bias_linear": True}, 106),
+]
+"""Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
 OF_A_RUN, OF_A_STEP = 5, 50
 """Launches of the optimizer: for each run of parameters of a group the sums of squares, two to undo their scale, one to
 square it, and the update; for each step the exact sums of the norm over all of them, as digits that ranks add up."""
@@ -52,7 +61,7 @@ ALLOWED: dict[tuple[int, str], dict[str, int]] = {
     (2, "--optimizer muon"): ALWAYS,
     (2, "--log-num-zeros-in-grad"): ALWAYS | {"optim/statistics.py zeros_in_gradients": 1},
     # Two micro-batches of four layers, or of two on one of two stages.
-    (4, f"{EXPERTS} --ep 4"): ALWAYS | LOADS | {"parallel/dispatch.py _rows_per_expert": 8},
+    (4, f"{EXPERTS} --ep 4"): ALWAYS | LOADS | {"parallel/dispatch.py _sort": 8},
     (8, f"{EXPERTS} --ep 4 --pp 2 --moe-token-dispatcher-type alltoall"): ALWAYS
     | LOADS
     | {"parallel/dispatch.py _exchange": 4},
@@ -72,6 +81,16 @@ def test_a_layer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     with gpu_kernels(config.kernels):
         few, more = (count(own_layers(config, layers)[0]) for layers in (1, 2))
     assert (more[0] - few[0], more[1] - few[1]) == LAYER[family]
+
+
+@pytest.mark.parametrize(("experts", "topk"), [(8, 2), (128, 8)])
+@pytest.mark.parametrize(("options", "most"), OF_EXPERTS, ids=str)
+def test_a_layer_launches_no_more_for_more_experts(experts: int, topk: int, options: dict[str, Any], most: int) -> None:
+    config = configuration("experts")
+    config = replace(config, model=replace(config.model, num_experts=experts, moe_router_topk=topk, **options))
+    with gpu_kernels(config.kernels):
+        (few, _), (more, _) = (count(own_layers(config, layers)[0]) for layers in (1, 2))
+    assert more - few <= most
 
 
 @pytest.mark.parametrize("family", FAMILIES)
