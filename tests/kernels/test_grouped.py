@@ -25,7 +25,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.planner.recording import Recorder
+from megalite.extras.planner.recording import Recorder
 from megalite_kernels import grouped
 from megalite_kernels.grouped import add_grouped_products, grouped_product, scale_gradients_
 from megalite_kernels.implementation import Kernels, use
