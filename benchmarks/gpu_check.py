@@ -44,7 +44,12 @@ from benchmarks.gpu_experts import (
     compare_flex,
     host_waits,
 )
-from benchmarks.gpu_operations import WEIGHT_GRADIENT_TOLERANCE, check_attention, check_weight_gradients
+from benchmarks.gpu_operations import (
+    WEIGHT_GRADIENT_TOLERANCE,
+    check_attention,
+    check_weight_gradients,
+    time_fused_attention,
+)
 from benchmarks.gpu_shapes import LAYERS_OF_8B, LLAMA_1B, SMALL, Shape
 from benchmarks.gpu_training import TOLERANCE, check_checkpoints, compare
 from benchmarks.results import PACKAGES, RESULTS, versions
@@ -153,7 +158,9 @@ def check_benchmark(report: Report) -> None:
 
 
 def check_operations(report: Report) -> None:
-    """Attention in blocks, and weight gradients."""
+    """Attention in blocks, weight gradients, and which of torch's operators attention takes, with the time of each."""
+    row = time_fused_attention(report.device)
+    report.tell("operations", {"fused attention": row}, f"fused attention: {_words(row)}")
     error = check_weight_gradients()
     report.tell("operations", {"error of weight gradients": error}, f"weight gradients: error {error:.1e}")
     if not error <= WEIGHT_GRADIENT_TOLERANCE:
