@@ -35,7 +35,7 @@ import torch
 
 from benchmarks import gpu_as_rank, gpu_own_model, gpu_speed, kernels
 from benchmarks.gpu_compression import COPIES, compare_with_copy
-from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
+from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways, time_parts
 from benchmarks.gpu_experts import (
     ALLOWED,
     FLEX_TOLERANCE,
@@ -197,6 +197,8 @@ def check_context(report: Report) -> None:
         report.tell("context", {"attention by parts": name, "error over tolerance": error}, words)
         if not error <= 1:
             report.fail(f"context: attention by parts, {name}")
+    row = time_parts(report.device)
+    report.tell("context", {"parts beside whole": row}, f"attention by parts beside whole: {_words(row)}")
     differences = compare_ways(report.gpus, report.deadline)
     report.tell("context", {"losses": differences}, f"losses of two ranks against one: {_words(differences)}")
     for name, difference in differences.items():

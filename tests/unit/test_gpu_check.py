@@ -250,7 +250,8 @@ def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """Attention by parts is right here, too; other losses by one of the ways are wrong."""
     code, found = run(monkeypatch, tmp_path, {"context": gpu_check.check_context})
     assert code == 0
-    *parts, losses, ring = found["context"]
+    *parts, times, losses, ring = found["context"]
+    assert times["parts beside whole"]["parts over whole"] > 0
     assert [row["attention by parts"] for row in parts] == list(gpu_context.CASES)
     assert all(0 < row["error over tolerance"] < 1 for row in parts)
     assert losses == {"losses": {"left out": "one GPU"}}
@@ -263,6 +264,7 @@ def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     times = {"ring": 1.5, "ring without overlap": 2.0, "attention alone": 2.0}
     monkeypatch.setattr(gpu_context, "train", train)
     monkeypatch.setattr(gpu_check, "check_parts", lambda device: {"flash": 0.5, "unfused": math.nan})
+    monkeypatch.setattr(gpu_check, "time_parts", lambda device: {})
     monkeypatch.setattr(gpu_check, "compare_overlap", lambda gpus: gpu_context.with_ratios(times, gpus))
     monkeypatch.setattr(Report, "gpus", 2)
     report = Report(tmp_path, "cuda")
