@@ -3,15 +3,15 @@
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
-ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
-parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; the compression
-of gradients against a copy of them; a model of one's own against the CPU; training of Llama-3.2-1B in bf16, and of layers
-of Llama 3 8B at two depths, with the kernels, in other ways and in plain PyTorch, in turn; the kernels beside their
-rivals; bits after a resume; in float64 the losses of ten steps on every layout against the CPU's; time and memory of
-one rank of published layouts. What is measured is written as it comes, for each part to a file of its own,
-benchmarks/results/gpu_check_PART_CARD.json, and what is not done after --minutes is left out: --only takes the parts
-one by one. Fails where numbers are wrong; what is slow, or a rival that fails, is told.
-`--device cpu` tries the parts that can be tried without a GPU.
+ones, and the time of torch's operators for it; layers with experts: their grouped products, how often the host waits,
+DeepEP against all-to-all; context parallelism: attention by parts, its time beside whole attention, the losses of each
+way, how much of a ring's communication is hidden; the compression of gradients against a copy of them; a model of one's
+own against the CPU; training of Llama-3.2-1B in bf16, and of layers of Llama 3 8B at two depths, with the kernels, in
+other ways and in plain PyTorch, in turn; the kernels beside their rivals; bits after a resume; in float64 the losses of
+ten steps on every layout against the CPU's; time and memory of one rank of published layouts. What is measured is
+written as it comes, for each part to a file of its own, benchmarks/results/gpu_check_PART_CARD.json, and what is not
+done after --minutes is left out: --only takes the parts one by one. Fails where numbers are wrong; what is slow, or a
+rival that fails, is told. `--device cpu` tries what can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class Report:
         """In the place of what was written before, which stays whole until then."""
         self.directory.mkdir(parents=True, exist_ok=True)
         new, path = self.path.with_suffix(".new"), self.path
-        new.write_text(json.dumps({**self.header, **self.found, "wrong": self.wrong, "slow": self.slow}, indent=1) + "\n")
+        new.write_text(
+            json.dumps({**self.header, **self.found, "wrong": self.wrong, "slow": self.slow}, indent=1) + "\n"
+        )
         new.replace(path)
 
     @property

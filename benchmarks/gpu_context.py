@@ -195,7 +195,13 @@ def time_parts(device: str) -> dict[str, object]:
         for count in (heads, groups, groups)
     ]
     core = LocalCore(
-        range(heads), [head * groups // heads for head in range(heads)], None, None, 0.0, Site(0, "attention"), recompute=False
+        range(heads),
+        [head * groups // heads for head in range(heads)],
+        None,
+        None,
+        0.0,
+        Site(0, "attention"),
+        recompute=False,
     )
     gradient = torch.randn(length, 1, heads * width, dtype=torch.bfloat16, device=device)
 
@@ -207,7 +213,9 @@ def time_parts(device: str) -> dict[str, object]:
     for rank in range(RANKS):
         layout = SequenceLayout.cut(length, zigzag(RANKS), rank)
         places = layout.places(gradient.device)
-        mask = SampleMask(layout, torch.zeros(1, length, dtype=torch.int64, device=device), FirstKeys(), lambda: None, False)
+        mask = SampleMask(
+            layout, torch.zeros(1, length, dtype=torch.int64, device=device), FirstKeys(), lambda: None, False
+        )
         calls = _Calls(
             rounds=mask.rounds(layout, gathers=False),
             exchange=Present(length, rounds(layout, FirstKeys()), width),

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask
 
 from megalite.parallel.parameter import ProductGradient
 from megalite_kernels.attention import Mask, attention, block_mask, dense_mask
@@ -100,7 +99,9 @@ def time_fused_attention(device: str) -> dict[str, object]:
     and of one part. Half of the scores are counted, twice forward and five times backward.
     """
     tokens, (heads, groups, width) = (8192, (32, 8, 128)) if device == "cuda" else (32, (4, 2, 16))
-    parts = [torch.randn(1, tokens, count, width, dtype=torch.bfloat16, device=device) for count in (heads, groups, groups)]
+    parts = [
+        torch.randn(1, tokens, count, width, dtype=torch.bfloat16, device=device) for count in (heads, groups, groups)
+    ]
     inputs = [part.transpose(1, 2).requires_grad_() for part in parts]
     gradient = torch.randn_like(inputs[0])
     name = operator_of_attention(*inputs, True).name

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_shapes import Shape
-from benchmarks.plain_pytorch import Operations, PlainLlama
+from benchmarks.plain_pytorch import PLAIN, Operations, PlainLlama
 from megalite.data.mock_dataset import MockDataset
 
 
@@ -86,6 +86,7 @@ def train(shape: Shape, operations: Operations, device: torch.device, path: Path
             data = micro_batches(shape, min(step + 1, shape.steps - 1), device)
             record = {"iteration": step + 1, "lm_loss": torch.stack(losses).sum().item(), "grad_norm": norm.item()}
             record["iteration_time_s"] = time.perf_counter() - began
+            record["wall_time"] = time.time()
             if device.type == "cuda":
                 record["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
             print(json.dumps(record), file=file, flush=True)
@@ -93,12 +94,14 @@ def train(shape: Shape, operations: Operations, device: torch.device, path: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", type=json.loads, required=True, help="fields of benchmarks.gpu_shapes.Shape, as JSON")
+    parser.add_argument(
+        "--shape", type=json.loads, required=True, help="fields of benchmarks.gpu_shapes.Shape, as JSON"
+    )
     parser.add_argument("--operations", choices=("torch", "liger"), default="torch")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--metrics-path", type=Path, required=True)
     flags = parser.parse_args()
-    operations = liger() if flags.operations == "liger" else Operations()
+    operations = liger() if flags.operations == "liger" else PLAIN
     train(Shape(**flags.shape), operations, torch.device(flags.device), flags.metrics_path)
 
 

@@ -70,11 +70,15 @@ class Run:
     def row(self, flops: float | None, peak: float | None) -> dict[str, object]:
         """Return figures of the timed steps. `flops`: of a step on one GPU; `peak`: FLOP/s of the GPU."""
         seconds, tokens = self.seconds, self.shape.batch * self.shape.sequence
+        first, last = self.steps[-len(seconds) - 1], self.steps[-1]
+        walls = (last["wall_time"] - first["wall_time"]) / len(seconds)
         row: dict[str, object] = {
             "variant": self.name,
             "layers": self.shape.layers,
             "steps timed": len(seconds),
             "milliseconds": [1e3 * each for each in (min(seconds), *quartiles(seconds), max(seconds))],
+            "mean milliseconds": 1e3 * statistics.mean(seconds),
+            "mean milliseconds of the wall clock": 1e3 * walls,
             "tokens per second per GPU": tokens / self.median,
             "TFLOP/s per GPU": None if flops is None else flops / self.median / 1e12,
             "mfu": None if flops is None or peak is None else flops / self.median / peak,
@@ -159,7 +163,10 @@ def _of_a_layer(runs: Sequence[Run], peak: float | None) -> Iterator[dict[str, o
         row: dict[str, object] = {"a layer of": name, "milliseconds": 1e3 * seconds}
         if {few, many} <= flops.keys():
             needed = (flops[many] - flops[few]) / (many - few)
-            row |= {"TFLOP/s per GPU": needed / seconds / 1e12, "mfu": None if peak is None else needed / seconds / peak}
+            row |= {
+                "TFLOP/s per GPU": needed / seconds / 1e12,
+                "mfu": None if peak is None else needed / seconds / peak,
+            }
         yield row
 
 

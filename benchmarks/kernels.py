@@ -277,8 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
             continue
         for row in found:
-            times = f"{row.milliseconds:9.3f} ms [{row.lower_quartile:.3f}, {row.upper_quartile:.3f}] {row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
-            print(f"{row.operation:44} {row.direction:8} {row.implementation:13} {times} {row.verdict}", flush=True)
+            what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
+            spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
+            rate = f"{row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
+            print(what, spread, rate, row.verdict, flush=True)
         rows += found
         write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
     write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)

@@ -34,9 +34,12 @@ class Operations(NamedTuple):
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_cross_entropy
 
 
+PLAIN = Operations()
+
+
 class Layer(nn.Module):
     def __init__(
-        self, hidden: int, heads: int, ffn: int, groups: int | None = None, operations: Operations = Operations()
+        self, hidden: int, heads: int, ffn: int, groups: int | None = None, operations: Operations = PLAIN
     ) -> None:
         super().__init__()
         self.heads, self.groups, self.operations = heads, groups or heads, operations
@@ -85,7 +88,7 @@ class PlainLlama(nn.Module):
         *,
         groups: int | None = None,
         tied: bool = False,
-        operations: Operations = Operations(),
+        operations: Operations = PLAIN,
     ) -> None:
         super().__init__()
         self.operations = operations
@@ -102,9 +105,7 @@ class PlainLlama(nn.Module):
         x = F.embedding(tokens, self.embedding)
         for layer in self.layers:
             x = layer(x, self.cosine, self.sine)
-        return self.operations.loss(
-            self.operations.rms_norm(x, self.norm).flatten(0, 1), self.output, labels.flatten()
-        )
+        return self.operations.loss(self.operations.rms_norm(x, self.norm).flatten(0, 1), self.output, labels.flatten())
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -262,7 +262,6 @@ def _optimizer_cases() -> Iterator[Case]:
         name = f"sums_of_squares {_dtypes(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
 
-
     name = f"exact_digits {_dtypes(torch.float64)}"
     inputs = partial(_flat_inputs, FLAT, torch.float32)
     case = Case("optimizer", name, FLAT, inputs, _exact_sum, traffic=_exact_sum_traffic, timed=_exact_sum_alone)

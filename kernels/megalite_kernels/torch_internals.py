@@ -96,9 +96,9 @@ def flash_attention_gradients(
     lengths = None, None, query.shape[2], key.shape[2]
     if _takes_cudnn(query, key, value, causal):
         state = torch.empty(2, dtype=torch.int64, device=query.device)  # of dropout's generator, which is not used
-        given = (*given[:-1], lse.unsqueeze(-1), state[0], state[1], None)
         operator = operators._scaled_dot_product_cudnn_attention_backward
-        found = operator(*given, *lengths, 0.0, causal, scale=scale)
+        of_forward = output, lse.unsqueeze(-1), state[0], state[1], None
+        found = operator(gradient, query, key, value, *of_forward, *lengths, 0.0, causal, scale=scale)
     elif on_gpu(query):
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         operator = operators._scaled_dot_product_flash_attention_backward

@@ -139,14 +139,14 @@ def cudnn() -> Iterator[list[str]]:
     called: list[str] = []
     cpu = torch.ops.aten
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, with_lse: bool, *others: object, **scale: float):  # noqa: ANN202
+    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, with_lse: bool, *others: object, **scale: float):
         assert (bias, with_lse) == (None, True)
         called.append("forward")
         output, lse = cpu._scaled_dot_product_flash_attention_for_cpu(query, key, value, *others, **scale)
         nothing = query.new_empty(0)
         return output, lse.unsqueeze(-1).contiguous(), nothing, nothing, 0, 0, nothing, nothing, nothing
 
-    def backward(gradient: Tensor, *given: Tensor, **scale: float):  # noqa: ANN202
+    def backward(gradient: Tensor, *given: Tensor, **scale: float):
         query, key, value, output, lse, seed, offset, bias, *lengths, dropout, causal = given
         assert (bias, lengths[2:]) == (None, [query.shape[2], key.shape[2]])
         assert lse.shape == (*query.shape[:3], 1)
@@ -159,7 +159,7 @@ def cudnn() -> Iterator[list[str]]:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
     library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
-    with mock.patch.object(torch_internals, "_takes_cudnn", lambda *_: True):
+    with mock.patch.object(torch_internals, "_takes_cudnn", return_value=True):
         yield called
     library._destroy()
 
@@ -182,7 +182,7 @@ def test_cudnns_operators_get_what_they_expect(cudnn: list[str]) -> None:
             total[:, :, own] += one
     assert cudnn == ["forward"] * 2 + ["backward"] * 2
     gradient[:, :, :half] = 0.0
-    with mock.patch(f"{__name__}.inputs", lambda: [query, key, value, gradient]):
+    with mock.patch(f"{__name__}.inputs", return_value=[query, key, value, gradient]):
         expected = reference(MASKS["causal"], None, None)
     torch.testing.assert_close(output, expected[0][:, :, half:])
     for ours, exact in zip(found, expected[1:], strict=True):
@@ -192,7 +192,7 @@ def test_cudnns_operators_get_what_they_expect(cudnn: list[str]) -> None:
 def test_operators_of_cudnn_have_the_signatures_that_are_called() -> None:
     """On the meta device, which knows their shapes."""
     query, key = (torch.empty(2, heads, 16, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    with mock.patch.object(torch_internals, "_takes_cudnn", lambda *_: True):
+    with mock.patch.object(torch_internals, "_takes_cudnn", return_value=True):
         output, lse = torch_internals.flash_attention(query, key, key, None, True, SCALE)
         given = torch.empty_like(query), query, key, key, output, lse, None, True, SCALE
         found = torch_internals.flash_attention_gradients(*given)

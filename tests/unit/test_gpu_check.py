@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_as_rank, gpu_check, gpu_context, gpu_experts, gpu_own_model, gpu_speed, gpu_state, gpu_training
+from benchmarks import (
+    gpu_as_rank,
+    gpu_check,
+    gpu_context,
+    gpu_experts,
+    gpu_own_model,
+    gpu_speed,
+    gpu_state,
+    gpu_training,
+)
 from benchmarks.gpu_as_rank import Published
 from benchmarks.gpu_check import Report
 from benchmarks.gpu_shapes import SMALL, Shape
@@ -109,8 +118,13 @@ def train_by_hand(seconds: dict[str, float], **worse: float) -> Any:
         if name not in seconds:
             raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
         steps = [
-            {"iteration_time_s": seconds[name] * shape.layers, "lm_loss": 7.0 + worse.get(name, 0.0), "grad_norm": 1.0}
-            for _ in range(shape.steps)
+            {
+                "iteration_time_s": time,
+                "lm_loss": 7.0 + worse.get(name, 0.0),
+                "grad_norm": 1.0,
+                "wall_time": each * time,
+            }
+            for each, time in enumerate([seconds[name] * shape.layers] * shape.steps)
         ]
         if name not in gpu_speed.RIVALS:
             for step in steps:
@@ -128,6 +142,7 @@ def test_variants_and_rivals_train_in_turn_and_one_that_fails_is_told_once(monke
     assert rows[1] == {"variant": "--compile", "layers": 2, "failed": "exit code 70"}
     ours, rival = rows[0], rows[2]
     assert ours["milliseconds"] == [4000.0] * 5
+    assert ours["mean milliseconds of the wall clock"] == ours["mean milliseconds"] == 4000.0
     assert ours["power.draw"] == [1.0, 2.0, 3.0]
     assert ours["largest relative difference"] == {"lm_loss": 0.0, "grad_norm": 0.0}
     assert ours["TFLOP/s per GPU"] == pytest.approx(2 * rival["TFLOP/s per GPU"])  # the rival's FLOPs are ours
@@ -170,7 +185,9 @@ def test_small_networks_train_at_two_depths_beside_the_rival(monkeypatch: pytest
 
 def test_figures_of_nvidia_smi_are_summed_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho '1980, 2619, 650.5, 60, 0x04'; echo '1700, 2619, [N/A], 61, 0x00'; exec sleep 60\n")
+    script.write_text(
+        "#!/bin/sh\necho '1980, 2619, 650.5, 60, 0x04'; echo '1700, 2619, [N/A], 61, 0x00'; exec sleep 60\n"
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found: dict[str, object] = {}

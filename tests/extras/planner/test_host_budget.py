@@ -30,7 +30,7 @@ LAYER = {
     "experts": (151, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
-OF_A_RUN, OF_A_STEP = 5, 50
+OF_A_RUN, OF_A_STEP = 5, 7
 """Launches of the optimizer: for each run of parameters of a group the sums of squares, two to undo their scale, one to
 square it, and the update; for each step the exact sums of the norm over all of them, as digits that ranks add up."""
 OF_A_BUCKET = 1
