@@ -28,6 +28,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout, zigzag
 from megalite_kernels.attention import dense_mask, goes_in_blocks
+from megalite_kernels.measure import time_interleaved
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 8, 2, 64
 RANKS, CHUNK = 2, {"cuda": 256, "cpu": 32}
@@ -77,6 +78,7 @@ class Present:
 
     length: int
     rounds: Sequence[Round]
+    width: int = WIDTH
     inside: Sequence[Inside] = ()
 
     def prepare(self, own: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class Present:
             yield prepared[..., _places(each).to(prepared.device), :]
 
     def gradient_sum(self) -> PresentSum:
-        return PresentSum(self.length, iter(self.rounds))
+        return PresentSum(self.length, self.width, iter(self.rounds))
 
 
 @dataclass
@@ -95,13 +97,14 @@ class PresentSum:
     """Sum of the gradients of all blocks, in the order of the sample."""
 
     length: int
+    width: int
     rounds: Iterator[Round]
     sum: Tensor | None = None
 
     def add(self, gradient: Tensor) -> None:
         places = _places(next(self.rounds)).to(gradient.device)
         if self.sum is None:
-            self.sum = gradient.new_zeros(*gradient.shape[:-2], self.length, WIDTH)
+            self.sum = gradient.new_zeros(*gradient.shape[:-2], self.length, self.width)
         self.sum.index_add_(-2, places, gradient)
 
     def total(self) -> Tensor:
@@ -177,6 +180,62 @@ def _written_out(
     output = scores.softmax(dim=-1) @ values
     gradients = torch.autograd.grad(output, inputs, gradient.double())
     return [output.detach(), scores.detach().logsumexp(dim=-1), *gradients]
+
+
+def time_parts(device: str) -> dict[str, object]:
+    """Time the attention of one sample, forward and backward: whole, and as the parts of both ranks of a ring.
+
+    Called by one process, which has the keys and values of all. Both compute the same scores, so what is above 1 is
+    what parts cost: smaller calls, their merging, and the copies that stand for a ring.
+    """
+    length, heads, groups, width = (LENGTH, 32, 8, 128) if device == "cuda" else (64, 4, 2, 16)
+    whole = SequenceLayout.whole(length)
+    drawn = [
+        torch.randn(length, 1, count, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for count in (heads, groups, groups)
+    ]
+    core = LocalCore(
+        range(heads),
+        [head * groups // heads for head in range(heads)],
+        None,
+        None,
+        0.0,
+        Site(0, "attention"),
+        recompute=False,
+    )
+    gradient = torch.randn(length, 1, heads * width, dtype=torch.bfloat16, device=device)
+
+    def as_whole(_: object) -> None:
+        torch.autograd.grad(core(*drawn, None, whole, None), drawn, gradient)
+
+    key_value = torch.stack([each.detach().permute(1, 2, 0, 3) for each in drawn[1:]]).requires_grad_()
+    of_ranks = []
+    for rank in range(RANKS):
+        layout = SequenceLayout.cut(length, zigzag(RANKS), rank)
+        places = layout.places(gradient.device)
+        mask = SampleMask(
+            layout, torch.zeros(1, length, dtype=torch.int64, device=device), FirstKeys(), lambda: None, False
+        )
+        calls = _Calls(
+            rounds=mask.rounds(layout, gathers=False),
+            exchange=Present(length, rounds(layout, FirstKeys()), width),
+            groups=None,
+            scale=1.0 / math.sqrt(width),
+            cap=None,
+            dropout=None,
+            length=length,
+        )
+        query = drawn[0].detach()[places].permute(1, 2, 0, 3).requires_grad_()
+        of_output = gradient[places].unflatten(-1, (heads, width)).permute(1, 2, 0, 3)
+        of_ranks.append((query, of_output, calls))
+
+    def by_parts(_: object) -> None:
+        for query, of_output, calls in of_ranks:
+            torch.autograd.grad(_AttentionByParts.apply(query, key_value, calls), (query, key_value), of_output)
+
+    times = time_interleaved([as_whole, by_parts], gradient.device)
+    own, parts = (sum(each) for each in times)
+    return {"tokens": length, "milliseconds whole": 1e3 * own, "by parts": 1e3 * parts, "parts over whole": parts / own}
 
 
 def compare_ways(gpus: int, deadline: float) -> dict[str, object]:

@@ -151,14 +151,47 @@ def function_for(name: str, functions: Functions) -> Callable[..., Any] | None:
     return functions.get(name) or functions.get(name.split()[0])
 
 
+def own_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies, which a step may overwrite."""
+    return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+
+
+def difference(
+    ours: Callable[[Sequence[Tensor]], Sequence[Tensor]], function: Callable[..., Any], inputs: Sequence[Tensor]
+) -> float:
+    """Return the largest norm of the difference of outputs and gradients to ours, relative to ours."""
+    found = []
+    theirs = (lambda both: function(*_halves(both))) if _takes_halves(function) else function
+    for run in (ours, lambda inputs: _several(theirs(*inputs))):
+        own = own_inputs(inputs)
+        outputs = run(own)
+        ends = [output for output in outputs if output.requires_grad]
+        wanted = [tensor for tensor in own if tensor.requires_grad]
+        generator = torch.Generator(own[0].device).manual_seed(0)
+        arriving = [torch.randn(end.shape, generator=generator, device=end.device).to(end.dtype) for end in ends]
+        gradients = torch.autograd.grad(ends, wanted, arriving) if ends else ()
+        found.append([*outputs, *gradients])
+    pairs = zip(*found, strict=False)  # ours may return more, such as moments
+    return max(((theirs.double() - own.double()).norm() / own.double().norm()).item() for own, theirs in pairs)
+
+
+def _takes_halves(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__name__", "") in ("liger_swiglu", "liger_geglu")
+
+
+def _halves(both: Tensor) -> list[Tensor]:
+    return [half.contiguous() for half in both.chunk(2, dim=-1)]
+
+
+def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
 def rival_step(rival: str, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Step:
+    """Return the function to time, which may overwrite the inputs."""
     if rival == "compile":
         function = torch.compile(function, dynamic=False)
-    if rival == "liger" and function.__name__ in ("liger_swiglu", "liger_geglu"):
-        inputs = [half.detach().contiguous().requires_grad_() for half in inputs[0].chunk(2, dim=-1)]
+    if _takes_halves(function):
+        inputs = [half.detach().requires_grad_() for half in _halves(inputs[0])]
 
-    def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        outputs = function(*inputs)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    return step_of(run, inputs)
+    return step_of(lambda inputs: _several(function(*inputs)), inputs)

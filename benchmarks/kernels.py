@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels [--only WORD] [--rivals torch compile liger]
 
-In bf16, at sizes far beyond the caches; variants run in turns, and a figure is the median. The share is of the
-bandwidth that a plain copy reaches here, over the bytes that the operation cannot but read and write. Writes
+In bf16, at sizes far beyond the caches; variants run in turns on inputs of their own, and a figure is the median, with
+quartiles. A rival that computes something else is left out. The share is of the bandwidth that a plain copy reaches
+here, over the bytes that the operation cannot but read and write. Writes
 benchmarks/results/kernels.json, .csv and .svg. Rivals that are not installed are a note. `--device cpu --tokens 8`
 tries the command where there is no GPU.
 """
@@ -18,9 +19,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -28,13 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
-from benchmarks.kernel_rivals import RIVALS, Functions, available, function_for, rival_step
+from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
-from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, time_interleaved, traffic
+from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
 
 TARGET = 0.85
 """Of a copy's bandwidth, for rows of at least WIDE elements."""
@@ -43,6 +45,9 @@ WIDE = 4096
 WIDTHS = (2048, 4096, 8192, 16384)
 """Of the norms that are compared; of other operations all are."""
 VOCABULARY, LOSS_TOKENS = 131072, 8192
+CHECKED_TOKENS = 16
+DIFFERENT = 3e-2
+"""Norm of the difference of two results that are rounded to bf16 in several places."""
 OURS = "megalite"
 
 
@@ -53,6 +58,8 @@ class Row:
     implementation: str
     tokens: int
     milliseconds: float
+    lower_quartile: float
+    upper_quartile: float
     gigabytes_per_second: float
     of_a_copy: float
     verdict: str = ""
@@ -69,6 +76,10 @@ class Comparison:
     target: float | None
     """The share of a copy that each direction, or for the loss both together, should reach."""
     together: bool = False
+    differences: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    """How far a rival's results are from ours, for a few tokens."""
+    before: Callable[[], object] = lambda: None
+    """Called before each step, outside its time."""
 
 
 # ------------------------------------------------------------------------------------------------- what is compared
@@ -92,78 +103,99 @@ def compared_cases() -> Iterator[Case]:
 def of_case(case: Case, rivals: Mapping[str, Functions], tokens: int | None, device: str) -> Comparison:
     torch.manual_seed(0)
     tokens = tokens or max(ELEMENTS // case.width, 1)
-    inputs = case.make_inputs(tokens, device)
-    steps = {OURS: case_step(case, inputs)}
+    inputs, few = case.make_inputs(tokens, device), case.make_inputs(min(tokens, CHECKED_TOKENS), device)
+    needed, steps, differences = traffic(case, own_inputs(inputs)), {OURS: case_step(case, own_inputs(inputs))}, {}
     for rival, functions in rivals.items():
         if (function := function_for(case.name, functions)) is not None:
-            steps[rival] = rival_step(rival, function, inputs)
-    return Comparison(case.name, tokens, steps, traffic(case, inputs), TARGET if case.width >= WIDE else None)
+            steps[rival] = rival_step(rival, function, own_inputs(inputs))
+            differences[rival] = partial(difference, case.outputs, function, few)
+    target = TARGET if case.width >= WIDE else None
+    return Comparison(case.name, tokens, steps, needed, target, differences=differences)
 
 
 def of_loss(rivals: Mapping[str, Functions], tokens: int | None, vocabulary: int, device: str) -> Comparison:
-    """Cross entropy over the whole vocabulary: logits read once, read again and overwritten by their gradient."""
+    """Cross entropy over the whole vocabulary: logits read once, read again and overwritten by their gradient.
+
+    The logits are written anew before each step, because we and Liger-Kernel overwrite them.
+    """
     torch.manual_seed(0)
     tokens = tokens or LOSS_TOKENS
-    logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=device)
+    kept = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=device)
     labels = torch.randint(vocabulary, (tokens,), device=device)
-    scales = torch.full((tokens,), 1.0 / tokens, device=device)
-    columns, options = Columns(0, vocabulary, vocabulary), LossOptions()
+    logits = kept.clone().requires_grad_()
+    few = [kept[:CHECKED_TOKENS].clone().requires_grad_(), labels[:CHECKED_TOKENS]]
+    options = LossOptions()
 
-    def ours(mark: Callable[[], None]) -> None:
+    def scales(tokens: int) -> Tensor:
+        return torch.full((tokens,), 1.0 / tokens, device=device)
+
+    def ours(logits: Tensor, labels: Tensor, scales: Tensor, mark: Callable[[], None]) -> Tensor:
+        columns = Columns(0, vocabulary, vocabulary)
         found = statistics(logits, labels, columns, options)
-        losses(found, vocabulary, options)
+        loss = losses(found, vocabulary, options)
         mark()
         gradient_(logits, labels, found[0].clone(), scales, columns, options)
+        return loss
+
+    def of_rival(function: Callable[..., Tensor]) -> float:
+        own, theirs = (own_inputs(few) for _ in range(2))
+        expected, loss = ours(own[0].detach(), own[1], scales(len(own[1])), lambda: None).mean(), function(*theirs)
+        (gradient,) = torch.autograd.grad(loss, theirs[0])
+        distance = (gradient.double() - own[0].double()).norm() / own[0].double().norm()
+        return max(abs(loss.item() / expected.item() - 1), distance.item())
 
     def plain(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)
 
-    own = [logits.clone().requires_grad_(), labels]
-    steps: dict[str, Step] = {OURS: ours}
+    steps: dict[str, Step] = {OURS: partial(ours, logits.detach(), labels, scales(tokens))}
+    differences = {}
     for rival, functions in rivals.items():
-        steps[rival] = rival_step(rival, functions["cross_entropy"] if rival == "liger" else plain, own)
-    name = f"cross_entropy {vocabulary} bfloat16"
+        function = functions["cross_entropy"] if rival == "liger" else plain
+        steps[rival] = rival_step(rival, function, [logits, labels])
+        differences[rival] = partial(of_rival, function)
     needed = Traffic(logits.nbytes, 2 * logits.nbytes)
-    return Comparison(name, tokens, steps, needed, CROSS_ENTROPY_TARGET, together=True)
+    return Comparison(
+        f"cross_entropy {vocabulary} bfloat16",
+        tokens,
+        steps,
+        needed,
+        CROSS_ENTROPY_TARGET,
+        together=True,
+        differences=differences,
+        before=lambda: logits.detach().copy_(kept),
+    )
 
 
 def measured(comparison: Comparison, copy: float, device: torch.device, repeats: int, notes: list[str]) -> list[Row]:
-    """The rows of one operation; a rival that fails is a note."""
+    """The rows of one operation; a rival that fails or computes something else is a note."""
     steps = dict(comparison.steps)
     for rival in [rival for rival in steps if rival != OURS]:
         try:
+            found = comparison.differences[rival]()
+            if not found <= DIFFERENT:
+                raise ValueError(f"another result than ours, by {found:.2g}")
+            comparison.before()
             steps[rival](lambda: None)
         except Exception as error:
             notes.append(f"{RIVALS[rival]} {comparison.name}: {type(error).__name__}: {error}".partition("\n")[0])
             del steps[rival]
-    parts = dict(zip(steps, time_interleaved(list(steps.values()), device, repeats), strict=True))
+    times = all_times(list(steps.values()), device, repeats, comparison.before)
+    parts = dict(zip(steps, times, strict=True))
     if comparison.together:
-        parts = {name: [*seconds, sum(seconds)] for name, seconds in parts.items()}
+        parts = {name: [*each, [sum(pair) for pair in zip(*each, strict=True)]] for name, each in parts.items()}
     needed = [comparison.needed.forward, comparison.needed.backward, sum(comparison.needed)]
     rows = []
     for index, direction in enumerate(("forward", "backward", "both")[: len(parts[OURS])]):
-        slowest_allowed = parts["compile"][index] if "compile" in parts else math.inf
+        slowest_allowed = median(parts["compile"][index]) if "compile" in parts else math.inf
         for name, seconds in parts.items():
-            rate = needed[index] / seconds[index]
-            verdict = ""
+            lower, middle, upper = quantiles(seconds[index], n=4, method="inclusive")
+            rate, verdict = needed[index] / middle, ""
             if name == OURS:
                 judged = not comparison.together or direction == "both"
                 target = comparison.target if judged else None
-                verdict = judge(rate / copy, target, slowest_allowed / seconds[index])
-            implementation = RIVALS.get(name, name)
-            milliseconds, of_a_copy = seconds[index] * 1e3, rate / copy
-            rows.append(
-                Row(
-                    comparison.name,
-                    direction,
-                    implementation,
-                    comparison.tokens,
-                    milliseconds,
-                    rate / 1e9,
-                    of_a_copy,
-                    verdict,
-                )
-            )
+                verdict = judge(rate / copy, target, slowest_allowed / middle)
+            where = comparison.name, direction, RIVALS.get(name, name), comparison.tokens
+            rows.append(Row(*where, middle * 1e3, lower * 1e3, upper * 1e3, rate / 1e9, rate / copy, verdict))
     return rows
 
 
@@ -245,8 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
             continue
         for row in found:
-            times = f"{row.milliseconds:9.3f} ms {row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
-            print(f"{row.operation:44} {row.direction:8} {row.implementation:13} {times} {row.verdict}", flush=True)
+            what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
+            spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
+            rate = f"{row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
+            print(what, spread, rate, row.verdict, flush=True)
         rows += found
         write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
     write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)

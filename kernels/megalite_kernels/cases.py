@@ -19,6 +19,7 @@ from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, sq
 from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
 from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.exact_sum import DIGIT_BITS, UNIT_BITS, exact_digits, exact_digits_reference
 from megalite_kernels.grouped import add_grouped_products, grouped_product, scale_gradients_
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.master_weights import keep_weights_, wide_weights
@@ -261,6 +262,28 @@ def _optimizer_cases() -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         name = f"sums_of_squares {_dtypes(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
+
+    name = f"exact_digits {_dtypes(torch.float64)}"
+    inputs = partial(_flat_inputs, FLAT, torch.float32)
+    case = Case("optimizer", name, FLAT, inputs, _exact_sum, traffic=_exact_sum_traffic, timed=_exact_sum_alone)
+    yield replace(case, tolerance=1e-14)
+
+
+def _exact_sum(values: Tensor) -> Tensor:
+    """Return the sum of squares, by the reference if the values are in float64."""
+    squares = [values.double().square_()]
+    digits = exact_digits_reference(squares) if values.dtype == torch.float64 else exact_digits(squares)
+    of_any_size = digits[0, 2:42].double()  # with the higher ones, factors would overflow
+    places = torch.arange(len(of_any_size), dtype=torch.float64, device=values.device)
+    return (of_any_size * torch.exp2(DIGIT_BITS * places - UNIT_BITS)).sum()
+
+
+def _exact_sum_alone(inputs: Sequence[Tensor]) -> Callable[[], object]:
+    return partial(exact_digits, [inputs[0].double().square_()])
+
+
+def _exact_sum_traffic(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
+    return 2 * inputs[0].nbytes, 0
 
 
 def _norm_of(values: Tensor) -> Tensor:

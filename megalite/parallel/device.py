@@ -69,6 +69,16 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on the device. The host does not wait for a GPU's queued work.
+
+    A copy from memory that is not page-locked would wait for it.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # torch keeps the memory until the copy is done
+    return tensor.to(device, non_blocking=True)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak bytes allocated on the device; on the CPU, the peak resident set size of this process."""
     if device.type == "cuda":

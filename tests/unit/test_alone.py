@@ -80,6 +80,7 @@ def test_a_rank_alone_runs_its_kernels(monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = capsys.readouterr().out
     assert "layout   TP 2 x PP 2 x DP 2" in shown
     assert "without communication" in shown
+    assert "model TFLOP/s, half of the causal scores counted" in shown
 
 
 def test_a_calibration_is_of_the_device_that_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.training.kernels import choose_kernels
 from megalite.training.trainer import Trainer
 
-STEPS = 4
+STEPS = 11
 """Number of steps; the first one, in which kernels are compiled, is not counted."""
 
 
@@ -36,6 +36,10 @@ class AsRank:
     """Median of the steps after the first one."""
     all_seconds: Sequence[float]
     peak_bytes: int
+    tflops: float
+    """Model TFLOP/s of a rank, as the average over all ranks."""
+    mfu: float | None
+    """Their share of the device's peak; None if the peak is unknown."""
 
     def lines(self) -> Iterator[str]:
         """Yield the results as text."""
@@ -43,6 +47,8 @@ class AsRank:
         yield f"layout   {self.layout}"
         yield f"device   {self.device}"
         yield f"step     {self.seconds:.4f} s without communication (median; all steps: {times})"
+        share = "" if self.mfu is None else f", {self.mfu:.1%} of the device's peak"
+        yield f"speed    {self.tflops:.3g} model TFLOP/s{share}, half of the causal scores counted"
         yield f"memory   {self.peak_bytes / 2**30:.2f} GiB at the peak"
 
 
@@ -91,10 +97,14 @@ def run_as_rank(config: RunConfig, world_size: int, rank: int, steps: int = STEP
         trainer.step()
         devices.synchronize(device)
         times.append(now() - began)
+    seconds = statistics.median(times[1:])
+    speed = trainer.task.throughput(trainer.consumed_samples // steps, seconds)
     return AsRank(
         devices.device_name(device),
         config.parallel.layout(world_size),
-        statistics.median(times[1:]),
+        seconds,
         times,
         devices.peak_memory_bytes(device),
+        speed["model_tflops_per_device"] or 0.0,
+        speed["mfu"],
     )

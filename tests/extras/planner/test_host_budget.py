@@ -39,7 +39,7 @@ OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
     ({"add_bias_linear": True}, 106),
 ]
 """Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
-OF_A_RUN, OF_A_STEP = 5, 50
+OF_A_RUN, OF_A_STEP = 5, 7
 """Launches of the optimizer: for each run of parameters of a group the sums of squares, two to undo their scale, one to
 square it, and the update; for each step the exact sums of the norm over all of them, as digits that ranks add up."""
 OF_A_BUCKET = 1
