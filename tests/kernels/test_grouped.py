@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.extras.planner.recording import Recorder
 from megalite.model.batch import LayerContext
 from megalite.model.moe import MoE
 from megalite.optim.buckets import DataParallel
@@ -25,7 +26,6 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
-from megalite.extras.planner.recording import Recorder
 from megalite_kernels import grouped
 from megalite_kernels.grouped import add_grouped_products, grouped_product, scale_gradients_
 from megalite_kernels.implementation import Kernels, use
