@@ -93,6 +93,7 @@ def _takes_grouped_mm(rows: Tensor, matrices: Tensor) -> bool:
         rows.is_cuda
         and torch.version.hip is None
         and current().choice != "reference"
+        and "grouped" not in current().to_reference
         and rows.dtype == matrices.dtype == torch.bfloat16
         and all(width * rows.element_size() % 16 == 0 for width in matrices.shape[1:])
         and torch.cuda.get_device_capability(rows.device) >= (9, 0)
