@@ -138,7 +138,7 @@ def check_layers(report: Report) -> None:
 
 
 def _check_speed(report: Report, cells: Sequence[tuple[str, Shape]]) -> None:
-    row = gpu_speed.ceiling(report.device)
+    row = {**gpu_speed.ceiling(report.device), "attention": gpu_speed.attention_operator(cells[0][1], report.device)}
     report.tell(report.part, row, _words(row))
     if report.gpu:
         torch.cuda.empty_cache()

@@ -124,6 +124,8 @@ def check_side_by_side(chosen: Sequence[Case], device: str, deadline: float = ma
 
 def _check_named(name: str, device: str) -> tuple[float, str]:
     (numbers,) = check_numbers([case for case in cases.cases() if case.name == name], device)
+    if device == "cuda":
+        torch.cuda.empty_cache()  # for the others
     return numbers.error, numbers.failure
 
 
