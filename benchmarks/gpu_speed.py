@@ -37,7 +37,7 @@ ORDER = (OURS, "PyTorch", "without kernels", "Liger-Kernel", *list(VARIANTS)[2:]
 ROUNDS = 2
 WARM_UP = 14
 """Steps before those that are timed; compilation is in the first, and clocks settle."""
-TOLERANCE = {"lm_loss": 1e-2, "grad_norm": 1e-1}
+TOLERANCE = {"lm_loss": 2e-3, "grad_norm": 3e-2}
 """Of each step's relative difference between variants, whose bf16 sums are rounded in other places."""
 PRODUCT = 8192
 

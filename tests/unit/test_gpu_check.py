@@ -20,6 +20,7 @@ from benchmarks import (
     gpu_check,
     gpu_context,
     gpu_experts,
+    gpu_numbers,
     gpu_own_model,
     gpu_speed,
     gpu_state,
@@ -30,6 +31,7 @@ from benchmarks.gpu_check import Report
 from benchmarks.gpu_shapes import SMALL, Shape
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite_kernels.cases import cases
 
 RUN = ["--device", "cpu", "--results"]
 
@@ -99,6 +101,18 @@ def test_what_needs_a_gpu_is_not_said_to_be_right(tmp_path: Path, capsys: pytest
     assert gpu_check.main([*RUN, str(tmp_path), "--only", "kernels", "layouts"]) == gpu_check.NOTHING_CHECKED
     assert capsys.readouterr() == ("", "needs a GPU and was not checked: kernels, layouts\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.wide  # two processes that import torch
+def test_processes_side_by_side_check_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu_numbers, "PROCESSES", 2)
+    chosen = [case for case in cases() if case.name in ("rms_norm 128 float32", "rms_norm 128 float16")]
+    found = list(gpu_numbers.check_side_by_side(chosen, "cpu"))
+    assert [numbers.case.name for numbers in found] == [case.name for case in chosen]
+    assert all(numbers.right and not numbers.failure for numbers in found)
+    with pytest.raises(TimeoutError):
+        list(gpu_numbers.check_side_by_side(chosen, "cpu", deadline=0.0))
 
 
 def test_what_is_slow_is_not_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,7 +200,7 @@ def test_small_networks_train_at_two_depths_beside_the_rival(monkeypatch: pytest
 
 
 def test_figures_of_nvidia_smi_are_summed_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those from the time in question alone; what it does not know is left out, and so is a line that it has cut."""
+    """Figures of the time in question alone, without those that it does not know and lines that it has cut."""
     lines = [
         "2026/11/27 23:09:01.000, 345, 2619, 90.1, 40, 0x1", "2026/11/27 23:09:02.000, 1980, 2619, 650.5, 60, 0x4",
         "2026/11/27 23:09:03.500, 1700, 2619, [N/A], 61, 0x0", "2026/11/27 23:09:04.000, 1980, 26",
