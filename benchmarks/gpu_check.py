@@ -44,6 +44,7 @@ from benchmarks.gpu_experts import (
     compare_flex,
     host_waits,
 )
+from benchmarks.gpu_numbers import check_side_by_side
 from benchmarks.gpu_operations import (
     WEIGHT_GRADIENT_TOLERANCE,
     check_attention,
@@ -53,7 +54,6 @@ from benchmarks.gpu_operations import (
 from benchmarks.gpu_shapes import LAYERS_OF_8B, LLAMA_1B, SMALL, Shape
 from benchmarks.gpu_training import TOLERANCE, check_checkpoints, compare
 from benchmarks.results import PACKAGES, RESULTS, versions
-from megalite_kernels import selftest
 from megalite_kernels.cases import cases
 
 
@@ -118,7 +118,7 @@ class Report:
 
 def check_kernels(report: Report) -> None:
     """Numbers of every operation against float64."""
-    for numbers in selftest.check_side_by_side(list(cases()), report.device, report.deadline):
+    for numbers in check_side_by_side(list(cases()), report.device, report.deadline):
         row = {"operation": numbers.case.name, "error over tolerance": numbers.error, "failure": numbers.failure}
         report.tell("kernels", row, str(numbers))
         if not numbers.right:
@@ -138,7 +138,7 @@ def check_layers(report: Report) -> None:
 
 
 def _check_speed(report: Report, cells: Sequence[tuple[str, Shape]]) -> None:
-    row = gpu_speed.ceiling(report.device)
+    row = {**gpu_speed.ceiling(report.device), "attention": gpu_speed.attention_operator(cells[0][1], report.device)}
     report.tell(report.part, row, _words(row))
     if report.gpu:
         torch.cuda.empty_cache()

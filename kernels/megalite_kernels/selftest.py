@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +31,6 @@ from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, time_interl
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 TOKENS = {"cuda": (1, 1031), "cpu": (1, 3)}
 EXIT_WRONG, EXIT_NOTHING_TO_TEST = 1, 2
-PROCESSES = 16
-"""The most, which share the GPU's memory."""
 
 
 def largest_error(case: Case, tokens: int, device: str) -> float:
@@ -106,27 +101,6 @@ def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
             yield Numbers(case, math.inf, f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
-def check_side_by_side(chosen: Sequence[Case], device: str, deadline: float = math.inf) -> Iterator[Numbers]:
-    """Do the same, in the same order, in processes side by side: most of the time is compilation.
-
-    Raises TimeoutError at the deadline, of the monotonic clock.
-    """
-    processes = max(min(os.cpu_count() or 1, PROCESSES, len(chosen)), 1)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
-    try:
-        found = [pool.submit(_check_named, case.name, device) for case in chosen]
-        for case, each in zip(chosen, found, strict=True):
-            left = None if deadline == math.inf else max(deadline - time.monotonic(), 0.0)
-            yield Numbers(case, *each.result(left))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_named(name: str, device: str) -> tuple[float, str]:
-    (numbers,) = check_numbers([case for case in cases.cases() if case.name == name], device)
-    return numbers.error, numbers.failure
-
-
 @dataclass(frozen=True)
 class Speed:
     """Seconds of one direction of an operation, and its bandwidth: the least bytes to read and write per second."""
@@ -180,8 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [case for case in chosen if "bfloat16" not in case.name]
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if flags.device == 'cuda' else 'interpreter'}")
     right = []
-    check = check_side_by_side if flags.device == "cuda" else check_numbers
-    for numbers in check(chosen, flags.device):
+    for numbers in check_numbers(chosen, flags.device):
         print(numbers, flush=True)
         right += [numbers.case] if numbers.right else []
     if flags.device == "cuda" and not flags.numbers:

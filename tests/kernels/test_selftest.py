@@ -65,18 +65,6 @@ def test_what_is_wrong_is_found(kind: str, monkeypatch: pytest.MonkeyPatch, caps
     assert verdict == "selftest: 1 of 2 operations are WRONG"
 
 
-@pytest.mark.wide  # two processes that import torch
-def test_processes_side_by_side_check_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(selftest, "PROCESSES", 2)
-    chosen = [case for case in cases.cases() if case.name in ("rms_norm 128 float32", "rms_norm 128 float16")]
-    found = list(selftest.check_side_by_side(chosen, "cpu"))
-    assert [numbers.case for numbers in found] == chosen
-    assert all(numbers.right and not numbers.failure for numbers in found)
-    with pytest.raises(TimeoutError):
-        list(selftest.check_side_by_side(chosen, "cpu", deadline=0.0))
-
-
 def test_what_is_written_over_is_a_copy() -> None:
     """Each run, and the one in float64, starts from the same inputs."""
     case = replace(PLAIN, make_inputs=lambda tokens, device: [torch.ones(tokens, 8)], run=lambda x: x.mul_(3.0))

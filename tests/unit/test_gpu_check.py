@@ -8,6 +8,7 @@ import os
 import subprocess
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks import (
     gpu_check,
     gpu_context,
     gpu_experts,
+    gpu_numbers,
     gpu_own_model,
     gpu_speed,
     gpu_state,
@@ -29,6 +31,7 @@ from benchmarks.gpu_check import Report
 from benchmarks.gpu_shapes import SMALL, Shape
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite_kernels.cases import cases
 
 RUN = ["--device", "cpu", "--results"]
 
@@ -100,6 +103,18 @@ def test_what_needs_a_gpu_is_not_said_to_be_right(tmp_path: Path, capsys: pytest
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide  # two processes that import torch
+def test_processes_side_by_side_check_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu_numbers, "PROCESSES", 2)
+    chosen = [case for case in cases() if case.name in ("rms_norm 128 float32", "rms_norm 128 float16")]
+    found = list(gpu_numbers.check_side_by_side(chosen, "cpu"))
+    assert [numbers.case.name for numbers in found] == [case.name for case in chosen]
+    assert all(numbers.right and not numbers.failure for numbers in found)
+    with pytest.raises(TimeoutError):
+        list(gpu_numbers.check_side_by_side(chosen, "cpu", deadline=0.0))
+
+
 def test_what_is_slow_is_not_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_check, "compare_with_copy", lambda device: {"int8 pack": 9.0, "fp8 pack": 99.0})
     monkeypatch.setattr(Report, "gpu", True)
@@ -129,7 +144,7 @@ def train_by_hand(seconds: dict[str, float], **worse: float) -> Any:
         if name not in gpu_speed.RIVALS:
             for step in steps:
                 step["model_tflops_per_device"] = 1e-12 * 60 * shape.layers / step["iteration_time_s"]
-        return gpu_speed.Run(name, shape, steps, {"power.draw": [1.0, 2.0, 3.0]})
+        return gpu_speed.Run(name, shape, steps, [gpu_state.Sample(0.0, ("1", "1", "90.5", "1"), "0x0")])
 
     return run_once
 
@@ -143,7 +158,7 @@ def test_variants_and_rivals_train_in_turn_and_one_that_fails_is_told_once(monke
     ours, rival = rows[0], rows[2]
     assert ours["milliseconds"] == [4000.0] * 5
     assert ours["mean milliseconds of the wall clock"] == ours["mean milliseconds"] == 4000.0
-    assert ours["power.draw"] == [1.0, 2.0, 3.0]
+    assert "power.draw" not in ours  # it was sampled before the timed steps alone
     assert ours["largest relative difference"] == {"lm_loss": 0.0, "grad_norm": 0.0}
     assert ours["TFLOP/s per GPU"] == pytest.approx(2 * rival["TFLOP/s per GPU"])  # the rival's FLOPs are ours
     assert "largest relative difference" not in rival
@@ -179,24 +194,29 @@ def test_small_networks_train_at_two_depths_beside_the_rival(monkeypatch: pytest
     assert code == 0
     product, *rows = found["layers"]
     assert product["TFLOP/s per GPU"] > 0
+    assert product["attention"] == "FLASH_ATTENTION"
     assert not [row for row in rows if "failed" in row]
     assert [row["a layer of"] for row in rows[-2:]] == ["kernels", "PyTorch"]
 
 
 def test_figures_of_nvidia_smi_are_summed_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Figures of the time in question alone, without those that it does not know and lines that it has cut."""
+    lines = [
+        "2026/11/27 23:09:01.000, 345, 2619, 90.1, 40, 0x1", "2026/11/27 23:09:02.000, 1980, 2619, 650.5, 60, 0x4",
+        "2026/11/27 23:09:03.500, 1700, 2619, [N/A], 61, 0x0", "2026/11/27 23:09:04.000, 1980, 26",
+    ]  # fmt: skip
     script = tmp_path / "nvidia-smi"
-    script.write_text(
-        "#!/bin/sh\necho '1980, 2619, 650.5, 60, 0x04'; echo '1700, 2619, [N/A], 61, 0x00'; exec sleep 60\n"
-    )
+    script.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), "exec sleep 60"]))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found: dict[str, object] = {}
-    with gpu_state.sampled(found):
-        time.sleep(0.2)
+    with gpu_state.sampled() as samples:
+        time.sleep(0.3)
+    begin = datetime(2026, 11, 27, 23, 9, 2).timestamp()
+    found = gpu_state.summary(samples, begin, begin + 2)
     assert found["clocks.sm"] == [1700.0, 1840.0, 1980.0]
     assert found["power.draw"] == [650.5] * 3
-    assert found[gpu_state.REASONS] == ["0x00", "0x04"]
-    assert gpu_state.summary("1980, 2619, 65") == {}  # a line that was cut
+    assert found[gpu_state.REASONS] == ["0x0", "0x4"]
+    assert gpu_state.summary(samples, 0.0, 1.0) == {}
 
 
 def test_a_training_is_ended_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
