@@ -141,8 +141,11 @@ class Router(nn.Module):
         if not self.training:
             return Routing(chosen.flatten(0, 1), weights, None, NO_SUMS)
         kept = self._keep(chosen, weights.detach(), context.layout)
-        counts = self._count(kept, unbiased_choice, chosen)
-        return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, unbiased_choice, context.padding))
+        of_sequences = None
+        if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
+            of_sequences = occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts)
+        counts = self._count(kept, unbiased_choice, chosen, of_sequences)
+        return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, of_sequences, context.padding))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits, in fp32 or wider: [sequence, batch, hidden] to [sequence, batch, experts]."""
@@ -188,11 +191,16 @@ class Router(nn.Module):
             return chosen
         return _drop_over_capacity(chosen, weights, capacity, policy, self.sample_group, layout)
 
-    def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor) -> Tensor:
-        """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding."""
-        counts = unbiased = occurrences(kept.flatten(), self.num_experts)
-        if unbiased_choice is not kept:
+    def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor, of_sequences: Tensor | None) -> Tensor:
+        """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding.
+
+        `of_sequences`: [batch, experts], the unbiased choices of each sequence, if they are counted already.
+        """
+        if of_sequences is None:
             unbiased = occurrences(unbiased_choice.flatten(), self.num_experts)
+        else:
+            unbiased = of_sequences.sum(0)
+        counts = unbiased if kept is unbiased_choice else occurrences(kept.flatten(), self.num_experts)
         dropped = counts.new_zeros(1) if kept is chosen else ((chosen >= 0).sum() - (kept >= 0).sum())[None]
         return torch.cat([counts, unbiased, dropped])
 
@@ -203,21 +211,23 @@ class Router(nn.Module):
             return None
         return min(math.ceil(sequence * self.rule.topk / self.num_experts * factor), sequence)
 
-    def _terms(self, logits: Tensor, unbiased_choice: Tensor, padding: Tensor | None) -> TermSums:
+    def _terms(self, logits: Tensor, of_sequences: Tensor | None, padding: Tensor | None) -> TermSums:
         """Return the sums of the loss terms over this rank's tokens.
 
         Args:
             logits: [sequence, batch, experts].
-            unbiased_choice: [sequence, batch, topk]; -1 for padding.
+            of_sequences: [batch, experts]: the unbiased choices of each sequence, if a loss compares them.
             padding: [sequence, batch]; None without padding.
         """
-        real = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device) if padding is None else ~padding
-        shares = routing_probabilities(logits, self.rule.score_function) * real[:, :, None]
+        shares = routing_probabilities(logits, self.rule.score_function)
+        if padding is not None:
+            shares = shares * ~padding[:, :, None]
         terms: dict[str, Tensor] = {}
-        if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
-            counts = torch.cat(
-                [occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts), real.sum(0)[:, None]], dim=1
-            )
+        if of_sequences is not None:
+            tokens = of_sequences.new_full((len(of_sequences), 1), len(logits))
+            if padding is not None:
+                tokens = (~padding).sum(0)[:, None]
+            counts = torch.cat([of_sequences, tokens], dim=1)
             counts = collectives.all_reduce_(counts, self.sample_group).to(logits.dtype)
             if "aux_loss" in self.balancing:
                 terms[BALANCING_LOSSES["aux_loss"].name] = self._balance(counts.sum(0), shares.sum((0, 1)))
@@ -228,7 +238,8 @@ class Router(nn.Module):
             of_batch = self.num_experts * (load * shares.sum((0, 1))).sum()
             terms[BALANCING_LOSSES["global_aux_loss"].name] = of_batch
         if self.config.moe_z_loss_coeff:
-            terms[Z_LOSS] = (logits.logsumexp(-1).square() * real).sum()
+            squares = logits.logsumexp(-1).square()
+            terms[Z_LOSS] = (squares if padding is None else squares * ~padding).sum()
         return {**terms, ENTROPY: torch.special.entr(shares.detach()).sum()}
 
     def _balance(self, counts: Tensor, shares: Tensor) -> Tensor:
@@ -239,8 +250,8 @@ class Router(nn.Module):
             shares: [..., experts]: the sum of each expert's shares over this rank's tokens of the group.
         """
         tokens = counts[..., -1:].clamp(min=1)
-        fractions = counts[..., :-1] / (self.rule.topk * tokens)
-        return (fractions * shares / tokens).sum() * self.num_experts
+        factors = counts[..., :-1] * (self.num_experts / self.rule.topk) / tokens.square()  # none has a gradient
+        return (factors * shares).sum()
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:

@@ -29,14 +29,15 @@ LAYER = {
     "gpt2": (44, 0),
     # Two products forward and four backward for all experts together. The rest chooses, counts and sorts by expert. The
     # host waits for the numbers of their tokens.
-    "experts": (74, 1),
+    "experts": (72, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
 OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
     ({}, 90),
     ({"qk_layernorm": True}, 90),
-    ({"moe_aux_loss_coeff": (0.001,)}, 97),
-    ({"add_bias_linear": True}, 106),
+    ({"moe_aux_loss_coeff": (0.001,)}, 90),
+    ({"moe_aux_loss_coeff": (0.001,), "qk_layernorm": True}, 102),
+    ({"add_bias_linear": True}, 104),
 ]
 """Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
 OF_A_RUN, OF_A_STEP = 5, 7
