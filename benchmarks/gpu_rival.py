@@ -2,10 +2,10 @@
 
     python -m benchmarks.gpu_rival --shape '{"layers": 16, ...}' --metrics-path FILE [--operations liger] [--device cpu]
 
-bf16 parameters with fp32 masters, scaled_dot_product_attention, AdamW(fused=True), and torch.compile over each layer
-and over the output layer with the loss, which takes less time to compile than the whole network; with `--operations
-liger`, Liger-Kernel's RMSNorm, SwiGLU and loss fused with the output layer. Writes a line a step, as pretrain_gpt.py
-does.
+bf16 parameters with fp32 masters, gradients that are added in bf16, scaled_dot_product_attention, AdamW(fused=True),
+and torch.compile over each layer and over the output layer with the loss, which compiles faster than the whole network;
+with `--operations liger`, Liger-Kernel's RMSNorm, SwiGLU and loss fused with the output layer. Writes a line a step, as
+pretrain_gpt.py does.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
+from benchmarks.gpu_state import sampled, summary
 from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
@@ -226,12 +225,24 @@ def write(rows: Sequence[Row], figures: Mapping[str, Any], directory: Path) -> N
     (directory / "kernels.svg").write_text(bar_chart(title, groups, TARGET, f"{TARGET:.0%}"))
 
 
-def clocks() -> str | None:
-    """What the GPU runs at, and may."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit", "--format=csv"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
+def measure_all(
+    makers: Sequence[tuple[str, Callable[[], Comparison]]],
+    copy: float,
+    device: torch.device,
+    repeats: int,
+    deadline: float,
+    notes: list[str],
+) -> Iterator[list[Row]]:
+    """Yield the rows of each operation, until the deadline of the monotonic clock; one that fails is a note."""
+    for name, make in makers:
+        if time.monotonic() > deadline:
+            notes.append(f"{name}: no time was left")
+            continue
+        torch.compiler.reset()  # each shape is compiled for itself
+        try:
+            yield measured(make(), copy, device, repeats, notes)
+        except Exception as error:  # the others are of use
+            notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,7 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "device": torch.cuda.get_device_name() if flags.device == "cuda" else "CPU",
         "megalite": current().description(device, torch.bfloat16),
         "copy_gigabytes_per_second": copy / 1e9,
-        "clocks_before": clocks(),
     }
     print(f"{figures['device']}, megalite: {figures['megalite']}, a copy: {copy / 1e9:.0f} GB/s", flush=True)
     rows: list[Row] = []
@@ -264,26 +274,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("cross_entropy", partial(of_loss, rivals, flags.tokens, flags.vocabulary, flags.device))
     ]
     makers += [(case.name, partial(of_case, case, rivals, flags.tokens, flags.device)) for case in compared_cases()]
-    for name, make in makers:
-        if flags.only not in name:
-            continue
-        if time.monotonic() > begin + 60 * flags.minutes:
-            notes.append(f"{name}: no time was left")
-            continue
-        torch.compiler.reset()  # each shape is compiled for itself
-        try:
-            found = measured(make(), copy, device, flags.repeats, notes)
-        except Exception as error:  # the others are of use
-            notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
-            continue
-        for row in found:
-            what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
-            spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
-            rate = f"{row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
-            print(what, spread, rate, row.verdict, flush=True)
-        rows += found
-        write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
-    write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
+    makers = [(name, make) for name, make in makers if flags.only in name]
+    deadline = begin + 60 * flags.minutes
+    with sampled() as samples:
+        for found in measure_all(makers, copy, device, flags.repeats, deadline, notes):
+            for row in found:
+                what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
+                spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
+                rate = f"{row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
+                print(what, spread, rate, row.verdict, flush=True)
+            rows += found
+            write(rows, figures | {"notes": notes}, flags.results)
+    write(rows, figures | {"notes": notes, "gpu_meanwhile": summary(samples, 0.0, math.inf)}, flags.results)
     for note in notes:
         print(f"note: {note}")
     return 0

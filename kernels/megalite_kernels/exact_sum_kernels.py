@@ -54,8 +54,8 @@ def _sum_digits(
         exponent = ((word >> 52) & FINITE).to(tl.int32)
         fraction = word & ((1 << 52) - 1)
         finite = exponent < FINITE
-        found += tl.where(column == 0, tl.sum(((fraction == 0) & ~finite).to(tl.int64), 0), 0)
-        found += tl.where(column == 1, tl.sum(((fraction != 0) & ~finite).to(tl.int64), 0), 0)
+        others = tl.sum(tl.where(finite, 0, tl.where(fraction == 0, 1, 1 << 32)), 0)  # both numbers in one sum
+        found += tl.where(column == 0, others & digit_mask, 0) + tl.where(column == 1, others >> 32, 0)
         mantissa = tl.where(finite, tl.where(exponent > 0, fraction | (1 << 52), fraction), 0)
         place = tl.where(exponent > 0, exponent, 1) + SHIFT
         digit = place // DIGIT_BITS + 2
@@ -64,7 +64,7 @@ def _sum_digits(
         above = mantissa >> (DIGIT_BITS - shift)
         middle, upper = above & digit_mask, above >> DIGIT_BITS
         first = tl.min(tl.where(mantissa > 0, digit, WIDTH), 0)
-        last = tl.max(tl.where(mantissa > 0, digit, 0), 0)
+        last = tl.max(digit, 0)
         for each in range(first, last + 3):
             part = tl.where(digit == each, lower, 0) + tl.where(digit + 1 == each, middle, 0)
             part += tl.where(digit + 2 == each, upper, 0)

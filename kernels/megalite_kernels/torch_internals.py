@@ -49,7 +49,10 @@ def operator_of_attention(query: Tensor, key: Tensor, value: Tensor, causal: boo
 
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
-    return query.is_cuda and operator_of_attention(query, key, value, causal) == SDPBackend.CUDNN_ATTENTION
+    """Tell if it does so for training: some widths have a forward alone."""
+    if not query.is_cuda:
+        return False
+    return operator_of_attention(query.detach().requires_grad_(), key, value, causal) == SDPBackend.CUDNN_ATTENTION
 
 
 def flash_attention(

@@ -44,12 +44,11 @@ def test_a_sum_is_rounded_once(elements: int) -> None:
 
 
 def test_each_tensor_has_its_sum_whatever_the_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = close(9 * TILE), close(100), torch.zeros(0, dtype=torch.float64), drawn(3 * TILE)
+    numbers = close(5 * TILE), close(100), torch.zeros(0, dtype=torch.float64), drawn(30)
     whole = sums(*numbers)
-    for programs in (1, 2):
-        monkeypatch.setattr(exact_sum_kernels, "PROGRAMS", programs)
-        assert sums(*numbers) == whole
-    order = torch.randperm(9 * TILE, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(exact_sum_kernels, "PROGRAMS", 1)
+    assert sums(*numbers) == whole
+    order = torch.randperm(5 * TILE, generator=torch.Generator().manual_seed(0))
     assert sums(numbers[0][order], *numbers[1:]) == whole
 
 
@@ -77,3 +76,5 @@ def test_what_is_not_finite_shows(bad: list[float], expected: float) -> None:
     assert found == expected or math.isnan(found) == math.isnan(expected) is True
     (both,) = sums(torch.tensor([math.inf, math.nan], dtype=torch.float64))
     assert math.isnan(both)
+    digits = exact_digits([torch.tensor([math.inf, math.inf, math.nan, 1.0], dtype=torch.float64)])
+    assert digits[0, :2].tolist() == [2, 1]

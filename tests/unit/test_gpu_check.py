@@ -167,6 +167,21 @@ def test_variants_and_rivals_train_in_turn_and_one_that_fails_is_told_once(monke
     assert {row["left out"] for row in late} == {"no time was left"}
 
 
+def test_what_has_no_time_is_left_out_and_the_rest_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_once = train_by_hand({"kernels": 2.0})
+
+    def hanging(name: str, *given: Any, **options: Any) -> gpu_speed.Run:
+        if name == "PyTorch":
+            raise subprocess.TimeoutExpired("gpu_rival", 1.0)
+        return run_once(name, *given, **options)
+
+    monkeypatch.setattr(gpu_speed, "run_once", hanging)
+    cells = [("kernels", SMALL), ("kernels", SHALLOW), ("PyTorch", SMALL)]
+    rows = list(gpu_speed.run_in_turn(cells, 1, gpu=False, deadline=math.inf))
+    assert rows[2] == {"variant": "PyTorch", "layers": 2, "left out": "no time was left"}
+    assert rows[-1]["a layer of"] == "kernels"
+
+
 def test_a_layer_takes_what_more_layers_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_speed, "run_once", train_by_hand({"kernels": 2.0, "PyTorch": 3.0}))
     cells = [(name, shape) for name in ("kernels", "PyTorch") for shape in (SMALL, SHALLOW)]
