@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, offsets: Sequence[int], ends: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ def grouped_product(rows: Tensor, matrices: Tensor, offsets: Sequence[int], ends
 
 def _takes_grouped_mm(rows: Tensor, matrices: Tensor) -> bool:
     return (
-        rows.is_cuda
+        on_gpu(rows)
         and torch.version.hip is None
         and current().choice != "reference"
         and rows.dtype == matrices.dtype == torch.bfloat16
         and all(width * rows.element_size() % 16 == 0 for width in matrices.shape[1:])
-        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+        and (rows.is_meta or torch.cuda.get_device_capability(rows.device) >= (9, 0))  # plans are of such GPUs
     )

@@ -17,7 +17,7 @@ from megalite.pipeline.timeline import TimeLine, measured_durations
 from megalite.pipeline.trace import read_trace
 from megalite.planner.cluster import find_cluster
 from megalite.planner.cost import Prices
-from megalite.planner.dry_run import gpu_kernels
+from megalite.planner.dry_run import planned_kernels
 from megalite.planner.parts import Parts, part_records
 from megalite.planner.records import PartRecord
 from megalite.training.data import known_vocabulary
@@ -111,5 +111,5 @@ def with_stages(config: RunConfig, world_size: int) -> RunConfig:
         return with_letters(measured(read_trace(Path(file)), layers))
     known = resolve(with_letters(PartCosts(0.0, (1.0,) * layers, 0.0)), world_size)  # whatever else may be wrong
     known = replace(known, model=replace(known.model, vocab_size=known_vocabulary(config)[0]))
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         return with_letters(priced(part_records(known), known, Prices(find_cluster(_GPU))))
