@@ -27,7 +27,7 @@ LAYER = {
     "gpt2": (44, 0),
     # With 8 experts, each with two products forward and four backward, one after another as on GPUs before H100. The
     # host waits for the numbers of their tokens.
-    "experts": (151, 1),
+    "experts": (123, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
 OF_A_RUN, OF_A_STEP = 5, 50
