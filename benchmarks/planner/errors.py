@@ -54,6 +54,14 @@ def of_lineage(found: Iterable[Prediction]) -> list[Prediction]:
     return [each for each in found if PROGRAMS[each.run.program].lineage]
 
 
+def classes(found: Iterable[Prediction]) -> list[tuple[str, list[Prediction]]]:
+    """Return the predictions of dense networks and of those with experts, each with its name."""
+    groups: dict[str, list[Prediction]] = {"dense": [], "experts": []}
+    for each in found:
+        groups["experts" if each.run.config.model.num_experts else "dense"].append(each)
+    return list(groups.items())
+
+
 def widths(found: Sequence[Prediction]) -> dict[str, float]:
     """Return the factor of each program that the measured seconds are within nine times of ten; "" for all."""
     by_program = defaultdict(list)

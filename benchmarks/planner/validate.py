@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.planner.errors import Prediction, covered, mean_error, of_lineage, predictions, widths
+from benchmarks.planner.errors import Prediction, classes, covered, mean_error, of_lineage, predictions, widths
 from benchmarks.planner.fit import Fit, timed_runs
 from benchmarks.planner.published import rows
 from benchmarks.planner.tables import (
@@ -37,6 +37,7 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
     factors = widths(found)
     far = [each for each in found if abs(each.error) > FAR]
     slowdowns = [(each.run.seconds or 0) / (best.run.seconds or 1) - 1 for each, best, _ in choices(found)]
+    groups = [("all", found), ("Megatron-LM and its descendants", of_lineage(found)), *classes(found)]
     lines = [
         "# Validation of the planner",
         "",
@@ -52,7 +53,7 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
             ("runs", "number", "mean error of the step time", "within 15 %"),
             (
                 (name, len(own), f"{mean_error(own):.1%}", f"{fmean(abs(each.error) <= FAR for each in own):.0%}")
-                for name, own in (("all", found), ("Megatron-LM and its descendants", of_lineage(found)))
+                for name, own in groups
             ),
         ),
         "",
@@ -114,6 +115,8 @@ def main() -> None:
     found = predictions(fit)
     PAGE.write_text(page(fit, found))
     print(f"{mean_error(found):.1%} over all, {mean_error(of_lineage(found)):.1%} of Megatron's lineage: {PAGE}")
+    for name, own in classes(found):
+        print(f"{mean_error(own):.1%} of {len(own)} {name}")
 
 
 if __name__ == "__main__":

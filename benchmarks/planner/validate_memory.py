@@ -18,10 +18,10 @@ from benchmarks.planner.measured_memory import Case, measured, rows
 from benchmarks.planner.tables import table
 from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
 from megalite.config.validate import resolve
+from megalite.extras.planner.dry_run import dry_run
+from megalite.extras.planner.memory import in_flight
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
-from megalite.planner.dry_run import dry_run
-from megalite.planner.memory import in_flight
 from megalite.training.builder import model_dtype
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory_validation.md"

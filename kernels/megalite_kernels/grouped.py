@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 from megalite_kernels.launch import chunk_elements
 from megalite_kernels.products import add_product
 
@@ -90,11 +90,11 @@ def _runs_triton(first: Tensor, second: Tensor) -> bool:
 
 def _takes_grouped_mm(rows: Tensor, matrices: Tensor) -> bool:
     return (
-        rows.is_cuda
+        on_gpu(rows)
         and torch.version.hip is None
         and current().choice != "reference"
         and "grouped" not in current().to_reference
         and rows.dtype == matrices.dtype == torch.bfloat16
         and all(width * rows.element_size() % 16 == 0 for width in matrices.shape[1:])
-        and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+        and (rows.is_meta or torch.cuda.get_device_capability(rows.device) >= (9, 0))  # plans are of such GPUs
     )

@@ -90,7 +90,7 @@ class _Driver:
 
 def compile_only(name: str) -> list[Any]:
     """Let launches in this process only compile, for the target of this name. Returns the list of compiled kernels."""
-    use(Kernels("triton"))
+    use(Kernels("triton", meta_is_gpu=True))
     launch.LANES = TARGETS[name].warp_size
     driver.set_active(_Driver(name))
     launched: list[Any] = []

@@ -54,6 +54,11 @@ class Gpu:
         return self.peak.get(dtype) or self.peak["float32"]
 
     @property
+    def is_cpu(self) -> bool:
+        """True for a core of a CPU, which runs no kernels of GPUs."""
+        return self.name == "cpu"
+
+    @property
     def half_peak(self) -> float:
         """Peak in FLOP/s of the 16-bit dtypes."""
         return self.peak.get("bfloat16") or self.peak_of("float16")

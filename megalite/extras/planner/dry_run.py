@@ -37,7 +37,7 @@ from megalite.training.gpt_task import GPTTask
 from megalite.training.memory import Memory
 from megalite.training.summary import measured_memory
 from megalite.training.trainer import Trainer
-from megalite_kernels.implementation import Kernels, current, is_installed, use
+from megalite_kernels.implementation import Kernels, current, use
 
 META = torch.device("meta")
 OPTIMIZER = "optimizer"
@@ -119,8 +119,9 @@ class DryRun:
         return (self.seconds - self.optimizer_seconds) / max(self.layers * self.micro_batches, 1)
 
 
-def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
-    """Build a rank on the meta device and run one step of its list of actions, with the optimizer.
+def dry_run(config: RunConfig, world_size: int, rank: int, *, of_gpu: bool = True) -> DryRun:
+    """Build a rank on the meta device, in place of a GPU or a CPU, and run one step of its list of actions, with the
+    optimizer.
 
     Raises ConfigurationError if the configuration does not fit the ranks, and DataError if the tokenizer is needed for
     the size of the vocabulary and cannot be opened.
@@ -128,7 +129,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
     config = resolve(config, world_size)
     mesh = UnconnectedMesh(rank=rank, world_size=world_size, device=META, **config.parallel.mesh_sizes)
     recorder = Recorder()
-    with gpu_kernels(config.kernels), recorder:
+    with planned_kernels(config.kernels, of_gpu=of_gpu), recorder:
         task = DryTask(config, mesh)
         trainer = Trainer(config, task, mesh)
         memory = measured_memory(trainer, task)
@@ -143,13 +144,13 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
         micro_batches = len(gradients.micro_batches)
         del gradients
         mesh.traffic.listener = None
-    with gpu_kernels(config.kernels), host_speed():
+    with planned_kernels(config.kernels, of_gpu=of_gpu), host_speed():
         began = time.process_time()  # of the CPU: other processes take some of the time that passes
         gradients = trainer.forward_backward()
         half_way = time.process_time()
         trainer.update(gradients)
         ended = time.process_time()
-        kernels = "Triton's" if current().choice == "triton" else "the references"
+        kernels = "Triton's" if current().runs_triton("norm", torch.empty(0, device=META)) else "the references"
     return DryRun(
         rank=rank,
         world_size=world_size,
@@ -174,12 +175,14 @@ def dry_run(config: RunConfig, world_size: int, rank: int) -> DryRun:
 
 
 @contextmanager
-def gpu_kernels(config: KernelsConfig) -> Iterator[None]:
-    """Choose the kernels that a GPU runs, within the block: Triton's if it is installed and the flags allow it."""
+def planned_kernels(config: KernelsConfig, *, of_gpu: bool = True) -> Iterator[None]:
+    """Let the meta device stand for a GPU or a CPU within the block, with the kernels that the flags choose there.
+
+    A GPU has Triton's if Triton is installed here.
+    """
     mend_products_on_meta()
     before = current()
-    auto = "triton" if config.kernels == "auto" and is_installed() else config.kernels
-    use(Kernels(auto, config.to_reference))
+    use(Kernels(config.kernels, config.to_reference, meta_is_gpu=of_gpu))
     try:
         yield
     finally:
@@ -207,12 +210,14 @@ class DryTask(GPTTask):
 def dry_micro_batch(config: RunConfig, mesh: ParallelMesh, cutting: Cutting) -> MicroBatch:
     """Return a micro-batch of this rank, on the mesh's device."""
     count, length, device = config.training.micro_batch_size, config.data.seq_length, mesh.device
+    # Where documents begin is not known: all begin with the sample, so that each token sees the most keys.
     layout = cutting.layout(length, FirstKeys())
     shape = count, sum(map(len, layout.runs))
+    first = torch.zeros(count, length, dtype=torch.int64, device=device) if config.data.reset_attention_mask else None
     tokens, positions, labels = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3))
     wide = torch.promote_types(builder.model_dtype(config), torch.float32)
     key = RandomKey(config.training.seed, tuple(range(count)))
-    return MicroBatch(tokens, positions, None, labels, torch.ones(shape, dtype=wide, device=device), key, layout)
+    return MicroBatch(tokens, positions, first, labels, torch.ones(shape, dtype=wide, device=device), key, layout)
 
 
 class _Observer:

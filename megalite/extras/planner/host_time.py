@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.extras.planner.recording import flash_attention, takes_flash, value_on_host
+from megalite.extras.planner.recording import fused_attention, value_on_host
 from megalite.torch_internals import TorchDispatchMode
 from megalite_kernels.launch import recorded_launches
 
@@ -81,7 +81,7 @@ def _copies(tensor: Tensor, source: Tensor, *_: Any) -> bool:
 
 def _attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(query: Tensor, *args: Any, **options: Any) -> Tensor:
-        run = flash_attention if takes_flash(query, options) else otherwise
+        run = fused_attention if query.is_meta else otherwise
         return run(query, *args, **options)
 
     return call

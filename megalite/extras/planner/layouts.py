@@ -186,7 +186,9 @@ AXES = tuple(each.name for each in fields(Layout))
 """Names of what a search chooses."""
 
 
-def layouts(config: RunConfig, gpus: int, keep: Collection[str] = ()) -> Iterator[Layout]:
+def layouts(
+    config: RunConfig, gpus: int, keep: Collection[str] = (), *, whole_samples: bool = False
+) -> Iterator[Layout]:
     """Yield the layouts whose sizes divide each other; `validate` may still refuse some of them.
 
     Those with ZeRO stage 1 stand for all stages, unless `keep` says that the flags' stage stays.
@@ -194,9 +196,10 @@ def layouts(config: RunConfig, gpus: int, keep: Collection[str] = ()) -> Iterato
     Args:
         config: has a global batch size.
         keep: axes that stay as the flags have them.
+        whole_samples: leave out context-parallel ranks.
     """
     own = Layout.of(config) if keep else None
-    for tensor, sequence, context in _splits(config, gpus):
+    for tensor, sequence, context in _splits(config, gpus, whole_samples=whole_samples):
         for pipeline in divisors(gpus // (tensor * context)):
             samples = _samples(config, gpus // (tensor * context * pipeline))
             if pipeline > config.model.num_layers or not samples:
@@ -211,14 +214,14 @@ def layouts(config: RunConfig, gpus: int, keep: Collection[str] = ()) -> Iterato
                     yield found
 
 
-def _splits(config: RunConfig, gpus: int) -> Iterator[tuple[int, bool, int]]:
+def _splits(config: RunConfig, gpus: int, *, whole_samples: bool) -> Iterator[tuple[int, bool, int]]:
     """Yield tensor-parallel sizes, whether these ranks also split sequences, and context-parallel sizes."""
     model, length = config.model, config.data.seq_length
     for tensor in divisors(gpus):
         if uneven_widths(replace(model, moe_ffn_hidden_size=tensor), tensor):  # experts need not be split
             continue
         for sequence in [False] if tensor == 1 else [True] if model.num_experts else [True, False]:
-            for context in divisors(gpus // tensor):
+            for context in [1] if whole_samples else divisors(gpus // tensor):
                 parts = (tensor if sequence else 1) * (2 * context if context > 1 else 1)
                 if length % parts == 0:
                     yield tensor, sequence, context

@@ -7,12 +7,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
 from megalite.config import RunConfig
 from megalite.config.validate import resolve
 from megalite.errors import MegaliteError
 from megalite.extras.planner.cluster import Cluster, Stack, find_stack
 from megalite.extras.planner.cost import Prices
-from megalite.extras.planner.dry_run import dry_run, gpu_kernels
+from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.extras.planner.layouts import Layout, has_uneven_stages, to_search
 from megalite.extras.planner.memory import Flights, RankMemory, in_flight, memory_in_flight
 from megalite.extras.planner.parts import Parts, part_records
@@ -24,6 +26,7 @@ from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
 from megalite.training.data import known_vocabulary
+from megalite.training.kernels import require_equal_dropout
 
 GIB = 2**30
 _RECORDED_LAYERS = 3
@@ -74,6 +77,11 @@ class Planner:
         self._parts: dict[Hashable, Parts | None] = {}
         self._by_weights: dict[Hashable, Parts] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """The kind of device that is planned."""
+        return torch.device("cpu" if self.cluster.gpu.is_cpu else "cuda")
+
     def with_gpus(self, gpus: int) -> Planner:
         """Return the planner of the same run on another number of GPUs."""
         other = copy(self)  # with the same records and prices
@@ -95,6 +103,7 @@ class Planner:
     def plan(self, config: RunConfig) -> Plan:
         """Return the plan of a run as its flags describe it. Raises ConfigurationError if its layout is not valid."""
         config = resolve(config, self.gpus)
+        require_equal_dropout(config, self.device)
         parts = self.parts(config)
         if parts is None:
             raise MegaliteError(f"the network cannot be divided as {config.parallel.layout(self.gpus)}")
@@ -162,7 +171,8 @@ class Planner:
         samples = step.filling * training.micro_batch_size * parallel.data_parallel_size(plan.gpus)
         config = replace(plan.config, training=replace(training, global_batch_size=samples), model=self._given)
         rank = plan.fullest * (plan.gpus // parallel.pipeline_model_parallel_size)
-        return rank, dry_run(config, plan.gpus, rank).peak_blocks + self.cluster.gpu.reserved
+        found = dry_run(config, plan.gpus, rank, of_gpu=not self.cluster.gpu.is_cpu)
+        return rank, found.peak_blocks + self.cluster.gpu.reserved
 
     # -------------------------------------------------------------------------------------------- records
 
@@ -182,7 +192,8 @@ class Planner:
         key = parts_key(config)
         if key not in self._parts:
             weights = _weights_key(config)
-            self._parts[key] = found = _recorded(config, self._by_weights.get(weights))
+            of_gpu, alike = not self.cluster.gpu.is_cpu, self._by_weights.get(weights)
+            self._parts[key] = found = _recorded(config, alike, of_gpu=of_gpu)
             if found is not None:
                 self._by_weights.setdefault(weights, found)
         found, layers = self._parts[key], config.model.num_layers
@@ -231,17 +242,17 @@ def extended(one: Parts, two: Parts, samples: int) -> Parts:
     )
 
 
-def _recorded(config: RunConfig, alike: Parts | None) -> Parts | None:
+def _recorded(config: RunConfig, alike: Parts | None, *, of_gpu: bool) -> Parts | None:
     """Record the parts of a layout. Layers that are all alike are recorded once.
 
-    Context-parallel ranks draw their dropout on the host, which takes long: it is left out.
+    Context-parallel ranks of CPUs draw their dropout on the host, which takes long: it is left out.
     """
     if config.parallel.context_parallel_size > 1:
         config = replace(config, model=replace(config.model, attention_dropout=0.0))
     if len(set(config.model.layers)) == 1:
         config = replace(config, model=replace(config.model, num_layers=_RECORDED_LAYERS))
     try:
-        with gpu_kernels(config.kernels):
+        with planned_kernels(config.kernels, of_gpu=of_gpu):
             return part_records(config, alike)
     except MegaliteError:
         return None

@@ -26,6 +26,7 @@ from megalite.torch_internals import (
     TorchDispatchMode,
     argument_names,
     flash_operator,
+    masked_attention_operator,
     storage_identity,
     tree_leaves,
 )
@@ -43,7 +44,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_
 _GROUPED_PRODUCTS = frozenset({"multiply_groups", "add_products"})
 _ASKING = frozenset({"_local_scalar_dense", "nonzero", "_to_copy", "copy_"})
 _COPIES = frozenset({"_to_copy", "copy_", "_copy_from"})
-_FLASH = "_scaled_dot_product_flash_attention"
+_FUSED = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 
 
 class Recorder(TorchDispatchMode):
@@ -72,7 +73,7 @@ class Recorder(TorchDispatchMode):
 
     def __enter__(self) -> Recorder:
         self._stack.enter_context(recorded_launches(self._launched))
-        self._stack.enter_context(_FlashAttention())
+        self._stack.enter_context(_FusedAttention())
         self._stack.enter_context(_resized(self._resize))
         super().__enter__()
         return self
@@ -226,37 +227,47 @@ def value_on_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return values(first.shape, dtype=kwargs.get("dtype") or first.dtype)
 
 
-class _FlashAttention(TorchFunctionMode):
-    """Attention by the flash operator of a device. On the meta device, torch would take plain products instead."""
+class _FusedAttention(TorchFunctionMode):
+    """Attention by a fused operator of a device. On the meta device, torch would take plain products instead."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and takes_flash(args[0], kwargs):
-            return flash_attention(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and args[0].is_meta:
+            return fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def takes_flash(query: Tensor, options: Mapping[str, Any]) -> bool:
-    """Tell whether such an attention runs by torch's flash operator, where the meta device stands for another."""
-    return query.is_meta and options.get("attn_mask") is None
-
-
-def flash_attention(
+def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: None = None,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """Compute scaled_dot_product_attention by torch's flash operator."""
-    operator = flash_operator(of_gpu=on_gpu(query))
-    output: Tensor = operator(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    """Compute scaled_dot_product_attention by the operator that torch takes on the device that is planned.
+
+    With a mask, which torch adds to the scores as numbers, that of a GPU is the memory-efficient one. Where it lacks
+    shared keys and values (torch 2.11), torch repeats them, as is done here.
+    """
+    if attn_mask is None:
+        found = flash_operator(of_gpu=on_gpu(query))(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        if on_gpu(query):
+            heads, keeps = query.shape[1], torch.is_grad_enabled()
+            key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))
+            bias = bias.expand(query.shape[0], heads, -1, -1)
+            found = masked_attention_operator()(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)
+        else:
+            operator = flash_operator(of_gpu=False)
+            found = operator(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)
+    output: Tensor = found[0]
     return output
 
 
@@ -269,8 +280,10 @@ def _counted(
         *batch, rows, inner = left.shape
         columns = right.shape[-1]
         count = batch[0] if batch else 1
+        if name == "_grouped_mm":  # rows of all groups, which are taken to have equally many
+            count, rows = len(right), max(rows // len(right), 1)
         return "product", (count, rows, columns, inner), 2 * count * rows * columns * inner
-    if name.startswith(_FLASH):
+    if name.startswith(_FUSED):
         backward = name.endswith("backward")
         query, key = args[1:3] if backward else args[:2]
         batch, heads, queries, width = query.shape

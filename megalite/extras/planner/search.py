@@ -26,6 +26,7 @@ from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.plan import GIB, Plan, Planner, misfit
 from megalite.extras.planner.stage_layout import PartCosts, balanced
 from megalite.extras.planner.step import Step
+from megalite.training.kernels import drops_by_rank, require_equal_dropout
 
 STATE = "weights, gradients and optimizer state alone"
 
@@ -111,7 +112,8 @@ class _Search:
         """Queue all layouts whose weights have room."""
         planner, counts, least = self.planner, self.found.counts, self._least
         all_stages = range(len(STRATEGIES)) if "zero" not in self.keep else [planner.config.parallel.zero_stage]
-        for layout in layouts(planner.config, planner.gpus, self.keep):
+        whole = drops_by_rank(planner.config, planner.device)
+        for layout in layouts(planner.config, planner.gpus, self.keep, whole_samples=whole):
             stages = all_stages if planner.gpus > layout.tensor * layout.pipeline else [0]
             counts["possible"] += len(stages)
             sizes = dict(zip(stages, least.memory(layout, stages), strict=True))
@@ -121,6 +123,7 @@ class _Search:
             if fitting:
                 self._queue.append(_Entry(least.seconds(layout, fitting[0]), layout, tuple(fitting)))
         if not counts["possible"]:
+            require_equal_dropout(planner.config, planner.device)
             raise ConfigurationError(_why_none(planner))
         heapq.heapify(self._queue)
 

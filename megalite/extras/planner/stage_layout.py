@@ -14,7 +14,7 @@ from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError
 from megalite.extras.planner.cluster import find_cluster
 from megalite.extras.planner.cost import Prices
-from megalite.extras.planner.dry_run import gpu_kernels
+from megalite.extras.planner.dry_run import planned_kernels
 from megalite.extras.planner.parts import Parts, part_records
 from megalite.extras.planner.records import PartRecord
 from megalite.modules.balance import balance
@@ -111,5 +111,5 @@ def with_stages(config: RunConfig, world_size: int) -> RunConfig:
         return with_letters(measured(read_trace(Path(file)), layers))
     known = resolve(with_letters(PartCosts(0.0, (1.0,) * layers, 0.0)), world_size)  # whatever else may be wrong
     known = replace(known, model=replace(known.model, vocab_size=known_vocabulary(config)[0]))
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         return with_letters(priced(part_records(known), known, Prices(find_cluster(_GPU))))

@@ -124,7 +124,7 @@ def dry_run_and_host(config: RunConfig, ranks: int, rank: int) -> tuple[DryRun, 
         forget(recorder)
 
     with mock.patch.object(Recorder, "forget", count_and_forget):
-        return dry_run(config, ranks, rank), of_host[0]
+        return dry_run(config, ranks, rank, of_gpu=False), of_host[0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from benchmarks.host_budget import FAMILIES, configuration, count, own_layers, own_update
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
-from megalite.extras.planner.dry_run import dry_run, gpu_kernels
+from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.model.mlp import MLP
 from megalite_kernels.implementation import is_installed
 
@@ -79,7 +79,7 @@ def config_of(flags: str) -> RunConfig:
 def test_a_layer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     assert is_installed()  # the references launch more
     config = configuration(family)
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         few, more = (count(own_layers(config, layers)[0]) for layers in (1, 2))
     assert (more[0] - few[0], more[1] - few[1]) == LAYER[family]
 
@@ -89,7 +89,7 @@ def test_a_layer_launches_and_waits_no_more_than_it_did(family: str) -> None:
 def test_a_layer_launches_no_more_for_more_experts(experts: int, topk: int, options: dict[str, Any], most: int) -> None:
     config = configuration("experts")
     config = replace(config, model=replace(config.model, num_experts=experts, moe_router_topk=topk, **options))
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         (few, _), (more, _) = (count(own_layers(config, layers)[0]) for layers in (1, 2))
     assert more - few <= most
 
@@ -97,7 +97,7 @@ def test_a_layer_launches_no_more_for_more_experts(experts: int, topk: int, opti
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_the_optimizer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     config = configuration(family)
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         layers, optimizer = own_layers(config, 2)
         found = count(own_update(layers, optimizer))
     runs = sum(len(shard.segments) for shard in optimizer.shards)

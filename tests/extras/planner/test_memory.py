@@ -9,7 +9,7 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
-from megalite.extras.planner.dry_run import dry_run, gpu_kernels
+from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.extras.planner.memory import in_flight, memory_in_flight
 from megalite.extras.planner.parts import part_records
 from megalite.pipeline.schedules import SCHEDULES, orders_of
@@ -39,7 +39,7 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
     """Kept memory is the same. Transient memory is that of the largest part, so the peak may differ by some percent."""
     config = resolve(parse_arguments(f"{FLAGS} {layout}".split()).config, RANKS)
     config = replace(config, model=replace(config.model, vocab_size=known_vocabulary(config)[0]))
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         parts = part_records(config)
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)

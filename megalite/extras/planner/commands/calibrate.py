@@ -51,7 +51,7 @@ def main() -> None:
         cluster = with_doctor(cluster, links)
     import torch
 
-    if torch.cuda.is_available() == (cluster.gpu.name == "cpu"):
+    if torch.cuda.is_available() == cluster.gpu.is_cpu:
         found = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         raise ConfigurationError(
             f"--cluster {arguments.cluster}: this machine has {found}: give the cluster of its device"
