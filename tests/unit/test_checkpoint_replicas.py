@@ -38,7 +38,7 @@ from tests.harness import checkpoints
 from tests.harness.checkpoints import read
 from tests.unit.test_checkpoint import ADAM, MESH, MODEL, build
 
-TOKENIZER = {each.name: None for each in fields(TokenizerFlags)} | {"seq_length": 4}
+TOKENIZER = {each.name: None for each in fields(TokenizerFlags)} | {"seq_length": 4, "text_end_tokens": ()}
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
 
 
@@ -375,7 +375,7 @@ def test_tools_keep_the_replicas_and_show_the_rule(tmp_path: Path, monkeypatch: 
     optimizer.rank_states["basis"] = torch.ones(2)
     saved = save(tmp_path / "saved", optimizer)
     reader = CheckpointReader(tmp_path / "saved" / "iter_0000007")
-    monkeypatch.setattr("megalite.conversion.native.saved_section", lambda *_: SimpleNamespace(**TOKENIZER, text_end_tokens=()))
+    monkeypatch.setattr("megalite.conversion.native.saved_section", lambda *_: SimpleNamespace(**TOKENIZER))
     name = next(name for name in saved if name.startswith("replica/"))
     described = describe(reader, saved)
     assert described["tensors"][name]["relayout"] == "sum"
