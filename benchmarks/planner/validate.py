@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.planner.errors import Prediction, classes, covered, mean_error, of_lineage, predictions, widths
+from benchmarks.planner.errors import (
+    Prediction,
+    classes,
+    covered,
+    intervals,
+    mean_error,
+    of_lineage,
+    predictions,
+    widths,
+)
 from benchmarks.planner.fit import Fit, timed_runs
 from benchmarks.planner.published import rows
 from benchmarks.planner.tables import (
@@ -67,6 +76,23 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
         f"the factor that all other sources give, {covered(found):.0%} of the runs do.",
         "",
         *table(("program", "factor"), ((name or "all", f"{factor:.2f}") for name, factor in sorted(factors.items()))),
+        "",
+        "By the class of the run, with the share of its runs that the factor of the class's other sources holds. A",
+        "class that is missing, or has no share, has too few runs for an interval: nothing is known of its errors.",
+        "",
+        *table(
+            ("class", "runs", "sources", "factor", "hold"),
+            (
+                (
+                    name,
+                    each.runs,
+                    each.sources,
+                    f"{each.factor:.2f}",
+                    "" if each.covered is None else f"{each.covered:.0%}",
+                )
+                for name, each in intervals(found).items()
+            ),
+        ),
         "",
         "## Choice of a layout",
         "",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.planner import published as page
+from benchmarks.planner.errors import Prediction, classes, intervals
 from benchmarks.planner.programs import program_of
 from benchmarks.planner.published import published, rows
 
@@ -94,3 +95,14 @@ def test_a_row_that_cannot_be_predicted_ends_no_validation(
     runs, reasons = published()
     assert not runs
     assert reason in reasons[0]
+
+
+def test_intervals_are_those_of_a_class() -> None:
+    """Dense runs are all a tenth too slow, and those with experts twice as long."""
+    timed = [run for run in published()[0] if run.seconds is not None]
+    found = [Prediction(run, (run.seconds or 0) * (2.0 if run.config.model.num_experts else 1.1)) for run in timed]
+    assert sum(len(own) for _, own in classes(found)) == len(timed)
+    for name, interval in intervals(found).items():
+        assert interval.factor == pytest.approx(2.0 if name.startswith("experts") else 1.1)
+        assert (interval.covered is None) == (interval.runs < 20), name
+    assert {"dense, float8", "experts, 16 or more bits"} <= intervals(found).keys()
