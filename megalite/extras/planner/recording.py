@@ -35,7 +35,7 @@ from megalite_kernels.launch import recorded_launches
 
 BLOCK = 512
 """Bytes to which torch's allocator on GPUs rounds each tensor."""
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _NO_SHAPE = (0, 0, 0, 0)
 _NO_LAUNCH = frozenset(
     ["empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "set_", "_unsafe_view"]
