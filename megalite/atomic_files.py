@@ -102,18 +102,19 @@ def open_itself(path: Path, mode: str, **options: Any) -> IO[Any]:
     return open(path, mode, opener=opened, **options)
 
 
-def lock_file(file: IO[Any] | int) -> str | None:
+def lock_file(file: IO[Any] | int) -> str:
     """Lock an open file against other processes until it is closed.
 
-    Returns None if another process has locked it; if the file system has no locks, what it says; else "".
+    Returns what the file system says if it has no locks, and "" if the file is locked.
 
     Raises:
-        OSError: the file cannot be locked for another reason.
+        BlockingIOError: another process has locked it.
+        OSError: it cannot be locked for another reason.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return None
+        raise
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -52,7 +52,9 @@ def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> boo
     """Tell if it does so for training: some widths have a forward alone."""
     if not query.is_cuda:
         return False
-    return operator_of_attention(query.detach().requires_grad_(), key, value, causal) == SDPBackend.CUDNN_ATTENTION
+    with torch.enable_grad():  # torch asks for a backward where there may be a graph, which this is called without
+        taken = operator_of_attention(query.detach().requires_grad_(), key, value, causal)
+    return taken == SDPBackend.CUDNN_ATTENTION
 
 
 def flash_attention(

@@ -72,8 +72,9 @@ def _lock(file: IO[str], directory: Path) -> tuple[str, str]:
 
     The error message is empty if the run may start, and the note is empty if the lock was taken.
     """
-    lacking = lock_file(file)
-    if lacking is None:
+    try:
+        lacking = lock_file(file)
+    except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         return (

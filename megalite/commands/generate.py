@@ -141,9 +141,11 @@ def show(pieces: Iterable[TextPiece], count: int) -> None:
 def _held(path: Path) -> IO[bytes]:
     """Open an empty file that no other process writes. Raises ConfigurationError if one does."""
     file: IO[bytes] = open_itself(path, "ab")
-    if lock_file(file) is None:
+    try:
+        lock_file(file)
+    except BlockingIOError as error:
         file.close()
-        raise ConfigurationError(f"{path} is being written by another process: name another --output")
+        raise ConfigurationError(f"{path} is being written by another process: name another --output") from error
     file.truncate(0)
     return file
 

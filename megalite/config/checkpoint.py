@@ -90,7 +90,7 @@ def checkpoints_in(folder: Path) -> Literal["megalite", "megatron"] | None:
 
     if has("manifest.json"):
         return "megalite"
-    return "megatron" if has(".metadata", "mp_rank_*") else None
+    return "megatron" if has("metadata.json", "common.pt", "mp_rank_*") else None
 
 
 def _one_name(directory: str) -> str:

@@ -145,7 +145,13 @@ def _lock(folder: Path) -> Iterator[None]:
 def _await_lock(descriptor: int) -> None:
     """Wait for the lock, if there are locks and as long as it pays. Raises OSError if the file cannot be locked."""
     deadline = time.monotonic() + _LOCK_SECONDS
-    while lock_file(descriptor) is None and time.monotonic() < deadline:
+    while True:
+        try:
+            lock_file(descriptor)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return
         time.sleep(0.05)
 
 

@@ -265,14 +265,13 @@ def _locked_journal(folder: Path) -> IO[bytes]:
             if (names := os.listdir(folder)) and JOURNAL not in names:
                 raise not_ours
             file = open_itself(path, "a+b")
-            is_busy = lock_file(file) is None
+            lock_file(file)
         except FileNotFoundError:
             continue
+        except BlockingIOError as error:
+            raise busy from error
         except OSError as error:
             raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
-        if is_busy:
-            file.close()
-            raise busy
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.seek(0)

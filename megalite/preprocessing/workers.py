@@ -33,6 +33,7 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         self._threads = ThreadPoolExecutor(count)
 
@@ -42,7 +43,8 @@ class Workers:
         process = _SPAWN.Process(target=_work, args=(theirs, flags), daemon=True)
         with theirs, _interrupts_held(), safe_path():
             process.start()
-        self._processes.append(process)
+            self._processes.append(process)
+            self._connections.append(ours)
         self._idle.put(ours)
 
     def encode(self, chunk: Chunk) -> Future[EncodedChunk]:
@@ -56,8 +58,8 @@ class Workers:
             encoded: EncodedChunk | Exception = process.recv()
         except (EOFError, OSError) as error:
             raise DataError(
-                f"a worker process was killed at {chunk.place(chunk.first)} or soon after it, perhaps for lack of "
-                "memory: use fewer --workers, or shorten the documents there"
+                f"a worker process was killed before it returned the text from {chunk.place(chunk.first)} on, perhaps "
+                "for lack of memory: use fewer --workers, or shorten the documents there"
             ) from error
         finally:
             self._idle.put(process)
@@ -75,9 +77,9 @@ class Workers:
         for process in self._processes:
             process.kill()
         self._threads.shutdown()
-        for process in self._processes:
+        for process, connection in zip(self._processes, self._connections, strict=True):
             process.join()
-            self._idle.get().close()
+            connection.close()
 
 
 @contextmanager

@@ -125,10 +125,10 @@ class Link:
 
     @property
     def unread(self) -> bool:
-        """Tell whether something has come that `receive` has not returned."""
+        """Tell whether something has come that `receive` has not read."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        return bool(self._buffer or poll.poll(0))
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the connection."""

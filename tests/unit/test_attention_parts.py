@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalite.model.context_parallel import _merge_
 from megalite_kernels import attention_parts, torch_internals
@@ -187,6 +188,19 @@ def test_cudnns_operators_get_what_they_expect(cudnn: list[str]) -> None:
     torch.testing.assert_close(output, expected[0][:, :, half:])
     for ours, exact in zip(found, expected[1:], strict=True):
         torch.testing.assert_close(ours, exact)
+
+
+def test_torch_is_asked_for_an_operator_that_has_a_backward() -> None:
+    """Parts are computed without a graph, where torch would also take an operator that has a forward alone."""
+
+    def operator(query: torch.Tensor, *_: object) -> SDPBackend:
+        trains = torch.is_grad_enabled() and query.requires_grad
+        return SDPBackend.FLASH_ATTENTION if trains else SDPBackend.CUDNN_ATTENTION
+
+    query = mock.Mock(is_cuda=True)
+    query.detach().requires_grad_.return_value = torch.zeros(1, requires_grad=True)
+    with mock.patch.object(torch_internals, "operator_of_attention", side_effect=operator), torch.no_grad():
+        assert not torch_internals._takes_cudnn(query, query, query, True)
 
 
 def test_operators_of_cudnn_have_the_signatures_that_are_called() -> None:

@@ -94,10 +94,11 @@ def test_finetune_implies_a_new_optimizer() -> None:
         ("iter_0000003/manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
         ("manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
         (
-            "iter_0000003/.metadata",
+            "iter_0000003/common.pt",
             "has a checkpoint of Megatron-LM: import it with megalite-convert --loader megatron",
         ),
         ("release/mp_rank_00/model_rng.pt", "has a checkpoint of Megatron-LM: import it with megalite-convert"),
+        ("step-100/.metadata", "has no config.json, which describes the network in a Hugging Face folder, and no"),
         ("model.safetensors", "has no config.json, which describes the network in a Hugging Face folder, and no"),
     ],
 )
