@@ -75,7 +75,7 @@ class DataConfig(TokenizerFlags):
     """Let tokens attend only to their own document."""
     eod_mask_loss: bool = False
     """Mask the loss at positions whose input is the end-of-document token."""
-    text_end_tokens: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
     """Tokens before which texts from the checkpoint end, beside the tokenizer's end of a document; unset: those that a
     Hugging Face folder in load names."""
 

@@ -54,7 +54,7 @@ def open_model(load: str | AnyPath) -> TrainedModel:
     config = checkpoint.read_config(path)
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
-    return TrainedModel(path, checkpoint.model_config(path, config), dtype, data, data.seq_length, data.text_end_tokens)
+    return TrainedModel(path, checkpoint.model_config(path, config), dtype, data, data.seq_length, data.eos_token_ids)
 
 
 def load_for_generation(

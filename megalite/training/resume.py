@@ -130,7 +130,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
         tokenizer = {} if tokenizer_type else opened.data
-        return {"model": model, "data": {**tokenizer, "text_end_tokens": opened.ends}}
+        return {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
     if not paths:
         if settings.use_checkpoint_args:
             raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
@@ -143,7 +143,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
-    kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "text_end_tokens")}
+    kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "eos_token_ids")}
     return {"model": model, "data": kept, "optimizer": schedules}
 
 

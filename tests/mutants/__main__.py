@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -47,9 +48,9 @@ def main() -> None:
             shutil.copytree(ROOT / folder, whole / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         for file in ("pretrain_gpt.py", "pyproject.toml"):
             shutil.copy2(ROOT / file, whole)
-        _check_tests(whole, sorted({mutant.test for mutant in chosen}))
         verdicts = []
-        with ThreadPoolExecutor(WORKERS) as workers, _servers() as servers:
+        with _servers() as servers, ThreadPoolExecutor(WORKERS) as workers:
+            _check_tests(whole, chosen, servers, workers)
             for mutant, verdict in zip(chosen, workers.map(partial(_verdict, whole, servers), chosen), strict=True):
                 print(f"{verdict or 'caught':8}  {mutant.fault}  ({mutant.test})", flush=True)
                 verdicts.append(verdict)
@@ -58,92 +59,90 @@ def main() -> None:
     print(f"all {len(chosen)} mutants were caught")
 
 
-def _check_tests(whole: Path, tests: list[str]) -> None:
-    """Exit unless the tests pass on the tree as it is.
+def _check_tests(whole: Path, chosen: list[Mutant], servers: _Servers, workers: ThreadPoolExecutor) -> None:
+    """Exit unless the tests pass on the tree as it is, where they run as they do on a mutant.
 
     What they compile there is linked into the trees of the mutants, but for the files that those change.
     """
-    workers = [f"--numprocesses={WORKERS}", "--dist=loadfile"] if len(tests) > WORKERS else []
-    command = [sys.executable, "-m", "pytest", *OPTIONS, *workers, *tests]
-    result = subprocess.run(
-        command,
-        cwd=whole,
-        env=_environment(),
-        timeout=SECONDS * len(tests),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if result.returncode != 0:
-        sys.exit(f"the named tests do not pass on the tree as it is\n{result.stdout}")
+    tests = sorted({mutant.test for mutant in chosen})
+    files = [list(group) for _, group in groupby(tests, key=lambda test: test.partition("::")[0])]
+    outputs = [whole.parent / f"output_{number}" for number in range(len(files))]
+    for code, output in zip(workers.map(partial(servers.run, whole), files, outputs), outputs, strict=True):
+        if code != 0:
+            sys.exit(f"the named tests do not pass on the tree as it is\n{output.read_text(errors='replace')}")
 
 
-def _verdict(whole: Path, servers: SimpleQueue[_Server], mutant: Mutant) -> str:
+def _verdict(whole: Path, servers: _Servers, mutant: Mutant) -> str:
     """Empty where the named test fails on the mutant, else what happened."""
     with tempfile.TemporaryDirectory(dir=whole.parent) as directory:
         tree = shutil.copytree(whole, Path(directory) / "tree", copy_function=os.link)
         mutant.apply(tree)
         output = Path(directory) / "output"
-        server = servers.get()
-        try:
-            code = server.run(tree, [*OPTIONS, mutant.test], output)
-        except TimeoutError:
-            server = _Server()
+        code = servers.run(tree, [mutant.test], output)
+        if code is None:
             return "HUNG"
-        finally:
-            servers.put(server)
         if code in (0, TESTS_FAILED):
             return "" if code else "SURVIVED"
         print(output.read_text(errors="replace"), file=sys.stderr)
         return "BROKEN"
 
 
-class _Server:
-    """Process of server.py: it runs pytest in a tree without importing torch once more."""
+class _Servers:
+    """Processes of server.py, which run pytest in a tree without importing torch once more."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
+        self._all: list[subprocess.Popen[str]] = []
+        for _ in range(WORKERS):
+            self._start()
+
+    def _start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        server = subprocess.Popen(
             [sys.executable, Path(__file__).with_name("server.py")],
-            env=_environment(),
+            env=environment,
             start_new_session=True,
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        self._all.append(server)
+        self._idle.put(server)
 
-    def run(self, tree: Path, arguments: list[str], output: Path) -> int:
-        """Return the exit code of pytest. Raises TimeoutError, and is of no more use, if it takes too long."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        run = {"tree": str(tree), "arguments": arguments, "output": str(output)}
-        print(json.dumps(run), file=self._process.stdin, flush=True)
-        if not select.select([self._process.stdout], [], [], SECONDS)[0]:
-            self.close()
-            raise TimeoutError
-        return int(self._process.stdout.readline())
+    def run(self, tree: Path, tests: list[str], output: Path) -> int | None:
+        """Return the exit code of pytest, -1 if the server has ended with it; None if it took too long."""
+        server = self._idle.get()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        run = {"tree": str(tree), "arguments": [*OPTIONS, *tests], "output": str(output)}
+        print(json.dumps(run), file=server.stdin, flush=True)
+        in_time = select.select([server.stdout], [], [], SECONDS)[0]
+        if in_time and (code := server.stdout.readline()):
+            self._idle.put(server)
+            return int(code)
+        _kill(server)
+        self._start()
+        return -1 if in_time else None
 
     def close(self) -> None:
-        """End the server and what it runs."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        """End the servers and what they run."""
+        for server in self._all:
+            _kill(server)
+
+
+def _kill(server: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 @contextmanager
-def _servers() -> Iterator[SimpleQueue[_Server]]:
-    """Yield a server for each worker to take and put back."""
-    servers: SimpleQueue[_Server] = SimpleQueue()
-    for _ in range(WORKERS):
-        servers.put(_Server())
+def _servers() -> Iterator[_Servers]:
+    servers = _Servers()
     try:
         yield servers
     finally:
-        while not servers.empty():
-            servers.get().close()
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        servers.close()
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_a_run_keeps_the_tokens_of_the_folder_that_it_begins_with(folder: Path, 
         CheckpointConfig(load=str(folder), save=str(tmp_path / "run"), resume="auto"),
     ):
         for tokenizer_type in (None, "HuggingFaceTokenizer"):
-            assert saved_fields(settings, tokenizer_type)["data"]["text_end_tokens"] == (7, 9)
+            assert saved_fields(settings, tokenizer_type)["data"]["eos_token_ids"] == (7, 9)
 
 
 @pytest.mark.parametrize("value", [[], [[5]], "5", True, 5.0, {"5": 5}, [5, None]])
