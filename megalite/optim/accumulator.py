@@ -43,9 +43,9 @@ class Accumulator:
     A round is the set of micro-batches that one reduction covers: all micro-batches of a step under ZeRO 0 and 1, a
     single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round, so a tied weight's
     gradients from one use are added first, whether its uses are on the same rank or not. Before the reduction, the sums
-    of the later uses in this chunk are added to the sum of the first one. Uses of few rows beside another use have no
-    flat sum until then, but keep their gradients (`KeptGradients`). Uses in other chunks have an accumulator of their
-    own, and are added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
+    of the later uses in this chunk are added to the sum of the first one. A late sum is made only
+    then if its gradients can be kept so long (`KeptGradients`). Uses in other chunks have an accumulator of their own,
+    and are added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Accumulator:
         """
         device = layout.slots[0].parameter.device
         self.chunk, self.uses = chunk, dict(uses)
-        summed = [number for number, use in uses.items() if not use.few_rows] or list(uses)
+        summed = [number for number, use in uses.items() if not use.late_sum] or list(uses)
         self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in summed}
         """Flat sum of each use whose gradients are added as they arrive, by the number of the use."""
         self._kept = {use: KeptGradients(layout, dtype) for use in uses if use not in self.flats}
@@ -123,8 +123,8 @@ class Accumulator:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        for kept in self._kept.values():
-            kept.clear()
+        for use, kept in self._kept.items():
+            kept.begin_round(self._due(use))
         self._arrived = {(parameter, use): 0 for use in self.uses for parameter in self._slot_of}
         self._outstanding = self.gradients_per_micro_batch * self._micro_batches_per_round
 

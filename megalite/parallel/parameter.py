@@ -22,9 +22,14 @@ class Gradient(Protocol):
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """Add to `target`, or set it if `overwrite`."""
 
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes that it takes until it is added, if it may be kept. None: it must be added at once."""
+        return None
+
 
 @dataclass(frozen=True)
-class DenseGradient:
+class DenseGradient(Gradient):
     values: Tensor
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
@@ -35,7 +40,7 @@ class DenseGradient:
 
 
 @dataclass(frozen=True)
-class ProductGradient:
+class ProductGradient(Gradient):
     """The weight gradient of a linear layer, output_gradient.T @ input."""
 
     output_gradient: Tensor  # [tokens, out]
@@ -46,7 +51,7 @@ class ProductGradient:
 
 
 @dataclass(frozen=True)
-class GroupedProductGradient:
+class GroupedProductGradient(Gradient):
     """The weight gradient of a grouped linear layer: one product per expert.
 
     Rows are sorted by expert. Expert e has the rows from offsets[e] to offsets[e + 1], possibly none.
@@ -64,7 +69,7 @@ class GroupedProductGradient:
 
 
 @dataclass(frozen=True)
-class RowsGradient:
+class RowsGradient(Gradient):
     """The gradient of an embedding table after a lookup of some of its rows."""
 
     rows: Tensor  # [tokens], integer

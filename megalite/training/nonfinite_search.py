@@ -187,8 +187,8 @@ class _SearchedBuffer:
 
 
 @dataclass(frozen=True)
-class _SearchedGradient:
-    """A gradient that is checked when it is added. No buffer keeps it for later, when another action runs."""
+class _SearchedGradient(Gradient):
+    """A gradient that is checked when it is added: at once (`kept_bytes` is None), not when another action runs."""
 
     gradient: Gradient
     name: str

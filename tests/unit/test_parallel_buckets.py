@@ -159,39 +159,48 @@ def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
 
 @dataclass(frozen=True)
 class Lookup(RowsGradient):
-    """Gradient of an embedding that takes `nbytes`."""
+    """Gradient of an embedding that takes `kept_bytes`; None if it must not be kept."""
 
-    nbytes: int = 0
+    kept_bytes: int | None = 0
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
-    ("size", "kept"), [(16, [1, 2, 3, 4]), (200, [1, 0, 0, 0]), (300, [0, 0, 0, 0])], ids=["small", "grows", "large"]
+    ("sizes", "kept"),
+    [
+        ([64, 64, 64, 64], [1, 2, 3, 4]),
+        ([65, 65, 65, 65], [0, 0, 0, 0]),
+        ([16, 16, 209, 16], [1, 2, 0, 0]),
+        ([16, None, 16, 16], [1, 0, 0, 0]),
+    ],
+    ids=["small", "many", "grows", "at once"],
 )
-def test_kept_gradients_have_the_bits_of_a_sum_of_their_own(stage: int, size: int, kept: list[int]) -> None:
-    """They are kept while they take no more bytes than their sum, the 256 of a bucket; later ones are added to it."""
+def test_kept_gradients_have_the_bits_of_a_sum_of_their_own(
+    stage: int, sizes: list[int | None], kept: list[int]
+) -> None:
+    """They are kept while the four of a step can take no more bytes than their sum, the 256 of a bucket."""
     draw, found = torch.Generator().manual_seed(1), []
     products = [torch.randn(4, 3, generator=draw) * 1e3 for _ in range(8)]
     lookups = [(torch.randint(4, (9,), generator=draw), torch.randn(9, 3, generator=draw)) for _ in range(8)]
-    for few_rows in (False, True):
-        module = Chunk(None, uses=(Use(few_rows=few_rows), Use()))
+    for late_sum in (False, True):
+        module = Chunk(None, uses=(Use(late_sum=late_sum), Use()))
         optimizer = make_optimizer(
             [module], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32, zero_stage=stage)
         )
         bucket = next(bucket for bucket in optimizer.buckets if bucket.slots[0].parameter is module.tied)
         (accumulator,) = bucket.accumulators
-        assert len(accumulator.flats) == 2 - few_rows
+        assert len(accumulator.flats) == 2 - late_sum
         for step in range(2):
             optimizer.begin_step(4)
             alive = []
             for number in range(4 * step, 4 * step + 4):
                 accumulate_grad(module.own, DenseGradient(torch.ones(2, 3)))
                 accumulate_grad(module.tied, DenseGradient(products[number]), use=1)
-                lookup = Lookup(lookups[number][0].clone(), lookups[number][1].clone(), size)
+                lookup = Lookup(lookups[number][0].clone(), lookups[number][1].clone(), sizes[number % 4])
                 alive.append(weakref.ref(lookup))
                 accumulate_grad(module.tied, lookup, use=0)
                 del lookup
-                if few_rows and stage == 1:
+                if late_sum and stage == 1:
                     assert sum(reference() is not None for reference in alive) == kept[number % 4]
             optimizer.reduce(0, 4)
             for part in bucket.completion():

@@ -33,7 +33,7 @@ class RankMemory:
     """Tensors that the micro-batches in flight keep from forward to backward."""
     transient: float
     """Tensors of a pass that nothing keeps, whole weights and gradients under ZeRO 2 and 3, and gradients of an
-    embedding that wait for those of the head with the same weight."""
+    embedding, or their sum, that wait for those of the head with the same weight."""
     reserved: float
     """Memory that the GPU's driver and the communication library take."""
 
@@ -105,14 +105,15 @@ def memory_in_flight(
         shared = _shared_elements(config, [all_layers[stage] for stage in stages.of_rank(rank)])
         one_sum = any(chunk.embedding and chunk.loss for chunk in (all_layers[stage] for stage in stages.of_rank(rank)))
         held += _counted_twice(config, world_size, element, shared, one_sum=one_sum)
+        of_embedding, at_end = _of_embedding(config, world_size) if one_sum and shared else (0.0, 0.0)
         found.append(
             RankMemory(
                 held.parameters,
                 held.gradients,
                 held.optimizer,
                 max(sum(map(int.__mul__, moment, kept)) for moment in moments),
-                max(_transient(chunk, config, element, shared, one_sum=one_sum) for chunk in chunks)
-                + (_kept_gradients(config, world_size) if one_sum and shared else 0.0),
+                max(_transient(chunk, config, element, shared, at_end, one_sum=one_sum) for chunk in chunks)
+                + of_embedding,
                 reserved,
             )
         )
@@ -141,21 +142,26 @@ def _counted_twice(config: RunConfig, world_size: int, element: Element, shared:
     return found if one_sum or config.parallel.zero_stage >= 2 else replace(found, gradients=0.0)
 
 
-def _kept_gradients(config: RunConfig, world_size: int) -> float:
-    """Return the bytes that a rank keeps of the embedding's gradients over a step, if the head has the same weight."""
+def _of_embedding(config: RunConfig, world_size: int) -> tuple[float, float]:
+    """Return the bytes that gradients of the embedding take over a step, and more at its end, in the head's chunk.
+
+    They are kept until the end, where their sum is made, or are added to it as they arrive if they would take more
+    bytes. Under ZeRO 2 and 3 they are those of one micro-batch (`_transient`).
+    """
     training, parallel = config.training, config.parallel
     if parallel.zero_stage >= 2:
-        return 0.0
+        return 0.0, 0.0
     tensor = parallel.tensor_model_parallel_size
     replicas = world_size // (tensor * parallel.pipeline_model_parallel_size)  # with those that share a sample
     tokens = (training.global_batch_size or 1) * config.data.seq_length / replicas
     item = model_dtype(config).itemsize / (tensor if parallel.sequence_parallel else 1)
     kept = tokens * (config.model.hidden_size * item + 8 + 1)  # with the numbers of rows
-    return min(kept, tied_elements(config) * gradient_dtype(config).itemsize)
+    summed = float(tied_elements(config) * gradient_dtype(config).itemsize)
+    return (kept, summed) if kept <= summed else (summed, 0.0)
 
 
 def _transient(
-    chunk: Sequence[PartRecord], config: RunConfig, element: Element, shared: int, *, one_sum: bool
+    chunk: Sequence[PartRecord], config: RunConfig, element: Element, shared: int, at_end: float, *, one_sum: bool
 ) -> float:
     """Return the most bytes of a chunk's passes beyond what its micro-batches in flight keep.
 
@@ -163,7 +169,8 @@ def _transient(
     ZeRO 2 and 3, gradients and weights of a part are whole while it runs. With overlap, the gradients of the part
     before are still being reduced, and the weights of the next one already gathered. A weight that embedding and
     head share, of `shared` elements, has the head's sum of gradients until the embedding's has arrived. The embedding's
-    exists from the beginning, too, or if both are in one chunk (`one_sum`), only then.
+    exists from the beginning, too, or if both are in one chunk (`one_sum`), only then. `at_end`: bytes of a sum that is
+    made when the last micro-batch has freed all.
     """
     stage, parallel = config.parallel.zero_stage, config.parallel
     gradient = element.gradient if stage >= 2 else 0.0
@@ -181,7 +188,7 @@ def _transient(
             whole += sizes[index - 1] * parameter
         most = max(most, whole + max(part.backward_peak, part.forward_peak - part.kept) - freed)
         freed += part.kept
-    return max(most, shared * element.gradient - freed) if one_sum else most
+    return max(most, at_end - freed)
 
 
 @dataclass(frozen=True)
