@@ -32,7 +32,7 @@ from benchmarks.gpu_state import sampled, summary
 from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
