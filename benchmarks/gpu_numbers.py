@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from megalite_kernels import cases
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.selftest import Numbers, check_numbers
 
 PROCESSES = 16

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.errors import largest
+
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-9  # relative; ten steps of float64 sums in another order
 FAMILIES = {
@@ -99,8 +101,8 @@ def compare(deadline: float) -> Iterator[dict[str, object]]:
             except subprocess.CalledProcessError as error:
                 yield row | {"failed": f"exit code {error.returncode}"}
                 continue
-            worst = max(
-                abs(ours[key] - theirs[key]) / abs(theirs[key])
+            worst = largest(
+                abs(float(ours[key]) / float(theirs[key]) - 1)  # NaN is a word in the metrics
                 for ours, theirs in zip(found, expected, strict=True)
                 for key in ("lm_loss", "grad_norm")
             )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from benchmarks.errors import largest, relative
 from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
 from megalite_kernels.measure import Step, step_of
 
@@ -172,7 +173,7 @@ def difference(
         gradients = torch.autograd.grad(ends, wanted, arriving) if ends else ()
         found.append([*outputs, *gradients])
     pairs = zip(*found, strict=False)  # ours may return more, such as moments
-    return max(((theirs.double() - own.double()).norm() / own.double().norm()).item() for own, theirs in pairs)
+    return largest(relative(theirs, own) for own, theirs in pairs)
 
 
 def _takes_halves(function: Callable[..., Any]) -> bool:

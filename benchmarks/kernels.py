@@ -7,6 +7,8 @@ quartiles. A rival that computes something else is left out. The share is of the
 here, over the bytes that the operation cannot but read and write. Writes
 benchmarks/results/kernels.json, .csv and .svg. Rivals that are not installed are a note. `--device cpu --tokens 8`
 tries the command where there is no GPU.
+
+Exit code 0; 1: an operation of megalite's failed; 2: there is no GPU.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
+from benchmarks.errors import largest, relative
 from benchmarks.gpu_state import sampled, summary
 from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
@@ -140,8 +143,7 @@ def of_loss(rivals: Mapping[str, Functions], tokens: int | None, vocabulary: int
         own, theirs = (own_inputs(few) for _ in range(2))
         expected, loss = ours(own[0].detach(), own[1], scales(len(own[1])), lambda: None).mean(), function(*theirs)
         (gradient,) = torch.autograd.grad(loss, theirs[0])
-        distance = (gradient.double() - own[0].double()).norm() / own[0].double().norm()
-        return max(abs(loss.item() / expected.item() - 1), distance.item())
+        return largest([abs(loss.item() / expected.item() - 1), relative(gradient, own[0])])
 
     def plain(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)
@@ -232,8 +234,9 @@ def measure_all(
     repeats: int,
     deadline: float,
     notes: list[str],
+    failed: list[str],
 ) -> Iterator[list[Row]]:
-    """Yield the rows of each operation, until the deadline of the monotonic clock; one that fails is a note."""
+    """Yield the rows of each operation, until the deadline of the monotonic clock. One that fails is a note, too."""
     for name, make in makers:
         if time.monotonic() > deadline:
             notes.append(f"{name}: no time was left")
@@ -242,6 +245,7 @@ def measure_all(
         try:
             yield measured(make(), copy, device, repeats, notes)
         except Exception as error:  # the others are of use
+            failed.append(name)
             notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
 
 
@@ -260,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no GPU here: --device cpu --tokens 8 tries the command", file=sys.stderr)
         return 2
     use(Kernels())
-    device, notes, begin = torch.device(flags.device), list[str](), time.monotonic()
+    device, notes, failed, begin = torch.device(flags.device), list[str](), list[str](), time.monotonic()
     rivals = available(flags.rivals, notes)
     copy = copy_rate(device, 2**30 if flags.device == "cuda" else 2**20)
     figures: dict[str, Any] = {
@@ -277,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     makers = [(name, make) for name, make in makers if flags.only in name]
     deadline = begin + 60 * flags.minutes
     with sampled() as samples:
-        for found in measure_all(makers, copy, device, flags.repeats, deadline, notes):
+        for found in measure_all(makers, copy, device, flags.repeats, deadline, notes, failed):
             for row in found:
                 what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
                 spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
@@ -288,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write(rows, figures | {"notes": notes, "gpu_meanwhile": summary(samples, 0.0, math.inf)}, flags.results)
     for note in notes:
         print(f"note: {note}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -113,7 +113,9 @@ def recipe(argv: list[str], cluster: str, gpus: int) -> str:
     except ConfigurationError:
         return "the batch cannot be divided | | | | | "
     if not found.plans:
-        return f"does not fit: {found.nearest.missing / GIB:,.1f} GiB or more are missing | | | | | "
+        nearest = found.nearest(planner)
+        missing = f": {nearest.missing / GIB:,.1f} GiB or more are missing" if nearest is not None else ""
+        return f"does not fit{missing} | | | | | "
     plan = found.plans[0]
     flags = " ".join(word for flag in layout_flags(plan.config, config) for word in flag)
     _, peak = planner.confirm(plan)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 
 ELEMENTS = 2**28
 """Elements of the largest input of a timed case."""

@@ -30,7 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megalite_kernels import launch
-from megalite_kernels.cases import Case, cases
+from megalite_kernels.case import Case
+from megalite_kernels.cases import cases
 from megalite_kernels.implementation import Kernels, use
 
 TARGETS = {

@@ -18,7 +18,8 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.training.kernels import compile_layers
-from megalite_kernels.cases import Case, cases
+from megalite_kernels.case import Case
+from megalite_kernels.cases import cases
 from tests.distributed.layout_cell import Cell, model_config
 from tests.kernels.compile import compile_only
 

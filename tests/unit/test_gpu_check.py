@@ -69,7 +69,7 @@ def written(directory: Path, parts: dict[str, Any]) -> dict:
 
 def test_a_part_that_fails_costs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, found = run(monkeypatch, tmp_path, {"training": broken, "benchmark": right})
-    assert code == 0  # a speed that cannot be measured is no wrong number
+    assert (code, found["wrong"]) == (1, ["training: failed"])
     assert found["training"][0] == {"variant": "kernels"}
     assert "the GPU fell off the bus" in found["training"][1]["failed"]
     assert found["benchmark"] == [{"error": 0.5}]
@@ -197,9 +197,27 @@ def test_a_variant_that_computes_something_else_is_wrong(
 ) -> None:
     run_once = train_by_hand(dict.fromkeys(("kernels", "layers compiled"), 1.0), **{"layers compiled": worse})
     monkeypatch.setattr(gpu_speed, "run_once", run_once)
+    monkeypatch.setattr(gpu_speed, "ORDER", (gpu_speed.OURS, "layers compiled"))
     code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
     assert code == 1
     assert set(found["wrong"]) == {"training: lm_loss of layers compiled with 2 layers is another"}
+
+
+def test_a_variant_that_fails_is_wrong_and_a_rival_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand(dict.fromkeys(gpu_speed.VARIANTS, 1.0)))
+    code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
+    assert (code, found["wrong"]) == (0, [])
+    assert [row["variant"] for row in found["training"] if "failed" in row] == list(gpu_speed.RIVALS)
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand({}))
+    code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
+    assert code == 1
+    assert sorted(found["wrong"]) == sorted(f"training: {name} with 2 layers failed" for name in gpu_speed.VARIANTS)
+
+
+def test_an_operation_that_cannot_be_timed_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check.kernels, "main", lambda arguments: 1)
+    code, found = run(monkeypatch, tmp_path, {"benchmark": gpu_check.check_benchmark})
+    assert (code, found["wrong"]) == (1, ["benchmark: an operation failed"])
 
 
 @pytest.mark.wide  # trainings in processes of their own, one of them compiled
