@@ -64,13 +64,12 @@ def measured() -> tuple[tuple[Case, ...], dict[tuple[str, str], str]]:
 
 def _case(row: dict[str, str]) -> Case:
     flags = tuple(shlex.split(row["flags"]))
-    vocabulary = int(row["vocabulary"] or 0)
-    words = [*flags, *_RUN.split(), "--vocab-size", str((vocabulary or 50257) - 1)]  # NullTokenizer has one more
+    words = [*flags, *_RUN.split()]
+    if row["vocabulary"]:
+        words += ["--vocab-size", str(int(row["vocabulary"]) - 1)]  # NullTokenizer has one more
     config = parse_arguments(words).config
     if not row["gpus"]:
         raise ConfigurationError("its number of GPUs is not published")
-    if not vocabulary:
-        raise ConfigurationError("the size of its vocabulary is not published")
     resolve(config, int(row["gpus"]))
     gpus, static, peak = (int(row[name]) for name in ("gpus", "static_bytes", "peak_bytes"))
     return Case(row["case"], row["gpu"], gpus, flags, config, static, peak)
