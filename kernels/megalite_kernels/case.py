@@ -1,4 +1,4 @@
-"""What selftest, compilation and benchmarks know of an operation: its inputs, its call and what it must move."""
+"""Case of an operation for selftest, compilation and benchmarks: its inputs, its call and what it must move."""
 
 from __future__ import annotations
 

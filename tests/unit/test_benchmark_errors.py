@@ -23,7 +23,7 @@ def test_what_is_not_finite_is_the_largest() -> None:
 
 
 def test_two_zeros_do_not_differ() -> None:
-    """As the gradient of a router that chooses one expert by a softmax over the chosen."""
+    """A router that chooses one expert by a softmax over the chosen has such a gradient."""
     assert relative(torch.zeros(2), torch.zeros(2)) == 0.0
     assert relative(torch.ones(2), torch.zeros(2)) == math.inf
     assert math.isnan(relative(NAN, NAN))

@@ -60,7 +60,7 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
 
 
 def test_gradients_of_an_embedding_take_no_more_than_their_sum() -> None:
-    """With the head they are kept until its end, where their sum is made, or are added up from the first one on."""
+    """They are kept until the end of the head, where their sum is made, or are added up from the first one on."""
     found = []
     for micro_batches in (1, 2, 1000):
         flags = f"{FLAGS} --vocab-size 8192 --num-layers 1 --global-batch-size {micro_batches}"
