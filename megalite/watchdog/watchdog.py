@@ -105,6 +105,14 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._end_watch(error)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if self._link is not None:  # a launcher has ended this rank because of another, which is to be named
+                self._link.send(fails=exit_code_of(stop))
+            raise
+
+    def _end_watch(self, error: BaseException | None) -> None:
         if error is None:
             self._leave()
         elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):

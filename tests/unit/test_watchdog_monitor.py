@@ -7,6 +7,7 @@ import random
 import re
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -659,6 +660,23 @@ def test_a_communication_that_fails_while_rank_0_is_suspended_names_it(monkeypat
     (message,) = said
     assert ": a collective failed" in message
     assert "rank 0 (process 1000 on n0) has not answered for " in message
+
+
+def test_a_rank_that_a_launcher_ends_while_its_communication_fails_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal comes when it is no longer the loop's, and not yet ignored."""
+    monkeypatch.setattr(watchdog_file, "ignore_stop_signals", lambda: sys.exit(85))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, rank = Link(ours, SECRET, MONITOR), Link(theirs, SECRET, RANK)
+        monitor.receive()
+        rank.receive()
+        watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2))
+        watchdog._link = rank
+        with pytest.raises(SystemExit):
+            watchdog.__exit__(CommunicationError, CommunicationError("a collective failed"), None)
+        assert monitor.receive()[-1] == {"fails": 85}
 
 
 @pytest.mark.parametrize("message", [{"first": {}}, {"first": 7}, {"first": asdict(peer_of(0))}], ids=str)
