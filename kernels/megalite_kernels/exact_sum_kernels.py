@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.exact_sum import DIGIT_BITS, UNIT_BITS
+from megalite_kernels.exact_sum import DIGIT_BITS, DIGITS, UNIT_BITS
 from megalite_kernels.launch import unit
 
 TILE = 1024  # numbers that a program loads at once
 TILES = 4  # per program, at least
 PROGRAMS = 512  # per tensor, at most
-WIDTH = 128  # columns of a row: at least the digits and two more, and a power of two
+COLUMNS = DIGITS + 2
+WIDTH = 128  # columns of a row of a program: at least `COLUMNS`, and a power of two
 ROWS = 32  # that the second kernel loads at once
 SHIFT = UNIT_BITS - 1075  # a number is mantissa * 2**(exponent + SHIFT) units, with the biased exponent
 FINITE = 2047  # exponents are below it
@@ -79,6 +80,7 @@ def _add_rows(
     programs: tl.tensor,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DIGIT_BITS: tl.constexpr,
 ) -> None:
     """Add up the rows of a tensor, one program each, and carry from each digit to the next."""
@@ -95,7 +97,7 @@ def _add_rows(
     after = column[:, None] + 1 == column[None, :]
     carried = tl.sum(tl.where(after, carry[:, None], 0), 0)
     digit_mask = tl.full([], (1 << DIGIT_BITS) - 1, tl.int64)
-    tl.store(digits + tensor * WIDTH + column, (total & digit_mask) + carried)
+    tl.store(digits + tensor * COLUMNS + column, (total & digit_mask) + carried, mask=column < COLUMNS)
 
 
 # ------------------------------------------------------------------------------------------------- the launcher
@@ -106,11 +108,11 @@ def launch_exact_digits(bits: Sequence[Tensor]) -> Tensor:
     most = max(each.numel() for each in bits)
     programs = max(min(-(-most // (TILE * TILES)), PROGRAMS), 1)
     partials = torch.empty(len(bits), programs, WIDTH, dtype=torch.int64, device=bits[0].device)
-    digits = torch.empty(len(bits), WIDTH, dtype=torch.int64, device=bits[0].device)
+    digits = torch.empty(len(bits), COLUMNS, dtype=torch.int64, device=bits[0].device)
     for each, rows in zip(bits, partials, strict=True):
         size = unit(each.numel())
         _sum_digits[(programs,)](
             each, rows, each.numel() // size, programs, size, TILE, WIDTH, DIGIT_BITS, SHIFT, FINITE, num_warps=4
         )
-    _add_rows[(len(bits),)](partials, digits, programs, ROWS, WIDTH, DIGIT_BITS, num_warps=16)
+    _add_rows[(len(bits),)](partials, digits, programs, ROWS, WIDTH, COLUMNS, DIGIT_BITS, num_warps=16)
     return digits

@@ -31,6 +31,10 @@ _OF_NO_COMMANDS = re.compile(r"#!.*\s[-+][A-Za-z]*[knt].*")
 _SUBSCRIPT = re.compile(r"\[.*\]\+?=", re.DOTALL)
 """Element of an array that says its own place."""
 
+_DECLARE_OPTIONS = "aAfFgiIlnprtux-"
+_DECLARATION_OPTIONS = {"export": "fnp-", "readonly": "aAfp-"}
+"""Letters of options; bash runs a declaration with any other as if it were not there."""
+
 
 class Declarations(Conditions):
     """Variables, arguments and functions of a script that is read."""
@@ -67,6 +71,8 @@ class Declarations(Conditions):
         assigned = [word for word in words if word.kind == "variable_assignment"]
         names += [word.parts[0].text for word in assigned]
         for letters in (field[1:] for field in fields if field[:1] in "-+"):
+            if set(letters) - set(_DECLARATION_OPTIONS.get(keyword.kind, _DECLARE_OPTIONS)):
+                raise ConfigurationError(f"line {node.line}: {keyword.kind} -{letters} is not followed: leave it out")
             if "n" in letters and keyword.kind != "export":
                 raise ConfigurationError(f"line {node.line}: {keyword.kind} -n is not followed: write the name itself")
             if set(letters) & set("iluA"):

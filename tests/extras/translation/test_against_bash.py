@@ -343,6 +343,8 @@ def difference(text: str, folder: Path) -> str:
         "A=1; [[ 010 -eq 8 ]] && A=2",
         "A=1; set -o posix; A=2 :",
         "A=1; set -o keyword",
+        "A=1; export -gx A=2",
+        "A=1; readonly -x A=2",
         "A=1; function time { A=2; }; time 5",
         "A=1; function time { A=2; }; time :",
         "A=1; function coproc { A=2; }; coproc :",
