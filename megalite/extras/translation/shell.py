@@ -75,7 +75,8 @@ class Script(Declarations):
             raise ConfigurationError(f"more than {LARGEST:,} characters: too large for a launch script")
         self._refuse_first_line(text, line or 1)
         self.headers += [w for header in re.findall(r"^#SBATCH\s(.*)", text, re.MULTILINE) for w in header.split()]
-        self._run(parse(text, line).parts)
+        self._refuse_hidden_assignments(commands := parse(text, line))
+        self._run(commands.parts)
 
     # ------------------------------------------------------------------------------------------------ commands
 

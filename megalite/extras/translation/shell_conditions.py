@@ -21,6 +21,9 @@ class Conditions(Expansion):
         """Decide a condition in brackets; None: only a shell can tell."""
         if len(tokens) > _MOST_TOKENS or any(token.kind == "(" for token in tokens):
             return None
+        written = {token.text for token in tokens}
+        if not pattern and "!" in written and written & {"-o", "-a"}:
+            return None  # how much ! denies in single brackets depends on the number of words
         for joint, wins in (("||", True), ("&&", False), ("-o", True), ("-a", False)):
             for at, token in enumerate(tokens):
                 if token.text == joint:

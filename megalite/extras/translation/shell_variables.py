@@ -31,6 +31,7 @@ _OF_NO_COMMANDS = re.compile(r"#!.*\s[-+][A-Za-z]*[knt].*")
 _SUBSCRIPT = re.compile(r"\[.*\]\+?=", re.DOTALL)
 """Element of an array that says its own place."""
 
+_HIDDEN_ASSIGNMENT = re.compile(r"\$\(\([^)]*?((?<![=!<>])=(?!=)|\+\+|--)")
 _DECLARE_OPTIONS = "aAfFgiIlnprtux-"
 _DECLARATION_OPTIONS = {"export": "fnp-", "readonly": "aAfp-"}
 """Letters of options; bash runs a declaration with any other as if it were not there."""
@@ -199,6 +200,15 @@ class Declarations(Conditions):
     def _refuse_first_line(self, text: str, line: int) -> None:
         if found := _OF_NO_COMMANDS.match(text):
             raise ConfigurationError(f"line {line}: {found[0][:80]} is not followed: leave the option out")
+
+    def _refuse_hidden_assignments(self, tree: Node) -> None:
+        """Refuse arithmetic that assigns within ${...}: whether bash comes to it depends on what is set."""
+        nodes = [tree]
+        while nodes:
+            node = nodes.pop()
+            if node.kind == "expansion" and _HIDDEN_ASSIGNMENT.search(node.text):
+                raise ConfigurationError(f"line {node.line}: {node.text[:80]} is not followed: assign before it")
+            nodes += node.parts
 
     def _refuse_options(self, fields: Sequence[str], line: int) -> None:
         """Refuse options of a shell that change how it reads or runs commands."""
