@@ -45,7 +45,7 @@ EXPERTS = ((8, 2), (128, 8))
 """Number of experts, and how many of them a token uses."""
 VARIANTS = {"grouped": Kernels("auto"), "loop": Kernels("auto", to_reference=("grouped",))}
 TOLERANCE = 1e-2
-"""Of the norm of the difference of two gradients: on the way, results are rounded to bf16 several times."""
+"""Largest relative difference of two gradients: on the way, results are rounded to bf16 several times."""
 
 
 class Sums:

@@ -1,4 +1,4 @@
-"""What only a GPU can show: that the kernels are right and how fast, and that it trains the same model as the CPU.
+"""Check of what only a GPU can show: that kernels are right, how fast, and that it trains the same model as the CPU.
 
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
@@ -60,12 +60,12 @@ from megalite_kernels.cases import cases
 
 @dataclass
 class Report:
-    """What a part has found so far; each addition is written at once."""
+    """Findings of a part so far; each addition is written at once."""
 
     directory: Path
     device: str
     deadline: float = math.inf
-    """Of the monotonic clock; what is left then is left out."""
+    """Time of the monotonic clock at which the rest is left out."""
     part: str = "part"
     header: Mapping[str, object] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)

@@ -28,7 +28,7 @@ PRODUCT_TOLERANCE = 4e-3  # norm of the error; bf16 rounds the result by 2e-3 to
 COUNTS = ([100, 0, 7, 1, 300, 0, 0, 104], [0, 0, 0, 512, 0, 0, 0, 0], [64] * 8)
 """Rows of each expert."""
 ALLOWED = {"dropless": (1, 0), "padded": (0, 0)}
-"""How often the host may wait in a layer's forward and in its backward."""
+"""Number of times that the host may wait in a layer's forward and in its backward."""
 FLEX_TOLERANCE = 2e-3  # of a bf16 loss: NCCL's ranks are added in fp32 and rounded, as DeepEP's are
 EXPERTS = (
     "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --ffn-hidden-size 1024 --seq-length 1024 --swiglu "
@@ -76,7 +76,7 @@ def _waits(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def host_waits(padded: bool) -> tuple[int, int]:
-    """How often the host waits in forward, with all losses and counts, and in backward, of one layer."""
+    """Return how often the host waits in forward, with all losses and counts, and in backward, of one layer."""
     model = ModelConfig(
         2,
         1024,

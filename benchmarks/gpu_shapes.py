@@ -45,4 +45,4 @@ LAYERS_OF_8B = tuple(
 SMALL = Shape(
     layers=2, hidden=64, heads=4, groups=2, ffn=128, micro_batch=1, batch=2, sequence=64, vocabulary=255, steps=8
 )
-"""What a CPU trains instead, to try the programs."""
+"""Shape that a CPU trains instead, to try the programs."""

@@ -38,7 +38,7 @@ ROUNDS = 2
 WARM_UP = 14
 """Steps before those that are timed; compilation is in the first, and clocks settle."""
 TOLERANCE = {"lm_loss": 2e-3, "grad_norm": 3e-2}
-"""Of each step's relative difference between variants, whose bf16 sums are rounded in other places."""
+"""Largest of each step's relative difference between variants, whose bf16 sums are rounded in other places."""
 PRODUCT = 8192
 
 
@@ -50,11 +50,11 @@ class Run:
     shape: Shape
     steps: Sequence[Mapping[str, Any]]
     samples: Sequence[Sample]
-    """Of the GPUs meanwhile."""
+    """State of the GPUs meanwhile."""
 
     @property
     def seconds(self) -> list[float]:
-        """Of the timed steps; half of them where they are few."""
+        """Seconds of the timed steps: of half of all steps where these are few."""
         return [step["iteration_time_s"] for step in self.steps[min(WARM_UP, len(self.steps) // 2) :]]
 
     @property

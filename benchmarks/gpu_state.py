@@ -1,4 +1,4 @@
-"""What the GPUs do while something runs: clocks, power and temperature, sampled by nvidia-smi."""
+"""State of the GPUs while something runs: clocks, power and temperature, sampled by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 FIGURES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
-"""Of nvidia-smi: MHz, MHz, W, °C."""
+"""Figures that nvidia-smi is asked for: MHz, MHz, W, °C."""
 REASONS = "clocks_event_reasons.active"
 """Bits that say why clocks are lowered."""
 MILLISECONDS = 500
@@ -24,7 +24,7 @@ class Sample(NamedTuple):
     time: float
     """Seconds since 1970."""
     figures: Sequence[str]
-    """As nvidia-smi writes them; it may not know one."""
+    """Figures as nvidia-smi writes them; it may not know one."""
     reasons: str
 
 

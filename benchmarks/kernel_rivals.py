@@ -1,4 +1,4 @@
-"""What the fused operations are measured against: the same in plain PyTorch, compiled or not, and Liger-Kernel's."""
+"""Rivals of the fused operations: the same in plain PyTorch, compiled or not, and Liger-Kernel's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite_kernels.measure import Step, step_of
 
 RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
 Functions = Mapping[str, Callable[..., Any]]
-"""By a case's name or its first word; they take the case's inputs."""
+"""Functions by a case's name or its first word; they take the case's inputs."""
 
 
 def _half(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, T
 
 
 def _fused_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> Tensor:
-    """What torch.optim.AdamW(fused=True) calls."""
+    """Update as torch.optim.AdamW(fused=True) does."""
     parts = [[tensor] for tensor in (weights, gradients, average, squares)]
     numbers = {"beta1": 0.9, "beta2": 0.95, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
     steps = [torch.ones((), device=weights.device)]
@@ -84,7 +84,7 @@ def _written_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares:
 
 
 def _with_parameters(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of masters, from which bf16 parameters are rounded."""
+    """Return an update of masters, from which bf16 parameters are rounded."""
     return lambda *inputs: update(*inputs).bfloat16()
 
 
@@ -93,7 +93,7 @@ def _norm(values: Tensor) -> Tensor:
 
 
 def _updates(update: Callable[..., Tensor]) -> Functions:
-    """Those of which all is in fp32 but the parameters."""
+    """Return the updates of which all is in fp32 but the parameters."""
     return {"adamw float32": update, "adamw bfloat16/float32": _with_parameters(update)}
 
 
@@ -112,9 +112,9 @@ PLAIN: Functions = {
     "sums_of_squares": _norm,
     **_updates(_fused_adamw),
 }
-"""As one writes each in PyTorch."""
+"""Operations as one writes them in PyTorch."""
 COMPILED: Functions = _updates(_written_adamw)
-"""What torch.compile has instead: it cannot look into what is fused already."""
+"""Operations that torch.compile has instead: it cannot look into what is fused already."""
 
 
 def liger() -> Functions:
@@ -148,7 +148,7 @@ def available(rivals: Sequence[str], notes: list[str]) -> dict[str, Functions]:
 
 
 def function_for(name: str, functions: Functions) -> Callable[..., Any] | None:
-    """Of the case with this name, if a rival has one."""
+    """Return the function for the case with this name, if a rival has one."""
     return functions.get(name) or functions.get(name.split()[0])
 
 

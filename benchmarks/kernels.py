@@ -41,11 +41,11 @@ from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
 
 TARGET = 0.85
-"""Of a copy's bandwidth, for rows of at least WIDE elements."""
+"""Share of a copy's bandwidth to reach, for rows of at least WIDE elements."""
 CROSS_ENTROPY_TARGET = 1 / 1.25
 WIDE = 4096
 WIDTHS = (2048, 4096, 8192, 16384)
-"""Of the norms that are compared; of other operations all are."""
+"""Widths of the norms that are compared; of other operations all are."""
 VOCABULARY, LOSS_TOKENS = 131072, 8192
 CHECKED_TOKENS = 16
 DIFFERENT = 3e-2
@@ -79,7 +79,7 @@ class Comparison:
     """The share of a copy that each direction, or for the loss both together, should reach."""
     together: bool = False
     differences: Mapping[str, Callable[[], float]] = field(default_factory=dict)
-    """How far a rival's results are from ours, for a few tokens."""
+    """Functions that return how far a rival's results are from ours, for a few tokens."""
     before: Callable[[], object] = lambda: None
     """Called before each step, outside its time."""
 
@@ -88,8 +88,9 @@ class Comparison:
 
 
 def compared_cases() -> Iterator[Case]:
-    """Of bf16 activations and weights, at some widths; of operations that differentiate nothing all. The cross entropy
-    is compared as a whole (`of_loss`).
+    """Yield cases of bf16 activations and weights, at some widths, and all of operations that differentiate nothing.
+
+    The cross entropy is compared as a whole (`of_loss`).
     """
     for case in cases.cases():
         if case.operation == "cross_entropy":

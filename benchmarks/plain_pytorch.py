@@ -27,7 +27,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 class Operations(NamedTuple):
-    """What a library of kernels may replace."""
+    """Operations that a library of kernels may replace."""
 
     rms_norm: Callable[[Tensor, Tensor], Tensor] = rms_norm
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu

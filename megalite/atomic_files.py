@@ -113,8 +113,6 @@ def lock_file(file: IO[Any] | int) -> str:
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -118,7 +118,6 @@ def _lacks_network(load: str) -> str:
         return f"is no Hugging Face folder; if it is a run directory, {takes}"
     if not os.path.isdir(load):
         return "is not a folder"
-
     found = checkpoints_in(Path(load))
     if found == "megalite":
         return f"is a run directory: {takes}"

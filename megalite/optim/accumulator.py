@@ -43,9 +43,9 @@ class Accumulator:
     A round is the set of micro-batches that one reduction covers: all micro-batches of a step under ZeRO 0 and 1, a
     single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round, so a tied weight's
     gradients from one use are added first, whether its uses are on the same rank or not. Before the reduction, the sums
-    of the later uses in this chunk are added to the sum of the first one. A late sum is made only
-    then if its gradients can be kept so long (`KeptGradients`). Uses in other chunks have an accumulator of their own,
-    and are added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
+    of the later uses in this chunk are added to the sum of the first one. A late sum is made only then if its
+    gradients can be kept so long (`KeptGradients`). Uses in other chunks have an accumulator of their own, and are
+    added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
     """
 
     def __init__(
