@@ -77,7 +77,7 @@ train: .venv/installed
 	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
 
 check: lint
-	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._]$(ROOM)\b)' tests/unit/test_*.py; \
+	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._](extras\.)?$(ROOM)\b)' tests/unit/test_*.py; \
 		$(if $(ROOM),ls -d tests/extras/$(ROOM) 2>/dev/null)); \
 		[ -n "$$files" ] || { echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
 		$(PYTEST) $(SHARED) -m 'not wide and not slow$(if $(ROOM),, and not costly)' $$files

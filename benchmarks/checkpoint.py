@@ -1,4 +1,4 @@
-"""How fast a checkpoint of 1 GiB is saved and loaded, against the disk and torch.distributed.checkpoint.
+"""Speed of saving and loading a checkpoint of 1 GiB, against the disk and torch.distributed.checkpoint.
 
     python -m benchmarks.checkpoint [--pairs 7] [--directory DIR]
 

@@ -1,4 +1,4 @@
-"""How long a rank takes to know what every rank of a large run saves of a checkpoint.
+"""Time that a rank takes to know what every rank of a large run saves of a checkpoint.
 
     python -m benchmarks.checkpoint_plan [--rounds 7]
 

@@ -1,4 +1,4 @@
-"""How fast a model of 1 GiB goes from Hugging Face to megalite and back, against copying it, and in what memory.
+"""Speed and memory of converting a model of 1 GiB from Hugging Face to megalite and back, against copying it.
 
     python -m benchmarks.conversion [--pairs 7] [--directory DIR]
 
@@ -96,7 +96,7 @@ def peak(*flags: object) -> int:
 
 
 def peaks(directory: Path, theirs: Path, name: str) -> tuple[int, int]:
-    """Of both directions."""
+    """Return the peaks of both directions."""
     run, back = directory / f"{name} run", directory / f"{name} back"
     found = (
         peak("--loader", "hf", "--saver", "megalite", "--load-dir", theirs, "--save-dir", run),

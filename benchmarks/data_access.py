@@ -40,7 +40,7 @@ def write_tokens(prefix: Path) -> None:
 
 
 def pieces(dataset: GPTDataset, sample: int) -> list[tuple[int, int]]:
-    """Where the pieces of a sample lie in the file, counted in tokens."""
+    """Return the places of a sample's pieces in the file, counted in tokens."""
     place = int(dataset.shuffle_index[sample])
     (first, start), (last, end) = (map(int, row) for row in dataset.sample_index[place : place + 2])
     found = []

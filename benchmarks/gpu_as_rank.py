@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 COMMON = (
-    "--bf16 --tokenizer-type NullTokenizer --mock-data --train-iters 5 --lr 1e-4 --attention-dropout 0 "
+    "--bf16 --tokenizer-type NullTokenizer --mock-data --train-iters 11 --lr 1e-4 --attention-dropout 0 "
     "--hidden-dropout 0 --micro-batch-size 1"
 )
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200"
@@ -37,6 +37,8 @@ class Published:
     rank: int = 0
 
 
+FIGURES = ("layout", "device", "step", "speed", "memory")
+"""Lines of `--as-rank`."""
 LAYOUTS: Mapping[str, Published] = {
     "GPT-3 175B, Megatron SC21": Published(
         64,
@@ -83,7 +85,7 @@ def measure(layouts: Mapping[str, Published], deadline: float) -> Iterator[dict[
             yield {"name": name, "failed": ended.stderr.strip().splitlines()[-1:]}
         else:
             lines = (line.partition(" ") for line in ended.stdout.splitlines())
-            figures = {key: words.strip() for key, _, words in lines if key in ("layout", "device", "step", "memory")}
+            figures = {key: words.strip() for key, _, words in lines if key in FIGURES}
             yield {"name": name, "rank": f"{layout.rank} of {layout.ranks}", **figures}
 
 

@@ -1,38 +1,42 @@
-"""What only a GPU can show: that the kernels are right and how fast, and that it trains the same model as the CPU.
+"""Check of what only a GPU can show: that kernels are right, how fast, and that it trains the same model as the CPU.
 
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
 Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
-ones; layers with experts: their grouped products, how often the host waits, DeepEP against all-to-all; context
-parallelism: attention by parts, the losses of each way, how much of a ring's communication is hidden; the compression
-of gradients against a copy of them; a model of one's own against the CPU; a model of about 1.3 billion parameters in
-bf16, with the kernels and without; the kernels beside their rivals; bits after a resume; in float64 the losses of ten
-steps on every layout against the CPU's; time and memory of one rank of published layouts. What is measured is written
-as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
-the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note.
-`--device cpu` tries the parts that can be tried without a GPU.
+ones, and the time of torch's operators for it; layers with experts: their grouped products, how often the host waits,
+DeepEP against all-to-all; context parallelism: attention by parts, its time beside whole attention, the losses of each
+way, how much of a ring's communication is hidden; the compression of gradients against a copy of them; a model of one's
+own against the CPU; training of Llama-3.2-1B in bf16, and of layers of Llama 3 8B at two depths, with the kernels, in
+other ways and in plain PyTorch, in turn; the kernels beside their rivals; bits after a resume; in float64 the losses of
+ten steps on every layout against the CPU's; time and memory of one rank of published layouts. What is measured is
+written as it comes, for each part to a file of its own, benchmarks/results/gpu_check_PART_CARD.json, and what is not
+done after --minutes is left out: --only takes the parts one by one. Fails where numbers are wrong or what is
+megalite's cannot run; what is slow, or a rival that fails, is told. `--device cpu` tries what can be tried without a
+GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_as_rank, gpu_own_model, kernels
+from benchmarks import gpu_as_rank, gpu_own_model, gpu_speed, kernels
 from benchmarks.gpu_compression import COPIES, compare_with_copy
-from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways
+from benchmarks.gpu_context import LOSS_TOLERANCE, check_parts, compare_overlap, compare_ways, time_parts
 from benchmarks.gpu_experts import (
     ALLOWED,
     FLEX_TOLERANCE,
@@ -41,23 +45,38 @@ from benchmarks.gpu_experts import (
     compare_flex,
     host_waits,
 )
-from benchmarks.gpu_operations import WEIGHT_GRADIENT_TOLERANCE, check_attention, check_weight_gradients
-from benchmarks.gpu_training import COMMON, SPEED, TOLERANCE, check_checkpoints, compare, speeds
+from benchmarks.gpu_numbers import check_side_by_side
+from benchmarks.gpu_operations import (
+    WEIGHT_GRADIENT_TOLERANCE,
+    check_attention,
+    check_weight_gradients,
+    time_fused_attention,
+)
+from benchmarks.gpu_shapes import LAYERS_OF_8B, LLAMA_1B, SMALL, Shape
+from benchmarks.gpu_training import TOLERANCE, check_checkpoints, compare
 from benchmarks.results import PACKAGES, RESULTS, versions
-from megalite_kernels import selftest
 from megalite_kernels.cases import cases
 
 
 @dataclass
 class Report:
-    """What has been found so far; each addition is written at once."""
+    """Findings of a part so far; each addition is written at once."""
 
-    path: Path
+    directory: Path
     device: str
     deadline: float = math.inf
-    """Of the monotonic clock; what is left then is left out."""
+    """Time of the monotonic clock at which the rest is left out."""
+    part: str = "part"
+    header: Mapping[str, object] = field(default_factory=dict)
     found: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        """One file for each part and kind of GPU."""
+        card = torch.cuda.get_device_name() if self.gpu and torch.cuda.is_available() else self.device
+        return self.directory / f"gpu_check_{self.part}_{re.sub('[^a-z0-9]+', '-', card.lower())}.json"
 
     def tell(self, part: str, row: object, words: str) -> None:
         """Add a row to a part's."""
@@ -70,12 +89,19 @@ class Report:
         self.wrong.append(what)
         self.write()
 
+    def warn(self, what: str) -> None:
+        """Add what is slower than it should be."""
+        self.slow.append(what)
+        self.write()
+
     def write(self) -> None:
         """In the place of what was written before, which stays whole until then."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_suffix(".new")
-        new.write_text(json.dumps({**self.found, "wrong": self.wrong}, indent=1) + "\n")
-        new.replace(self.path)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        new, path = self.path.with_suffix(".new"), self.path
+        new.write_text(
+            json.dumps({**self.header, **self.found, "wrong": self.wrong, "slow": self.slow}, indent=1) + "\n"
+        )
+        new.replace(path)
 
     @property
     def minutes(self) -> float:
@@ -93,38 +119,56 @@ class Report:
 
 def check_kernels(report: Report) -> None:
     """Numbers of every operation against float64."""
-    for numbers in selftest.check_numbers(list(cases()), report.device):
+    for numbers in check_side_by_side(list(cases()), report.device, report.deadline):
         row = {"operation": numbers.case.name, "error over tolerance": numbers.error, "failure": numbers.failure}
         report.tell("kernels", row, str(numbers))
         if not numbers.right:
             report.fail(f"kernels: {numbers.case.name}")
-        if report.minutes < 0:
-            report.tell("kernels", {"left out": "no time was left"}, "the rest is left out, no time is left")
-            return
 
 
 def check_training(report: Report) -> None:
-    """Tokens a second and model FLOP/s utilization, with the kernels and in other ways."""
-    large, small = f"{SPEED} --global-batch-size {16 * report.gpus}", f"{COMMON} --position-embedding-type rope"
-    flags = large if report.gpu else small
-    for row in speeds(flags, report.gpus, gpu=report.gpu, deadline=report.deadline):
-        report.tell("training", row, _words(row))
-        loss = row.get("lm_loss")
-        if isinstance(loss, float) and not math.isfinite(loss):
-            report.fail(f"training: the loss of {row['variant']} is {loss}")
+    """Llama-3.2-1B: tokens a second and model FLOP/s utilization, with the kernels, in other ways and of rivals."""
+    shape = LLAMA_1B if report.gpu else SMALL
+    _check_speed(report, [(name, shape) for name in gpu_speed.ORDER])
+
+
+def check_layers(report: Report) -> None:
+    """Layers of Llama 3 8B at two depths, ours and a rival's, and what one layer takes."""
+    shapes = LAYERS_OF_8B if report.gpu else (SMALL, replace(SMALL, layers=1))
+    _check_speed(report, [(name, shape) for name in (gpu_speed.OURS, "PyTorch") for shape in shapes])
+
+
+def _check_speed(report: Report, cells: Sequence[tuple[str, Shape]]) -> None:
+    row = {**gpu_speed.ceiling(report.device), "attention": gpu_speed.attention_operator(cells[0][1], report.device)}
+    report.tell(report.part, row, _words(row))
+    if report.gpu:
+        torch.cuda.empty_cache()
+    for row in gpu_speed.run_in_turn(cells, report.gpus, gpu=report.gpu, deadline=report.deadline):
+        report.tell(report.part, row, _words(row))
+        if "failed" in row and row["variant"] not in gpu_speed.RIVALS:
+            report.fail(f"{report.part}: {row['variant']} with {row['layers']} layers failed")
+        differences = row.get("largest relative difference", {})
+        assert isinstance(differences, dict)
+        for key, difference in differences.items():
+            if not difference <= gpu_speed.TOLERANCE[key]:
+                report.fail(f"{report.part}: {key} of {row['variant']} with {row['layers']} layers is another")
 
 
 def check_benchmark(report: Report) -> None:
     """Milliseconds and bandwidth beside the rivals'."""
     tiny = "" if report.gpu else "--device cpu --tokens 3 --repeats 2 --rivals torch --only 2048"
-    until = ["--minutes", str(report.minutes), "--results", str(report.path.parent)]
+    until = ["--minutes", str(report.minutes), "--results", str(report.directory)]
     code = kernels.main([*tiny.split(), *until])
-    report.tell("benchmark", {"exit code": code}, f"see {report.path.parent / 'kernels.csv'}")
+    report.tell("benchmark", {"exit code": code}, f"see {report.directory / 'kernels.csv'}")
+    if code:
+        report.fail("benchmark: an operation failed")
 
 
 def check_operations(report: Report) -> None:
-    """Attention in blocks, and weight gradients."""
-    error = check_weight_gradients()
+    """Attention in blocks, weight gradients, and which of torch's operators attention takes, with the time of each."""
+    row = time_fused_attention(report.device)
+    report.tell("operations", {"fused attention": row}, f"fused attention: {_words(row)}")
+    error = check_weight_gradients(report.device)
     report.tell("operations", {"error of weight gradients": error}, f"weight gradients: error {error:.1e}")
     if not error <= WEIGHT_GRADIENT_TOLERANCE:
         report.fail("operations: weight gradients")
@@ -160,6 +204,8 @@ def check_context(report: Report) -> None:
         report.tell("context", {"attention by parts": name, "error over tolerance": error}, words)
         if not error <= 1:
             report.fail(f"context: attention by parts, {name}")
+    row = time_parts(report.device)
+    report.tell("context", {"parts beside whole": row}, f"attention by parts beside whole: {_words(row)}")
     differences = compare_ways(report.gpus, report.deadline)
     report.tell("context", {"losses": differences}, f"losses of two ranks against one: {_words(differences)}")
     for name, difference in differences.items():
@@ -174,7 +220,7 @@ def check_compression(report: Report) -> None:
     for name, copies in compare_with_copy(report.device).items():
         report.tell("compression", {"step": name, "copies": copies}, f"{name}: {copies:.2f} times as long as a copy")
         if report.gpu and name in COPIES and not copies <= COPIES[name]:
-            report.fail(f"compression: {name} takes {copies:.2f} copies")
+            report.warn(f"compression: {name} takes {copies:.2f} copies, and {COPIES[name]} would do")
 
 
 def check_resume(report: Report) -> None:
@@ -220,33 +266,33 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "compression": check_compression,
     "own-model": check_own_model,
     "training": check_training,
+    "layers": check_layers,
     "benchmark": check_benchmark,
     "resume": check_resume,
     "layouts": check_layouts,
     "as-rank": check_as_rank,
 }
-OPTIONAL = ("training", "benchmark")
-"""What is no number that could be wrong: where it cannot run is a note."""
 ON_GPUS_ALONE = ("kernels", "operations", "layouts")
+NOTHING_CHECKED = 2
+"""Exit code."""
 
 
-def run_parts(names: Sequence[str], report: Report) -> None:
-    for name in names:
-        if report.minutes < 0:
-            report.tell(name, {"left out": "no time was left"}, "left out, no time is left")
-            continue
-        start = time.monotonic()
-        try:
-            if report.gpu:
-                torch.cuda.empty_cache()  # training is in processes of its own
-            PARTS[name](report)
-        except subprocess.TimeoutExpired:
-            report.tell(name, {"left out": "no time was left"}, "the rest is left out, no time is left")
-        except Exception as error:  # whatever it is, the other parts are of use
-            report.tell(name, {"failed": traceback.format_exc()}, f"failed: {type(error).__name__}: {error}")
-            if name not in OPTIONAL:
-                report.fail(f"{name}: failed")
-        report.tell("seconds", {name: round(time.monotonic() - start, 1)}, f"{time.monotonic() - start:.0f} for {name}")
+def run_part(report: Report) -> None:
+    name, start = report.part, time.monotonic()
+    report.write()
+    if report.minutes < 0:
+        report.tell(name, {"left out": "no time was left"}, "left out, no time is left")
+        return
+    try:
+        if report.gpu:
+            torch.cuda.empty_cache()  # training is in processes of its own
+        PARTS[name](report)
+    except (subprocess.TimeoutExpired, TimeoutError):
+        report.tell(name, {"left out": "no time was left"}, "the rest is left out, no time is left")
+    except Exception as error:  # whatever it is, the other parts are of use
+        report.tell(name, {"failed": traceback.format_exc()}, f"failed: {type(error).__name__}: {error}")
+        report.fail(f"{name}: failed")
+    report.tell("seconds", {name: round(time.monotonic() - start, 1)}, f"{time.monotonic() - start:.0f} for {name}")
 
 
 def _words(row: Mapping[str, object]) -> str:
@@ -266,17 +312,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if flags.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: nothing was checked", file=sys.stderr)
-        return 2
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    path = flags.results / f"gpu_check_{date}.json"
-    report = Report(path, flags.device, time.monotonic() + 60 * flags.minutes)
-    where = f"{report.gpus} x {torch.cuda.get_device_name()}" if report.gpu else "CPU"
-    report.found |= {"date": date, "device": where, "command": ["benchmarks/gpu_check.sh", *sys.argv[1:]]}
-    report.found |= {"versions": versions(PACKAGES)}
-    report.write()
-    run_parts([name for name in flags.only if report.gpu or name not in ON_GPUS_ALONE], report)
-    print("\n".join(f"WRONG: {what}" for what in report.wrong) or f"gpu_check: nothing is wrong; {path}")
-    return 1 if report.wrong else 0
+        return NOTHING_CHECKED
+    names = [name for name in flags.only if flags.device == "cuda" or name not in ON_GPUS_ALONE]
+    if left_out := [name for name in flags.only if name not in names]:
+        print(f"needs a GPU and was not checked: {', '.join(left_out)}", file=sys.stderr)
+    if not names:
+        return NOTHING_CHECKED
+    header: dict[str, object] = {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
+    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if flags.device == "cuda" else "CPU"
+    header |= {"device": gpus, "command": ["benchmarks/gpu_check.sh", *sys.argv[1:]], "versions": versions(PACKAGES)}
+    deadline = time.monotonic() + 60 * flags.minutes
+    reports = [Report(flags.results, flags.device, deadline, name, header) for name in names]
+    for report in reports:
+        run_part(report)
+    for word, found in (("SLOW", [each.slow for each in reports]), ("WRONG", [each.wrong for each in reports])):
+        for what in itertools.chain(*found):
+            print(f"{word}: {what}")
+    if any(report.wrong for report in reports):
+        return 1
+    print(f"gpu_check: nothing is wrong in {', '.join(names)}; see {flags.results}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Training on this machine's GPUs: the losses are the CPU's, a resume changes no bit, and this is how fast it is."""
+"""Training on this machine's GPUs: the losses are the CPU's, and a resume changes no bit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from megalite.config.run import fields_by_name
-from megalite.training.flops import peak_flops
+from benchmarks.errors import largest
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-9  # relative; ten steps of float64 sums in another order
@@ -33,34 +32,23 @@ COMMON = (
     "--global-batch-size 8 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
     "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --fp64"
 )
-SPEED = (
-    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 2048 "
-    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --micro-batch-size 8 --lr 1e-4 --train-iters 12 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 50000 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --bf16 "
-    "--log-interval 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-)
-"""About 1.3 billion parameters."""
-VARIANTS = {
-    "kernels": "",
-    "without kernels": "--kernels reference",
-    "layers compiled": "--compile",
-    "compiled without kernels": "--compile --kernels reference",
-    "fused linear cross entropy": "--fused-linear-cross-entropy",
-}
-WARM_UP = 6
-"""Steps before those that are timed; compilation is in the first."""
 
 
 def train(flags: str, processes: int, *, gpu: bool, deadline: float = math.inf) -> list[dict[str, float]]:
-    """Run the program; returns its metrics by step.
+    """Run the program; returns its metrics by step. Raises as `metrics_of`."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *launcher, "pretrain_gpt.py", *flags.split()]
+    return metrics_of(command, gpu=gpu, deadline=deadline)
+
+
+def metrics_of(command: Sequence[str], *, gpu: bool, deadline: float = math.inf) -> list[dict[str, float]]:
+    """Run a program that takes `--metrics-path`; returns what it writes there.
 
     Raises CalledProcessError, or TimeoutExpired where it has not ended by the deadline, of the monotonic clock.
     """
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics.jsonl"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *launcher, "pretrain_gpt.py", *flags.split(), "--metrics-path", str(metrics)]
+        command = [*command, "--metrics-path", str(metrics)]
         environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
         with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
             try:
@@ -113,8 +101,8 @@ def compare(deadline: float) -> Iterator[dict[str, object]]:
             except subprocess.CalledProcessError as error:
                 yield row | {"failed": f"exit code {error.returncode}"}
                 continue
-            worst = max(
-                abs(ours[key] - theirs[key]) / abs(theirs[key])
+            worst = largest(
+                abs(float(ours[key]) / float(theirs[key]) - 1)  # NaN is a word in the metrics
                 for ours, theirs in zip(found, expected, strict=True)
                 for key in ("lm_loss", "grad_norm")
             )
@@ -135,22 +123,3 @@ def check_checkpoints(processes: int, *, gpu: bool = True, deadline: float = mat
         found = [{key: step[key] for key in ("iteration", "lm_loss", "grad_norm")} for step in resumed]
         different += sum(ours != theirs for ours, theirs in zip(found, kept, strict=True))
     return different
-
-
-def speeds(
-    flags: str, processes: int, *, gpu: bool = True, warm_up: int = WARM_UP, deadline: float = math.inf
-) -> Iterator[dict[str, object]]:
-    """Of each variant the median step's; one that fails is told as such, one whose flag is not there is left out."""
-    for name, variant in VARIANTS.items():
-        if any(flag[2:].replace("-", "_") not in fields_by_name() for flag in variant.split() if flag[:2] == "--"):
-            continue
-        try:
-            steps = train(f"{flags} {variant}", processes, gpu=gpu, deadline=deadline)[warm_up:]
-        except subprocess.CalledProcessError as error:
-            yield {"variant": name, "failed": f"exit code {error.returncode}"}
-            continue
-        middle = sorted(steps, key=lambda step: step["iteration_time_s"])[len(steps) // 2]
-        kept = ("tokens_per_second_per_device", "model_tflops_per_device", "mfu", "peak_memory_bytes")
-        peak = peak_flops(torch.cuda.get_device_name()) if gpu else None
-        row: dict[str, object] = {"variant": name, "peak_flops": peak, "lm_loss": steps[-1]["lm_loss"]}
-        yield row | {key: middle.get(key) for key in kept}

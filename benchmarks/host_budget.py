@@ -34,13 +34,13 @@ from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import StageLayers
 from megalite.config.validate import resolve
+from megalite.extras.planner.dry_run import dry_micro_batch, planned_kernels
+from megalite.extras.planner.host_time import host_speed
+from megalite.extras.planner.recording import Recorder
 from megalite.model.gpt import HIDDEN_STATES, make_chunks
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import UnconnectedMesh
-from megalite.planner.dry_run import dry_micro_batch, gpu_kernels
-from megalite.planner.host_time import host_speed
-from megalite.planner.recording import Recorder
 from megalite.training import builder
 
 SHORT, LONG, SEQUENCE = 4, 12, 2048
@@ -191,7 +191,7 @@ def budgets(family: str, rounds: int) -> dict[str, dict[str, Any]]:
     """Return the budgets of a layer of the family, and of the optimizer of its layers."""
     config = configuration(family)
     rivals = {} if family == "experts" else {"megatron-core": megatron_core, "plain torch": plain_torch}
-    with gpu_kernels(config.kernels), norms_of_a_gpu():
+    with planned_kernels(config.kernels), norms_of_a_gpu():
         stacks: list[dict[str, Pass]] = []
         for layers in (SHORT, LONG):
             own, optimizer = own_layers(config, layers)

@@ -1,4 +1,4 @@
-"""What the fused operations are measured against: the same in plain PyTorch, compiled or not, and Liger-Kernel's."""
+"""Rivals of the fused operations: the same in plain PyTorch, compiled or not, and Liger-Kernel's."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from benchmarks.errors import largest, relative
 from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
 from megalite_kernels.measure import Step, step_of
 
 RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
 Functions = Mapping[str, Callable[..., Any]]
-"""By a case's name or its first word; they take the case's inputs."""
+"""Functions by a case's name or its first word; they take the case's inputs."""
 
 
 def _half(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,7 @@ def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, T
 
 
 def _fused_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> Tensor:
-    """What torch.optim.AdamW(fused=True) calls."""
+    """Update as torch.optim.AdamW(fused=True) does."""
     parts = [[tensor] for tensor in (weights, gradients, average, squares)]
     numbers = {"beta1": 0.9, "beta2": 0.95, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
     steps = [torch.ones((), device=weights.device)]
@@ -83,7 +84,7 @@ def _written_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares:
 
 
 def _with_parameters(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of masters, from which bf16 parameters are rounded."""
+    """Return an update of masters, from which bf16 parameters are rounded."""
     return lambda *inputs: update(*inputs).bfloat16()
 
 
@@ -92,7 +93,7 @@ def _norm(values: Tensor) -> Tensor:
 
 
 def _updates(update: Callable[..., Tensor]) -> Functions:
-    """Those of which all is in fp32 but the parameters."""
+    """Return the updates of which all is in fp32 but the parameters."""
     return {"adamw float32": update, "adamw bfloat16/float32": _with_parameters(update)}
 
 
@@ -111,9 +112,9 @@ PLAIN: Functions = {
     "sums_of_squares": _norm,
     **_updates(_fused_adamw),
 }
-"""As one writes each in PyTorch."""
+"""Operations as one writes them in PyTorch."""
 COMPILED: Functions = _updates(_written_adamw)
-"""What torch.compile has instead: it cannot look into what is fused already."""
+"""Operations that torch.compile has instead: it cannot look into what is fused already."""
 
 
 def liger() -> Functions:
@@ -147,18 +148,51 @@ def available(rivals: Sequence[str], notes: list[str]) -> dict[str, Functions]:
 
 
 def function_for(name: str, functions: Functions) -> Callable[..., Any] | None:
-    """Of the case with this name, if a rival has one."""
+    """Return the function for the case with this name, if a rival has one."""
     return functions.get(name) or functions.get(name.split()[0])
 
 
+def own_inputs(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies, which a step may overwrite."""
+    return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+
+
+def difference(
+    ours: Callable[[Sequence[Tensor]], Sequence[Tensor]], function: Callable[..., Any], inputs: Sequence[Tensor]
+) -> float:
+    """Return the largest norm of the difference of outputs and gradients to ours, relative to ours."""
+    found = []
+    theirs = (lambda both: function(*_halves(both))) if _takes_halves(function) else function
+    for run in (ours, lambda inputs: _several(theirs(*inputs))):
+        own = own_inputs(inputs)
+        outputs = run(own)
+        ends = [output for output in outputs if output.requires_grad]
+        wanted = [tensor for tensor in own if tensor.requires_grad]
+        generator = torch.Generator(own[0].device).manual_seed(0)
+        arriving = [torch.randn(end.shape, generator=generator, device=end.device).to(end.dtype) for end in ends]
+        gradients = torch.autograd.grad(ends, wanted, arriving) if ends else ()
+        found.append([*outputs, *gradients])
+    pairs = zip(*found, strict=False)  # ours may return more, such as moments
+    return largest(relative(theirs, own) for own, theirs in pairs)
+
+
+def _takes_halves(function: Callable[..., Any]) -> bool:
+    return getattr(function, "__name__", "") in ("liger_swiglu", "liger_geglu")
+
+
+def _halves(both: Tensor) -> list[Tensor]:
+    return [half.contiguous() for half in both.chunk(2, dim=-1)]
+
+
+def _several(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
 def rival_step(rival: str, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Step:
+    """Return the function to time, which may overwrite the inputs."""
     if rival == "compile":
         function = torch.compile(function, dynamic=False)
-    if rival == "liger" and function.__name__ in ("liger_swiglu", "liger_geglu"):
-        inputs = [half.detach().contiguous().requires_grad_() for half in inputs[0].chunk(2, dim=-1)]
+    if _takes_halves(function):
+        inputs = [half.detach().requires_grad_() for half in _halves(inputs[0])]
 
-    def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        outputs = function(*inputs)
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    return step_of(run, inputs)
+    return step_of(lambda inputs: _several(function(*inputs)), inputs)

@@ -2,10 +2,13 @@
 
     python -m benchmarks.kernels [--only WORD] [--rivals torch compile liger]
 
-In bf16, at sizes far beyond the caches; variants run in turns, and a figure is the median. The share is of the
-bandwidth that a plain copy reaches here, over the bytes that the operation cannot but read and write. Writes
+In bf16, at sizes far beyond the caches; variants run in turns on inputs of their own, and a figure is the median, with
+quartiles. A rival that computes something else is left out. The share is of the bandwidth that a plain copy reaches
+here, over the bytes that the operation cannot but read and write. Writes
 benchmarks/results/kernels.json, .csv and .svg. Rivals that are not installed are a note. `--device cpu --tokens 8`
 tries the command where there is no GPU.
+
+Exit code 0; 1: an operation of megalite's failed; 2: there is no GPU.
 """
 
 from __future__ import annotations
@@ -13,14 +16,13 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -28,21 +30,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
-from benchmarks.kernel_rivals import RIVALS, Functions, available, function_for, rival_step
+from benchmarks.errors import largest, relative
+from benchmarks.gpu_state import sampled, summary
+from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
-from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, time_interleaved, traffic
+from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
 
 TARGET = 0.85
-"""Of a copy's bandwidth, for rows of at least WIDE elements."""
+"""Share of a copy's bandwidth to reach, for rows of at least WIDE elements."""
 CROSS_ENTROPY_TARGET = 1 / 1.25
 WIDE = 4096
 WIDTHS = (2048, 4096, 8192, 16384)
-"""Of the norms that are compared; of other operations all are."""
+"""Widths of the norms that are compared; of other operations all are."""
 VOCABULARY, LOSS_TOKENS = 131072, 8192
+CHECKED_TOKENS = 16
+DIFFERENT = 3e-2
+"""Norm of the difference of two results that are rounded to bf16 in several places."""
 OURS = "megalite"
 
 
@@ -53,6 +60,8 @@ class Row:
     implementation: str
     tokens: int
     milliseconds: float
+    lower_quartile: float
+    upper_quartile: float
     gigabytes_per_second: float
     of_a_copy: float
     verdict: str = ""
@@ -69,14 +78,19 @@ class Comparison:
     target: float | None
     """The share of a copy that each direction, or for the loss both together, should reach."""
     together: bool = False
+    differences: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    """Functions that return how far a rival's results are from ours, for a few tokens."""
+    before: Callable[[], object] = lambda: None
+    """Called before each step, outside its time."""
 
 
 # ------------------------------------------------------------------------------------------------- what is compared
 
 
 def compared_cases() -> Iterator[Case]:
-    """Of bf16 activations and weights, at some widths; of operations that differentiate nothing all. The cross entropy
-    is compared as a whole (`of_loss`).
+    """Yield cases of bf16 activations and weights, at some widths, and all of operations that differentiate nothing.
+
+    The cross entropy is compared as a whole (`of_loss`).
     """
     for case in cases.cases():
         if case.operation == "cross_entropy":
@@ -92,78 +106,98 @@ def compared_cases() -> Iterator[Case]:
 def of_case(case: Case, rivals: Mapping[str, Functions], tokens: int | None, device: str) -> Comparison:
     torch.manual_seed(0)
     tokens = tokens or max(ELEMENTS // case.width, 1)
-    inputs = case.make_inputs(tokens, device)
-    steps = {OURS: case_step(case, inputs)}
+    inputs, few = case.make_inputs(tokens, device), case.make_inputs(min(tokens, CHECKED_TOKENS), device)
+    needed, steps, differences = traffic(case, own_inputs(inputs)), {OURS: case_step(case, own_inputs(inputs))}, {}
     for rival, functions in rivals.items():
         if (function := function_for(case.name, functions)) is not None:
-            steps[rival] = rival_step(rival, function, inputs)
-    return Comparison(case.name, tokens, steps, traffic(case, inputs), TARGET if case.width >= WIDE else None)
+            steps[rival] = rival_step(rival, function, own_inputs(inputs))
+            differences[rival] = partial(difference, case.outputs, function, few)
+    target = TARGET if case.width >= WIDE else None
+    return Comparison(case.name, tokens, steps, needed, target, differences=differences)
 
 
 def of_loss(rivals: Mapping[str, Functions], tokens: int | None, vocabulary: int, device: str) -> Comparison:
-    """Cross entropy over the whole vocabulary: logits read once, read again and overwritten by their gradient."""
+    """Cross entropy over the whole vocabulary: logits read once, read again and overwritten by their gradient.
+
+    The logits are written anew before each step, because we and Liger-Kernel overwrite them.
+    """
     torch.manual_seed(0)
     tokens = tokens or LOSS_TOKENS
-    logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=device)
+    kept = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=device)
     labels = torch.randint(vocabulary, (tokens,), device=device)
-    scales = torch.full((tokens,), 1.0 / tokens, device=device)
-    columns, options = Columns(0, vocabulary, vocabulary), LossOptions()
+    logits = kept.clone().requires_grad_()
+    few = [kept[:CHECKED_TOKENS].clone().requires_grad_(), labels[:CHECKED_TOKENS]]
+    options = LossOptions()
 
-    def ours(mark: Callable[[], None]) -> None:
+    def scales(tokens: int) -> Tensor:
+        return torch.full((tokens,), 1.0 / tokens, device=device)
+
+    def ours(logits: Tensor, labels: Tensor, scales: Tensor, mark: Callable[[], None]) -> Tensor:
+        columns = Columns(0, vocabulary, vocabulary)
         found = statistics(logits, labels, columns, options)
-        losses(found, vocabulary, options)
+        loss = losses(found, vocabulary, options)
         mark()
         gradient_(logits, labels, found[0].clone(), scales, columns, options)
+        return loss
+
+    def of_rival(function: Callable[..., Tensor]) -> float:
+        own, theirs = (own_inputs(few) for _ in range(2))
+        expected, loss = ours(own[0].detach(), own[1], scales(len(own[1])), lambda: None).mean(), function(*theirs)
+        (gradient,) = torch.autograd.grad(loss, theirs[0])
+        return largest([abs(loss.item() / expected.item() - 1), relative(gradient, own[0])])
 
     def plain(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)
 
-    own = [logits.clone().requires_grad_(), labels]
-    steps: dict[str, Step] = {OURS: ours}
+    steps: dict[str, Step] = {OURS: partial(ours, logits.detach(), labels, scales(tokens))}
+    differences = {}
     for rival, functions in rivals.items():
-        steps[rival] = rival_step(rival, functions["cross_entropy"] if rival == "liger" else plain, own)
-    name = f"cross_entropy {vocabulary} bfloat16"
+        function = functions["cross_entropy"] if rival == "liger" else plain
+        steps[rival] = rival_step(rival, function, [logits, labels])
+        differences[rival] = partial(of_rival, function)
     needed = Traffic(logits.nbytes, 2 * logits.nbytes)
-    return Comparison(name, tokens, steps, needed, CROSS_ENTROPY_TARGET, together=True)
+    return Comparison(
+        f"cross_entropy {vocabulary} bfloat16",
+        tokens,
+        steps,
+        needed,
+        CROSS_ENTROPY_TARGET,
+        together=True,
+        differences=differences,
+        before=lambda: logits.detach().copy_(kept),
+    )
 
 
 def measured(comparison: Comparison, copy: float, device: torch.device, repeats: int, notes: list[str]) -> list[Row]:
-    """The rows of one operation; a rival that fails is a note."""
+    """The rows of one operation; a rival that fails or computes something else is a note."""
     steps = dict(comparison.steps)
     for rival in [rival for rival in steps if rival != OURS]:
         try:
+            found = comparison.differences[rival]()
+            if not found <= DIFFERENT:
+                raise ValueError(f"another result than ours, by {found:.2g}")
+            comparison.before()
             steps[rival](lambda: None)
         except Exception as error:
             notes.append(f"{RIVALS[rival]} {comparison.name}: {type(error).__name__}: {error}".partition("\n")[0])
             del steps[rival]
-    parts = dict(zip(steps, time_interleaved(list(steps.values()), device, repeats), strict=True))
+    times = all_times(list(steps.values()), device, repeats, comparison.before)
+    parts = dict(zip(steps, times, strict=True))
     if comparison.together:
-        parts = {name: [*seconds, sum(seconds)] for name, seconds in parts.items()}
+        parts = {name: [*each, [sum(pair) for pair in zip(*each, strict=True)]] for name, each in parts.items()}
     needed = [comparison.needed.forward, comparison.needed.backward, sum(comparison.needed)]
     rows = []
     for index, direction in enumerate(("forward", "backward", "both")[: len(parts[OURS])]):
-        slowest_allowed = parts["compile"][index] if "compile" in parts else math.inf
+        slowest_allowed = median(parts["compile"][index]) if "compile" in parts else math.inf
         for name, seconds in parts.items():
-            rate = needed[index] / seconds[index]
-            verdict = ""
+            lower, middle, upper = quantiles(seconds[index], n=4, method="inclusive")
+            rate, verdict = needed[index] / middle, ""
             if name == OURS:
                 judged = not comparison.together or direction == "both"
                 target = comparison.target if judged else None
-                verdict = judge(rate / copy, target, slowest_allowed / seconds[index])
-            implementation = RIVALS.get(name, name)
-            milliseconds, of_a_copy = seconds[index] * 1e3, rate / copy
-            rows.append(
-                Row(
-                    comparison.name,
-                    direction,
-                    implementation,
-                    comparison.tokens,
-                    milliseconds,
-                    rate / 1e9,
-                    of_a_copy,
-                    verdict,
-                )
-            )
+                verdict = judge(rate / copy, target, slowest_allowed / middle)
+            where = comparison.name, direction, RIVALS.get(name, name), comparison.tokens
+            rows.append(Row(*where, middle * 1e3, lower * 1e3, upper * 1e3, rate / 1e9, rate / copy, verdict))
     return rows
 
 
@@ -194,12 +228,26 @@ def write(rows: Sequence[Row], figures: Mapping[str, Any], directory: Path) -> N
     (directory / "kernels.svg").write_text(bar_chart(title, groups, TARGET, f"{TARGET:.0%}"))
 
 
-def clocks() -> str | None:
-    """What the GPU runs at, and may."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit", "--format=csv"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or None
+def measure_all(
+    makers: Sequence[tuple[str, Callable[[], Comparison]]],
+    copy: float,
+    device: torch.device,
+    repeats: int,
+    deadline: float,
+    notes: list[str],
+    failed: list[str],
+) -> Iterator[list[Row]]:
+    """Yield the rows of each operation, until the deadline of the monotonic clock. One that fails is a note, too."""
+    for name, make in makers:
+        if time.monotonic() > deadline:
+            notes.append(f"{name}: no time was left")
+            continue
+        torch.compiler.reset()  # each shape is compiled for itself
+        try:
+            yield measured(make(), copy, device, repeats, notes)
+        except Exception as error:  # the others are of use
+            failed.append(name)
+            notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,14 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no GPU here: --device cpu --tokens 8 tries the command", file=sys.stderr)
         return 2
     use(Kernels())
-    device, notes, begin = torch.device(flags.device), list[str](), time.monotonic()
+    device, notes, failed, begin = torch.device(flags.device), list[str](), list[str](), time.monotonic()
     rivals = available(flags.rivals, notes)
     copy = copy_rate(device, 2**30 if flags.device == "cuda" else 2**20)
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if flags.device == "cuda" else "CPU",
         "megalite": current().description(device, torch.bfloat16),
         "copy_gigabytes_per_second": copy / 1e9,
-        "clocks_before": clocks(),
     }
     print(f"{figures['device']}, megalite: {figures['megalite']}, a copy: {copy / 1e9:.0f} GB/s", flush=True)
     rows: list[Row] = []
@@ -232,27 +279,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("cross_entropy", partial(of_loss, rivals, flags.tokens, flags.vocabulary, flags.device))
     ]
     makers += [(case.name, partial(of_case, case, rivals, flags.tokens, flags.device)) for case in compared_cases()]
-    for name, make in makers:
-        if flags.only not in name:
-            continue
-        if time.monotonic() > begin + 60 * flags.minutes:
-            notes.append(f"{name}: no time was left")
-            continue
-        torch.compiler.reset()  # each shape is compiled for itself
-        try:
-            found = measured(make(), copy, device, flags.repeats, notes)
-        except Exception as error:  # the others are of use
-            notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
-            continue
-        for row in found:
-            times = f"{row.milliseconds:9.3f} ms {row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
-            print(f"{row.operation:44} {row.direction:8} {row.implementation:13} {times} {row.verdict}", flush=True)
-        rows += found
-        write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
-    write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
+    makers = [(name, make) for name, make in makers if flags.only in name]
+    deadline = begin + 60 * flags.minutes
+    with sampled() as samples:
+        for found in measure_all(makers, copy, device, flags.repeats, deadline, notes, failed):
+            for row in found:
+                what = f"{row.operation:44} {row.direction:8} {row.implementation:13} {row.milliseconds:9.3f} ms"
+                spread = f"[{row.lower_quartile:.3f}, {row.upper_quartile:.3f}]"
+                rate = f"{row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
+                print(what, spread, rate, row.verdict, flush=True)
+            rows += found
+            write(rows, figures | {"notes": notes}, flags.results)
+    write(rows, figures | {"notes": notes, "gpu_meanwhile": summary(samples, 0.0, math.inf)}, flags.results)
     for note in notes:
         print(f"note: {note}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the pipeline engine itself costs, against torch.distributed.pipelining's with the same stages.
+"""Cost of the pipeline engine itself, against torch.distributed.pipelining's with the same stages.
 
     python -m benchmarks.pipeline_engine [--rounds 9] [--ranks 4] [--micro-batches 16]
 

@@ -1,4 +1,4 @@
-"""Where benchmarks leave what they measured: benchmarks/results/{name}.json, with the machine and the versions."""
+"""Files in which benchmarks leave what they measured: benchmarks/results/{name}.json, with machine and versions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESUL
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of those that are installed, else None."""
+    """Return the versions of those that are installed, and None for others."""
     found: dict[str, str | None] = dict.fromkeys(packages)
     for package in found:
         with suppress(PackageNotFoundError):

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.results import write_results
 from benchmarks.start import ROOT, environment
-from megalite.commands.compare_synchronization import CORPUS, CORPUS_FLAGS, SMALL_MODEL
+from megalite.extras.comparison.commands.compare_synchronization import CORPUS, CORPUS_FLAGS, SMALL_MODEL
 
 MOCK = "--mock-data --tokenizer-type NullTokenizer --vocab-size 4096"
 SITES = 2

@@ -1,4 +1,4 @@
-"""What the watchdog and the timers cost, how soon a death is named, and how soon a run that is told to stop has ended.
+"""Cost of the watchdog and the timers, how soon a death is named, and how soon a run that is told to stop has ended.
 
     python -m benchmarks.watchdog [--rounds 15] [--trials 5] [--write]
 
@@ -148,7 +148,7 @@ class TorchRun:
 
 
 def seconds_to_the_message(folder: Path) -> float:
-    """From kill -9 of a rank to the line that names it."""
+    """Return the seconds from kill -9 of a rank to the line that names it."""
     run = TorchRun(folder)
     run.wait_for("step +3/")
     os.kill(run.rank(2), signal.SIGKILL)
@@ -160,7 +160,7 @@ def seconds_to_the_message(folder: Path) -> float:
 
 
 def steps_to_the_exit(folder: Path, moment: float) -> float:
-    """From SIGTERM to the exit code, less the save, in steps; it comes at a `moment` of a step, from 0 to 1."""
+    """Return the steps from SIGTERM, at a `moment` of a step from 0 to 1, to the exit code, less the save."""
     run = TorchRun(folder)
     run.wait_for("step +6/")
     time.sleep(moment * step_seconds(run.text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import os
 import shutil
@@ -17,6 +18,7 @@ from megalite.errors import CheckpointError, ConfigurationError, FileError
 
 TEMPORARY = ".megalite.tmp"
 DAY = 24 * 3600.0
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class TemporaryFile:
@@ -98,6 +100,24 @@ def open_itself(path: Path, mode: str, **options: Any) -> IO[Any]:
             raise
 
     return open(path, mode, opener=opened, **options)
+
+
+def lock_file(file: IO[Any] | int) -> str:
+    """Lock an open file against other processes until it is closed.
+
+    Returns what the file system says if it has no locks, and "" if the file is locked.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: it cannot be locked for another reason.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.strerror(error.errno)
+    return ""
 
 
 def require_regular(path: Path) -> None:

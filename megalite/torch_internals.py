@@ -117,6 +117,12 @@ def flash_operator(*, of_gpu: bool) -> Callable[..., Sequence[Any]]:
     return operators._scaled_dot_product_flash_attention_for_cpu
 
 
+def masked_attention_operator() -> Callable[..., Sequence[Any]]:
+    """Return torch's operator of attention with numbers that are added to the scores, whose first result is the
+    output."""
+    return torch.ops.aten._scaled_dot_product_efficient_attention
+
+
 def argument_names(operator: str) -> list[str]:
     """Return the names of the arguments of an operator of torch, in order."""
     return [each.name for each in getattr(torch.ops.aten, operator).default._schema.arguments]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalite.commands.doctor import command
+from megalite.extras.doctor.commands.doctor import command
 
 if __name__ == "__main__":
     command()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalite.commands.scaling import command
+from megalite.extras.comparison.commands.scaling import command
 
 if __name__ == "__main__":
     command()

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from benchmarks.results import write_results
-from megalite.comparison.scaling import predict
 from megalite.config.parse import parse_arguments
-from megalite.planner.as_rank import run_as_rank
-from megalite.planner.calibration import calibrate
-from megalite.planner.cluster import find_cluster
+from megalite.extras.comparison.scaling import predict
+from megalite.extras.planner.as_rank import run_as_rank
+from megalite.extras.planner.calibration import calibrate
+from megalite.extras.planner.cluster import find_cluster
 
 STEPS = 11
 _LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"

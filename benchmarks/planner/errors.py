@@ -54,6 +54,14 @@ def of_lineage(found: Iterable[Prediction]) -> list[Prediction]:
     return [each for each in found if PROGRAMS[each.run.program].lineage]
 
 
+def classes(found: Iterable[Prediction]) -> list[tuple[str, list[Prediction]]]:
+    """Return the predictions of dense networks and of those with experts, each with its name."""
+    groups: dict[str, list[Prediction]] = {"dense": [], "experts": []}
+    for each in found:
+        groups["experts" if each.run.config.model.num_experts else "dense"].append(each)
+    return list(groups.items())
+
+
 def widths(found: Sequence[Prediction]) -> dict[str, float]:
     """Return the factor of each program that the measured seconds are within nine times of ten; "" for all."""
     by_program = defaultdict(list)
@@ -74,9 +82,46 @@ def _quantile(values: Iterable[float], share: float) -> float:
 
 
 def covered(found: Sequence[Prediction]) -> float:
-    """Return the share of runs within the interval that the runs of other sources give."""
+    """Return the share of runs within the interval that the runs of other sources give.
+
+    Without runs of other sources, none is.
+    """
     inside = []
     for source in {each.run.source for each in found}:
-        width = math.log(widths([each for each in found if each.run.source != source])[""])
+        others = [each for each in found if each.run.source != source]
+        width = math.log(widths(others)[""]) if others else 0.0
         inside += [abs(each.log) <= width for each in found if each.run.source == source]
     return fmean(inside)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Interval of the runs of a class.
+
+    Attributes:
+        runs, sources: how many there are.
+        factor: what nine of ten runs are within.
+        covered: share of the runs within the factor of the class's other sources; None if they are too few.
+    """
+
+    runs: int
+    sources: int
+    factor: float
+    covered: float | None
+
+
+def intervals(found: Iterable[Prediction]) -> dict[str, Interval]:
+    """Return the interval of each class of runs: dense or with experts, by the dtype of the layers' products."""
+    by_class: dict[str, list[Prediction]] = defaultdict(list)
+    for name, own in classes(found):
+        for each in own:
+            by_class[f"{name}, {each.run.stack.low_precision or '16 or more bits'}"].append(each)
+    return {
+        name: Interval(
+            len(own),
+            len({each.run.source for each in own}),
+            widths(own)[""],
+            covered(own) if len(own) >= _FEW else None,
+        )
+        for name, own in sorted(by_class.items())
+    }

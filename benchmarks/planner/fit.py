@@ -24,8 +24,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.planner.predict import step_of
 from benchmarks.planner.published import Run, published
-from megalite.planner import cluster as cluster_module
-from megalite.planner.cluster import Cluster, find_cluster, find_stack
+from megalite.extras.planner import cluster as cluster_module
+from megalite.extras.planner.cluster import Cluster, find_cluster, find_stack
 
 Array = NDArray[np.float64]
 _STACK_WIDTH = 0.25

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from benchmarks.planner.published import Run
 from megalite.config.parallel import ParallelConfig
-from megalite.planner.cluster import Cluster, Stack
-from megalite.planner.cost import Prices
-from megalite.planner.dry_run import gpu_kernels
-from megalite.planner.parts import Parts, part_records
-from megalite.planner.step import Step
+from megalite.extras.planner.cluster import Cluster, Stack
+from megalite.extras.planner.cost import Prices
+from megalite.extras.planner.dry_run import planned_kernels
+from megalite.extras.planner.parts import Parts, part_records
+from megalite.extras.planner.step import Step
 
 _LAYERS = 3  # as many as an equal one, in the middle, is recorded from
 _records: dict[Hashable, Parts] = {}
@@ -45,7 +45,7 @@ def parts_of(run: Run) -> Parts:
             sequence_parallel=run.config.parallel.sequence_parallel,
         )
         config = replace(run.config, model=model, parallel=parallel)
-        with gpu_kernels(config.kernels):
+        with planned_kernels(config.kernels):
             _records[key] = part_records(config)
     found = _records[key]
     layers = run.config.model.num_layers

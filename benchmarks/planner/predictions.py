@@ -15,9 +15,9 @@ from pathlib import Path
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.planner.cluster import find_cluster, find_stack
-from megalite.planner.plan import Planner, with_vocabulary
-from megalite.planner.step import StepTime
+from megalite.extras.planner.cluster import find_cluster, find_stack
+from megalite.extras.planner.plan import Planner, with_vocabulary
+from megalite.extras.planner.step import StepTime
 
 PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
 _LLAMA = (

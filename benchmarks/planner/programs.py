@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,14 @@ _OF_SOURCE = (
 )
 
 
+_OF_2026 = (26, 2, 1)
+"""First release of Megatron-Bridge that trains experts as that of 2026."""
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
 def program_of(row: Mapping[str, str]) -> str:
     """Return the name of the program of a row."""
     source, note = row["source"], row["note"]
@@ -100,5 +109,8 @@ def program_of(row: Mapping[str, str]) -> str:
             return "bridge"
         if "tokendrop" in row["model"]:
             return "bridge-experts-padded"
-        return "bridge-experts-2026" if "26.04" in source or "26.02.01" in source else "bridge-experts"
+        release = re.search(r"release (\d+(?:\.\d+)+)", source)
+        if release is None:
+            raise ValueError("the release of its program is unknown")
+        return "bridge-experts-2026" if _numbers(release[1]) >= _OF_2026 else "bridge-experts"
     raise ValueError("its program is unknown")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import functools
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.training import TrainingConfig
-from megalite.planner.cluster import Cluster, Link, Stack, find_cluster, find_stack
+from megalite.errors import ConfigurationError
+from megalite.extras.planner.cluster import Cluster, Link, Stack, find_cluster, find_stack
 
 FILE = Path(__file__).with_name("published_runs.csv")
 _GPUS = {
@@ -35,6 +38,10 @@ _NETWORKS = {  # seconds per byte and GPU
     "Zero Bubble": 90e-12,  # RoCE; its speed is not stated
     "JAX-Toolbox": 42e-12,
 }
+_LATENT = re.compile(r"kimi|deepseek.?(v[23]|r1)", re.IGNORECASE)
+"""Models with latent attention, by their names."""
+_LARGER = 1.3
+"""Experts that would make a model larger by this factor than it is do not have the width of the row."""
 _MICRO_BATCHES_PER_STAGE = 6
 """Micro-batches of a pipeline per stage that runs leave whose micro-batch is not published."""
 
@@ -82,7 +89,7 @@ def published() -> tuple[tuple[Run, ...], dict[int, str]]:
     for number, row in enumerate(rows()):
         try:
             found.append(_run(number, row))
-        except ValueError as error:
+        except (ValueError, ConfigurationError) as error:
             reasons[number] = str(error)
     return tuple(found), reasons
 
@@ -92,7 +99,7 @@ def _run(number: int, row: Mapping[str, str]) -> Run:
         raise ValueError("the sizes of its layers are not published")
     if not row["tp"]:
         raise ValueError("its layout is not published")
-    if row["model"].startswith("Kimi"):
+    if _LATENT.search(row["model"]):
         raise ValueError("latent attention, which megalite does not have")
     if row["schedule"].startswith("ZB"):
         raise ValueError("a schedule of the zero-bubble paper that megalite does not have (ZB-1p and ZB-2p)")
@@ -149,10 +156,14 @@ def _model(row: Mapping[str, str]) -> ModelConfig:
     nemotron = "nemotron" in name
     experts: dict[str, Any] = {}
     if row["experts"]:
+        width, billions = _number(row, "ffn"), float(row["params_b"] or math.inf)
+        elements = 3 * _number(row, "layers") * _number(row, "experts") * _number(row, "hidden") * width
+        if elements / 1e9 > _LARGER * billions:
+            raise ValueError(f"its width of {width} is that of a dense feed-forward, not of an expert")
         experts = {
             "num_experts": _number(row, "experts"),
             "moe_router_topk": _number(row, "topk"),
-            "moe_ffn_hidden_size": _number(row, "ffn"),
+            "moe_ffn_hidden_size": width,
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": ("none",),
         }

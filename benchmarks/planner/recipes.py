@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.commands.plan import completed
 from megalite.errors import ConfigurationError
-from megalite.planner.cluster import find_cluster
-from megalite.planner.flags import layout_flags
-from megalite.planner.plan import GIB, Planner
-from megalite.planner.search import search
+from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands.plan import completed
+from megalite.extras.planner.flags import layout_flags
+from megalite.extras.planner.plan import GIB, Planner
+from megalite.extras.planner.search import search
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 _HEAD = """\
@@ -113,7 +113,9 @@ def recipe(argv: list[str], cluster: str, gpus: int) -> str:
     except ConfigurationError:
         return "the batch cannot be divided | | | | | "
     if not found.plans:
-        return f"does not fit: {found.nearest.missing / GIB:,.1f} GiB or more are missing | | | | | "
+        nearest = found.nearest(planner)
+        missing = f": {nearest.missing / GIB:,.1f} GiB or more are missing" if nearest is not None else ""
+        return f"does not fit{missing} | | | | | "
     plan = found.plans[0]
     flags = " ".join(word for flag in layout_flags(plan.config, config) for word in flag)
     _, peak = planner.confirm(plan)

@@ -11,14 +11,14 @@ from statistics import median
 from benchmarks.planner.errors import Prediction, mean_error
 from benchmarks.planner.predict import parts_of, step_of
 from benchmarks.planner.published import Run, published
+from megalite.extras.planner.cost import Prices
+from megalite.extras.planner.memory import in_flight, memory_in_flight
+from megalite.extras.planner.parts import Parts
+from megalite.extras.planner.records import PartRecord, Work
+from megalite.extras.planner.step import Step
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import durations, simulate
 from megalite.pipeline.stages import Stages
-from megalite.planner.cost import Prices
-from megalite.planner.memory import in_flight, memory_in_flight
-from megalite.planner.parts import Parts
-from megalite.planner.records import PartRecord, Work
-from megalite.planner.step import Step
 
 FAR = 0.15
 LEAST_LAYOUTS = 3

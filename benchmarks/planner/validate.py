@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.planner.errors import Prediction, covered, mean_error, of_lineage, predictions, widths
+from benchmarks.planner.errors import (
+    Prediction,
+    classes,
+    covered,
+    intervals,
+    mean_error,
+    of_lineage,
+    predictions,
+    widths,
+)
 from benchmarks.planner.fit import Fit, timed_runs
 from benchmarks.planner.published import rows
 from benchmarks.planner.tables import (
@@ -37,14 +46,15 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
     factors = widths(found)
     far = [each for each in found if abs(each.error) > FAR]
     slowdowns = [(each.run.seconds or 0) / (best.run.seconds or 1) - 1 for each, best, _ in choices(found)]
+    groups = [("all", found), ("Megatron-LM and its descendants", of_lineage(found)), *classes(found)]
     lines = [
         "# Validation of the planner",
         "",
         "Written by `python -m benchmarks.planner.validate` from `benchmarks/planner/published_runs.csv`, which has",
         "the source of each row; row numbers are lines of that file. A step is predicted from the records of what",
         "megalite's own code does on the meta device, by constants of the GPU and one number of the program that ran",
-        "(`megalite/planner/clusters.toml`). The runs of a source are predicted by a fit that left the source out, but",
-        "for one run of each of its programs, which gives the program's number and is not counted.",
+        "(`megalite/extras/planner/clusters.toml`). The runs of a source are predicted by a fit that left the source",
+        "out, but for one run of each of its programs, which gives the program's number and is not counted.",
         "",
         f"Of {len(rows())} rows, {len(fit.runs)} have a step time and a configuration, and {len(found)} are predicted.",
         "",
@@ -52,7 +62,7 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
             ("runs", "number", "mean error of the step time", "within 15 %"),
             (
                 (name, len(own), f"{mean_error(own):.1%}", f"{fmean(abs(each.error) <= FAR for each in own):.0%}")
-                for name, own in (("all", found), ("Megatron-LM and its descendants", of_lineage(found)))
+                for name, own in groups
             ),
         ),
         "",
@@ -66,6 +76,23 @@ def page(fit: Fit, found: Sequence[Prediction]) -> str:
         f"the factor that all other sources give, {covered(found):.0%} of the runs do.",
         "",
         *table(("program", "factor"), ((name or "all", f"{factor:.2f}") for name, factor in sorted(factors.items()))),
+        "",
+        "By the class of the run, with the share of its runs that the factor of the class's other sources holds. A",
+        "class that is missing, or has no share, has too few runs for an interval: nothing is known of its errors.",
+        "",
+        *table(
+            ("class", "runs", "sources", "factor", "hold"),
+            (
+                (
+                    name,
+                    each.runs,
+                    each.sources,
+                    f"{each.factor:.2f}",
+                    "" if each.covered is None else f"{each.covered:.0%}",
+                )
+                for name, each in intervals(found).items()
+            ),
+        ),
         "",
         "## Choice of a layout",
         "",
@@ -114,6 +141,8 @@ def main() -> None:
     found = predictions(fit)
     PAGE.write_text(page(fit, found))
     print(f"{mean_error(found):.1%} over all, {mean_error(of_lineage(found)):.1%} of Megatron's lineage: {PAGE}")
+    for name, own in classes(found):
+        print(f"{mean_error(own):.1%} of {len(own)} {name}")
 
 
 if __name__ == "__main__":

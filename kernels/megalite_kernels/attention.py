@@ -22,6 +22,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.implementation import on_gpu
+from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 
 BLOCK = 128
 """Queries per block, and keys per block."""
@@ -34,7 +36,7 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
     It supports neither dropout nor fp64, and its gradients are correct only for full blocks
     (github.com/pytorch/pytorch/issues/153799).
     """
-    if device.type != "cuda" or dropout > 0.0 or dtype == torch.float64:
+    if not on_gpu(device) or dropout > 0.0 or dtype == torch.float64:
         return False
     return sequence % BLOCK == 0 and width in _WIDTHS
 
@@ -97,7 +99,7 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
 
     There is no such operator on CPUs, for fp64 and for capped scores.
     """
-    return device.type == "cuda" and dtype != torch.float64 and cap is None
+    return on_gpu(device) and dtype != torch.float64 and cap is None
 
 
 def keeps_scores(mask: Mask, cap: float | None) -> bool:
@@ -131,7 +133,11 @@ def attention(
         [batch, heads, queries, width].
     """
     if isinstance(mask, BlockMask):
-        output: Tensor = _in_blocks(query, key, value, mask, scale, cap)
+        output: Tensor = (
+            _BlocksOnMeta.apply(query, key, value)[0]
+            if query.is_meta
+            else _in_blocks(query, key, value, mask, scale, cap)
+        )
         return output
     if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
         # Unfused: scaled_dot_product_attention supports neither a soft cap nor a given dropout mask.
@@ -177,6 +183,9 @@ def attention_with_lse(
     log-sum-exp but have no gradient for it. Dropout needs a dense mask.
     """
     if isinstance(mask, BlockMask):
+        if query.is_meta:
+            found: tuple[Tensor, Tensor] = _BlocksOnMeta.apply(query, key, value)
+            return found
         output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))
         return output, more.lse
     mask = _causal(query, key) if mask is None else mask
@@ -196,6 +205,24 @@ def _in_blocks(
 ) -> Any:
     bend, shared = None if cap is None else _bend(cap), key.shape[1] != query.shape[1]
     return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared, **more)
+
+
+class _BlocksOnMeta(torch.autograd.Function):
+    """FlexAttention on the meta device, by the operators of flash attention: it reads, writes and keeps as much.
+
+    How many blocks a query sees is known on the device alone, so the work is that of a causal mask, the most of all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = flash_attention(query, key, value, None, True, 1.0)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, output, lse = (each.detach() for each in ctx.saved_tensors)
+        return flash_attention_gradients(gradients[0], query, key, value, output, lse, None, True, 1.0)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:

@@ -5,7 +5,8 @@ exp(lse_i)), and output = sum of exp(lse_i - lse) * output_i. The gradients of a
 lse alone: with the probabilities p = exp(score - lse) and d = gradient @ value for each key, the gradient of a score is
 p * (d - sum of gradient * output) (arXiv:2310.01889). So backward keeps nothing of a part.
 
-torch's flash operators compute parts on CPUs, and in bf16 and fp16 on NVIDIA GPUs. With a soft cap or dropout, and in
+torch's fused operators compute parts on CPUs, and in bf16 and fp16 on NVIDIA GPUs: there cuDNN's, where torch takes it
+for the same attention without context parallelism, else FlashAttention 2. With a soft cap or dropout, and in
 other precisions on GPUs, a part is written out in plain operations, or runs by FlexAttention if it has a block mask.
 Then backward computes its forward again.
 """
@@ -101,7 +102,7 @@ def part_gradients(
 
 
 def takes_flash(query: Tensor, mask: PartMask, cap: float | None, kept: Kept | None) -> bool:
-    """Tell if one of torch's flash operators computes such a part."""
+    """Tell if one of torch's fused operators computes such a part."""
     if cap is not None or kept is not None or isinstance(mask, BlockMask):
         return False
     if not on_gpu(query):

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.case import Case, dtype_names
 from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
 from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.exact_sum import DIGIT_BITS, UNIT_BITS, exact_digits, exact_digits_reference
+from megalite_kernels.expert_cases import expert_cases
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, update_
-from megalite_kernels.permutation import Permutation, group_rows, permute, unpermute
 from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
-from megalite_kernels.routing import RoutingRule, choose_experts, routing_weights
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # 12288 is GPT-3's: its backward has the most sums per program
@@ -63,45 +64,6 @@ ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2,
 MOMENTUM = SGD(rate=1e-2, decay=0.1, momentum=0.9, factor=0.5)
 
 
-@dataclass(frozen=True)
-class Case:
-    """An operation with its sizes and dtypes, for any number of tokens.
-
-    Attributes:
-        operation: its `Operation`, the name by which it can be set to use the reference.
-        name: name of the function, with sizes and dtypes.
-        width: elements per token in the largest input.
-        make_inputs: makes random inputs for a number of tokens on a device.
-        run: runs the operation on the inputs, which it may overwrite. Its result in float64 is the expected result.
-        keeps_inputs: True if backward reads the inputs again, so that they count as its traffic.
-        traffic: returns the least bytes that forward and backward move, given inputs and outputs; None for
-            `measure.traffic`.
-        tolerance: largest norm of the error relative to the norm of the result; None for the tolerance of the output's
-            dtype in `selftest`.
-        timed: makes the call to time, if `run` does more than the operation. The call may overwrite its inputs.
-        indexed: True if indices decide what is read, so that some accesses are of single numbers.
-    """
-
-    operation: str
-    name: str
-    width: int
-    make_inputs: Callable[[int, str], list[Tensor]]
-    run: Callable[..., Tensor | tuple[Tensor, ...]]
-    keeps_inputs: bool = True
-    traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
-    tolerance: float | None = None
-    timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
-    indexed: bool = False
-
-    def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        found = self.run(*inputs)
-        return (found,) if isinstance(found, Tensor) else found
-
-
-def _dtypes(*dtypes: torch.dtype) -> str:
-    return "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
 def _rows_and_vectors(
     width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
@@ -119,7 +81,7 @@ def _norms() -> Iterator[Case]:
     ):
         for width, dtypes in itertools.product(widths, kinds):
             inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
-            case = Case("norm", f"{name} {width} {_dtypes(*dtypes)}", width, inputs, _normed)
+            case = Case("norm", f"{name} {width} {dtype_names(*dtypes)}", width, inputs, _normed)
             if tensors == 2:
                 case = replace(case, operation="residual_norm", run=_normed_sum, traffic=_residual_traffic)
             yield case
@@ -151,7 +113,7 @@ def _activations() -> Iterator[Case]:
     ):
         gated = function in (swiglu, geglu, exact_geglu)
         for dtypes in kinds:
-            name = f"{function.__name__} {ffn}{' bias' * biases} {_dtypes(*dtypes)}"
+            name = f"{function.__name__} {ffn}{' bias' * biases} {dtype_names(*dtypes)}"
             inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
             yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
 
@@ -178,7 +140,7 @@ def _gradient(columns: Columns, options: LossOptions, *inputs: Tensor) -> Tensor
 def _cross_entropies() -> Iterator[Case]:
     for width, columns, dtype, options in LOGITS:
         inputs = partial(_logits, width, columns, dtype)
-        what = f"{'every term' if options is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+        what = f"{'every term' if options is EVERY_TERM else 'plain'} {width} {dtype_names(dtype)}"
         for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
             # The logits nearly cancel in their sum, so its relative error is many times that of each logit.
             tolerance = 3e-4 if name == "statistics" and options is EVERY_TERM else None
@@ -254,12 +216,34 @@ def _optimizer_cases() -> Iterator[Case]:
         # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
         for by in (ADAMW, MOMENTUM) if moments in (torch.bfloat16, torch.int8) else (ADAMW,):
             step = Update(parameters, kept, gradients, moments, by)
-            name = f"{type(by).__name__.lower()} {_dtypes(*step.dtypes)}"
+            name = f"{type(by).__name__.lower()} {dtype_names(*step.dtypes)}"
             run, packed = step.outputs, step.packed_step
             yield Case("optimizer", name, FLAT, step.make_inputs, run, traffic=step.traffic, timed=packed)
     for dtype in (torch.float32, torch.bfloat16):
-        name = f"sums_of_squares {_dtypes(dtype)}"
+        name = f"sums_of_squares {dtype_names(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
+
+    name = f"exact_digits {dtype_names(torch.float64)}"
+    inputs = partial(_flat_inputs, FLAT, torch.float32)
+    case = Case("optimizer", name, FLAT, inputs, _exact_sum, traffic=_exact_sum_traffic, timed=_exact_sum_alone)
+    yield replace(case, tolerance=1e-14)
+
+
+def _exact_sum(values: Tensor) -> Tensor:
+    """Return the sum of squares, by the reference if the values are in float64."""
+    squares = [values.double().square_()]
+    digits = exact_digits_reference(squares) if values.dtype == torch.float64 else exact_digits(squares)
+    of_any_size = digits[0, 2:42].double()  # with the higher ones, factors would overflow
+    places = torch.arange(len(of_any_size), dtype=torch.float64, device=values.device)
+    return (of_any_size * torch.exp2(DIGIT_BITS * places - UNIT_BITS)).sum()
+
+
+def _exact_sum_alone(inputs: Sequence[Tensor]) -> Callable[[], object]:
+    return partial(exact_digits, [inputs[0].double().square_()])
+
+
+def _exact_sum_traffic(inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
+    return 2 * inputs[0].nbytes, 0
 
 
 def _norm_of(values: Tensor) -> Tensor:
@@ -288,7 +272,7 @@ def _rotations() -> Iterator[Case]:
         (80, 80, torch.bfloat16, True),
         (256, 256, torch.bfloat16, False),
     ):
-        name = f"rotary_embedding {rotated}/{width} {_dtypes(dtype)}{' interleaved' if interleaved else ''}"
+        name = f"rotary_embedding {rotated}/{width} {dtype_names(dtype)}{' interleaved' if interleaved else ''}"
         inputs = partial(_rotary_inputs, width, rotated, dtype)
         run = partial(_rotate, width=width, interleaved=interleaved)
         yield Case("rotary", name, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, inputs, run, keeps_inputs=False)
@@ -310,7 +294,7 @@ def _quantizations() -> Iterator[Case]:
         (torch.float8_e4m3fn, torch.float32, 256, 1),
         (torch.float8_e5m2, torch.float32, 256, 1),
     ):
-        name = f"quantize {block} {_dtypes(dtype, format)} {'to nearest' if seed is None else 'stochastic'}"
+        name = f"quantize {block} {dtype_names(dtype, format)} {'to nearest' if seed is None else 'stochastic'}"
         run = partial(_quantized_and_back, format=format, block=block, seed=seed)
         inputs = partial(_flat_inputs, 2048, dtype)
         yield Case("quantization", name, 2048, inputs, run, traffic=_quantization_traffic)
@@ -362,12 +346,12 @@ def _compact(values: Tensor) -> tuple[Tensor, ...]:
 
 def _compressions() -> Iterator[Case]:
     for format, back in itertools.product((torch.int8, torch.float8_e4m3fn), (False, True)):
-        name = f"{'dequantize' if back else 'quantize'}_rows {_dtypes(torch.float32, format)}"
+        name = f"{'dequantize' if back else 'quantize'}_rows {dtype_names(torch.float32, format)}"
         inputs, run = partial(_flat_inputs, 4096, torch.float32), partial(_compress, format=format, back=back)
         alone, traffic = partial(_compression_alone, format=format, back=back), partial(_compression_traffic, back=back)
         yield Case("compression", name, 4096, inputs, run, traffic=traffic, timed=alone)
     inputs = partial(_flat_inputs, 4096, torch.float32)
-    yield Case("compression", f"compact {_dtypes(torch.float32)}", 4096, inputs, _compact, indexed=True)
+    yield Case("compression", f"compact {dtype_names(torch.float32)}", 4096, inputs, _compact, indexed=True)
 
 
 def _dropped(values: Tensor) -> Tensor:
@@ -380,68 +364,12 @@ def _dropped(values: Tensor) -> Tensor:
 def _dropouts() -> Iterator[Case]:
     for width, dtypes in itertools.product((4096, 12288), DTYPES[::3]):
         inputs = partial(_rows_and_vectors, width, 1, 0, dtypes)
-        yield Case("dropout", f"drop {width} {_dtypes(*dtypes)}", width, inputs, _dropped, keeps_inputs=False)
-
-
-# Experts and rules: Mixtral's, a softmax over all experts before the choice, and DeepSeek-V3's.
-ROUTING = (
-    (8, RoutingRule(2)),
-    (128, RoutingRule(8, pre_softmax=True)),
-    (256, RoutingRule(8, "sigmoid", scaling_factor=2.5, groups=8, group_topk=4, group_scores=2)),
-)
-
-
-def _routing_inputs(experts: int, rule: RoutingRule, tokens: int, device: str) -> list[Tensor]:
-    """Make logits whose scores differ by more than rounding, and experts for each token."""
-    order = torch.rand(tokens, experts, device=device).argsort(dim=-1)
-    logits = 4.0 * order / experts - 2.0
-    return [logits.requires_grad_(), order[:, : rule.topk]]
-
-
-def _routing() -> Iterator[Case]:
-    for experts, rule in ROUTING:
-        inputs = partial(_routing_inputs, experts, rule)
-        name = f"{rule.topk} of {experts} by {'pre-' * rule.pre_softmax}{rule.score_function}"
-        chosen = Case("routing", f"choose_experts {name}", experts, inputs, partial(_choose, rule), indexed=True)
-        yield replace(chosen, traffic=_choice_traffic)
-        weigh = partial(routing_weights, rule=rule)
-        yield Case("routing", f"routing_weights {name}", experts, inputs, weigh, indexed=True)
-
-
-def _choose(rule: RoutingRule, logits: Tensor, experts: Tensor) -> Tensor:
-    return choose_experts(logits, torch.linspace(0.0, 1e-3, logits.shape[1], device=logits.device), rule)
-
-
-def _choice_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    return inputs[0].nbytes + outputs[0].nbytes, 0
-
-
-def _permutation_inputs(width: int, choices: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
-    """Make rows, and the places of each token among `choices` times as many rows."""
-    groups = torch.rand(tokens, 4 * choices, device=device).argsort(dim=-1)[:, :choices]
-    permutation = group_rows(groups, 4 * choices, rows=tokens * choices)
-    return [torch.randn(tokens, width, dtype=dtype, device=device).requires_grad_(), *permutation]
-
-
-def _permute(input: Tensor, *permutation: Tensor) -> Tensor:
-    return permute(input, Permutation(*permutation))
-
-
-def _permute_and_back(input: Tensor, *permutation: Tensor) -> Tensor:
-    return unpermute(permute(input, Permutation(*permutation)), Permutation(*permutation))
-
-
-def _permutations() -> Iterator[Case]:
-    for width, choices, dtype in ((2048, 8, torch.bfloat16), (4096, 2, torch.float32), (7168, 8, torch.bfloat16)):
-        inputs = partial(_permutation_inputs, width, choices, dtype)
-        for run in (_permute, _permute_and_back):
-            name = f"{run.__name__.strip('_')} {choices} times {width} {_dtypes(dtype)}"
-            yield Case("permutation", name, width, inputs, run, keeps_inputs=False, indexed=True)
+        yield Case("dropout", f"drop {width} {dtype_names(*dtypes)}", width, inputs, _dropped, keeps_inputs=False)
 
 
 def cases() -> Iterator[Case]:
     kinds = (
         *(_norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations),
-        *(_routing, _permutations, _compressions),
+        *(expert_cases, _compressions),
     )
     return itertools.chain.from_iterable(kind() for kind in kinds)

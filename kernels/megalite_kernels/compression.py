@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from megalite_kernels.implementation import current
+from megalite_kernels.implementation import current, on_gpu
 from megalite_kernels.quantization import FORMATS, block_scales, inverses
 
 BLOCK = 256
@@ -49,7 +49,7 @@ def _pieces(values: Tensor) -> list[tuple[int, int]]:
     """Return ranges of columns: whole blocks that fit in the cache together, then the short block."""
     parts, length = values.shape
     whole = length - length % BLOCK
-    size = max(PIECE // max(parts, 1) // BLOCK * BLOCK, BLOCK) if values.device.type == "cpu" else max(whole, BLOCK)
+    size = max(whole, BLOCK) if on_gpu(values) else max(PIECE // max(parts, 1) // BLOCK * BLOCK, BLOCK)
     edges = [*range(0, whole, size), whole, *([length] if whole < length else [])]
     return [(first, last) for first, last in itertools.pairwise(edges) if first < last]
 

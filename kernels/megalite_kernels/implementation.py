@@ -7,6 +7,9 @@
 The kernels compute in fp32, so float64 tensors always use the reference. Single operations can also be set to use the
 reference, by name (`Operation`).
 
+A dry run executes on the meta device what another device would. `Kernels.meta_is_gpu` says whether that is a GPU, and
+`on_gpu` answers for it: code asks `on_gpu`, not for a device's type, wherever the answer is about a planned run, too.
+
 The choice is one global object per process, set by `use` before the first operation. It is not an argument of the
 operations, because they are called in forward, in backward (on autograd's threads) and in the optimizer's step. torch
 also chooses its attention kernels by global state.
@@ -39,6 +42,7 @@ Operation = Literal[
     "dropout",
     "routing",
     "permutation",
+    "grouped",
     "compression",
 ]
 Choice = Literal["auto", "triton", "reference"]
@@ -52,6 +56,7 @@ class Kernels:
 
     Attributes:
         to_reference: operations that use their reference under every choice.
+        meta_is_gpu: True if the meta device stands for a GPU, and False if for a CPU.
 
     Raises:
         ValueError: there is no such choice, or no such operation.
@@ -60,6 +65,7 @@ class Kernels:
 
     choice: Choice = "auto"
     to_reference: tuple[str, ...] = ()
+    meta_is_gpu: bool = False
 
     def __post_init__(self) -> None:
         if self.choice not in get_args(Choice):
@@ -85,7 +91,11 @@ class Kernels:
     def _suit_triton(self, *tensors: Tensor) -> bool:
         if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
             return False
-        return self.choice == "triton" or (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED)
+        return self.choice == "triton" or (all(self.on_gpu(tensor.device) for tensor in tensors) and _INSTALLED)
+
+    def on_gpu(self, device: torch.device) -> bool:
+        """Tell whether operations on a device are those of a GPU."""
+        return device.type == "cuda" or (self.meta_is_gpu and device.type == "meta")
 
     def description(self, device: torch.device, dtype: torch.dtype) -> str:
         """Describe which implementation runs for tensors of this device and dtype, with the reason if not obvious."""
@@ -98,14 +108,12 @@ class Kernels:
             return "plain PyTorch, as chosen"
         if dtype == torch.float64:
             return "plain PyTorch: Triton's compute in fp32"
-        return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
+        return "plain PyTorch" + (": Triton is not installed" if self.on_gpu(device) else "")
 
 
-def on_gpu(tensor: Tensor) -> bool:
-    """Tell whether operations on a tensor are those of a GPU. The meta device stands for one if Triton is chosen, and
-    otherwise for a CPU.
-    """
-    return tensor.is_cuda or (tensor.is_meta and _current.choice == "triton")
+def on_gpu(of: Tensor | torch.device) -> bool:
+    """Tell whether operations on a tensor or a device are those of a GPU, by the choice of this process."""
+    return _current.on_gpu(of.device if isinstance(of, Tensor) else of)
 
 
 def is_installed() -> bool:

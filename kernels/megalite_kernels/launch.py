@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite_kernels.implementation import on_gpu
+
 ELEMENTS = 16  # of each tensor per thread: two 128-bit accesses in bf16; with 8 or 32, registers spill
 FEWEST_WARPS = 4  # per program
 LANES = 64 if torch.version.hip else 32  # threads per warp
 LOOPING_WARPS = 32  # per multiprocessor: enough loads in flight to hide the memory latency
 INTERPRETED_MULTIPROCESSORS = 1  # without a GPU: few, so that programs loop as they do on a GPU
+PLANNED_MULTIPROCESSORS = 132  # of the GPU that the meta device stands for: an H100's
 IN_PLACE = frozenset({"master", "average", "squares"})  # arguments of kernels that they read and write back
 UNIT = 16  # elements of a flat buffer that share one mask bit: with a mask per element, accesses become narrower
 
@@ -50,7 +53,7 @@ def chunk_elements(device: torch.device) -> int:
 
     They fit in a CPU's cache, or keep a GPU busy.
     """
-    return 1 << 18 if device.type == "cpu" else 1 << 24
+    return 1 << 24 if on_gpu(device) else 1 << 18
 
 
 def as_rows(tensor: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
     """Return how many programs share the tiles of a kernel that sums over tiles. It is at least one."""
-    count = INTERPRETED_MULTIPROCESSORS
+    count = PLANNED_MULTIPROCESSORS if on_gpu(device) else INTERPRETED_MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return max(min(tiles, LOOPING_WARPS // warps * count), 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 
 ELEMENTS = 2**28
 """Elements of the largest input of a timed case."""
@@ -49,23 +49,35 @@ Step = Callable[[Callable[[], None]], object]
 
 
 def time_interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPEATS) -> list[list[float]]:
-    """Return the median seconds of the parts of each step.
+    """Return the median seconds of the parts of each step."""
+    return [[statistics.median(part) for part in parts] for parts in all_times(steps, device, repeats)]
+
+
+def all_times(
+    steps: Sequence[Step], device: torch.device, repeats: int = REPEATS, before: Callable[[], object] = lambda: None
+) -> list[list[list[float]]]:
+    """Return the seconds of each repeat, of each part of each step.
 
     Steps run in turn, so that a drop of the GPU's clock frequency slows all of them equally.
+
+    Args:
+        before: called before each step, outside its time, for example to write inputs that steps overwrite.
     """
     found: list[list[list[float]]] = [[] for _ in steps]
     for _ in range(WARM_UP):
         for step in steps:
+            before()
             step(lambda: None)
     head_start(device)
     clocks = [(times, step, Clock(device)) for _ in range(repeats) for times, step in zip(found, steps, strict=True)]
     for _, step, clock in clocks:
+        before()
         clock.mark()
         step(clock.mark)
         clock.mark()
     for times, _, clock in clocks:
         times.append(clock.seconds())
-    return [[statistics.median(part) for part in zip(*times, strict=True)] for times in found]
+    return [[list(part) for part in zip(*times, strict=True)] for times in found]
 
 
 def head_start(device: torch.device) -> None:
@@ -78,7 +90,7 @@ def head_start(device: torch.device) -> None:
 
 def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
     """Return the bytes per second that a plain copy reads and writes together."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)  # equal bytes would need less power
     target = torch.empty_like(source)
     ((seconds,),) = time_interleaved([lambda mark: target.copy_(source)], device)
     return 2 * nbytes / seconds
@@ -93,7 +105,10 @@ def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
 
 
 def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequence[Tensor]) -> Step:
-    """Return a step of forward and, if inputs require gradients, backward from gradients that are drawn once."""
+    """Return a step of forward and, if inputs require gradients, backward from gradients that are drawn once.
+
+    The gradient of a scalar is 1, as that of a loss.
+    """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     output_gradients: list[Tensor] = []
 
@@ -101,7 +116,8 @@ def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequenc
         outputs = [output for output in run(inputs) if output.requires_grad]
         if outputs:
             if not output_gradients:
-                output_gradients.extend(torch.randn_like(output) for output in outputs)
+                draw = ((torch.randn_like if output.dim() else torch.ones_like)(output) for output in outputs)
+                output_gradients.extend(draw)
             mark()
             torch.autograd.grad(outputs, wanted, output_gradients)
 

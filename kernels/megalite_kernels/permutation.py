@@ -25,16 +25,17 @@ class Permutation(NamedTuple):
     """[tokens, choices]: the permuted row of each choice of a token; -1 if the choice has none."""
     ends: Tensor
     """[groups], int32: the end of each group's rows, including its padding."""
+    choices: Tensor
+    """[rows]: the choice of each permuted row, counted over all tokens; -1 for a row of padding."""
 
     @property
     def of_choices(self) -> Permutation:
         """The permutation of the choices, [tokens * choices], each of which has at most one place."""
-        rows = torch.arange(self.places.numel(), device=self.places.device)
-        places = self.places.flatten()
-        # The choices without a place are written behind the rows, each to an element of its own.
-        targets = torch.where(places < 0, len(self.tokens) + rows, places)
-        choices = torch.full((len(self.tokens) + len(rows),), -1, device=rows.device).index_copy_(0, targets, rows)
-        return Permutation(choices[: len(self.tokens)], places[:, None], self.ends)
+        return Permutation(self.choices, self.places.view(-1, 1), self.ends, self.choices)
+
+    def first(self, rows: int) -> Permutation:
+        """Return the permutation without what is behind the first rows, which no token has as its place."""
+        return self._replace(tokens=self.tokens[:rows], choices=self.choices[:rows])
 
 
 def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: int | None = None) -> Permutation:
@@ -43,20 +44,19 @@ def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: in
     Args:
         groups: [tokens, choices]; -1 for a choice that gets no row. A token's choices are of different groups.
         count: number of groups.
-        rows: number of choices that get a row. Without it, the device is asked, which waits for it.
+        rows: number of choices that get a row, or more, of which `Permutation.first` takes these. Without it, the
+            device is asked, which waits for it.
         capacity: pads each group with empty rows to this many, at least as many as it has. The number of rows is then
             known without asking the device.
     """
     tokens, choices = groups.shape
-    keys = groups.flatten()
-    keys = torch.where(keys < 0, count, keys)
-    keys, order = keys.sort(stable=True)
+    keys, order = groups.flatten().remainder(count + 1).sort(stable=True)  # -1 becomes the last key
     begins = torch.searchsorted(keys, torch.arange(count + 1, device=keys.device))
     ranks = torch.arange(tokens * choices, device=keys.device)
     if capacity is None:
         rows = int(begins[-1]) if rows is None else rows
         ends = begins[1:]
-        source = order[:rows] // choices
+        source = order[:rows]
     else:
         rows = count * capacity
         ends = torch.arange(1, count + 1, device=keys.device) * capacity
@@ -64,14 +64,14 @@ def group_rows(groups: Tensor, count: int, rows: int | None = None, capacity: in
         source = torch.full((rows + tokens * choices,), -1, device=keys.device)
         # Choices without a row are written behind the rows, each to an element of its own.
         behind = rows + torch.arange(tokens * choices, device=keys.device)
-        source = source.index_copy_(0, torch.where(keys < count, ranks, behind), order // choices)[:rows]
+        source = source.index_copy_(0, torch.where(keys < count, ranks, behind), order)[:rows]
     places = torch.empty_like(ranks).index_copy_(0, order, torch.where(keys < count, ranks, -1))
-    return Permutation(source, places.view(tokens, choices), ends.int())
+    return Permutation(source // choices, places.view(tokens, choices), ends.int(), source)
 
 
 def occurrences(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each number below `count` occurs: [..., choices] to [..., count]. Negative ones do not count."""
-    targets = torch.where(numbers < 0, count, numbers)
+    """Count how often each number below `count` occurs: [..., choices] to [..., count]. -1 does not count."""
+    targets = numbers.remainder(count + 1)  # -1 becomes the last one
     found = torch.zeros(*numbers.shape[:-1], count + 1, dtype=torch.int64, device=numbers.device)
     return found.scatter_add_(-1, targets, torch.ones_like(targets))[..., :count]
 

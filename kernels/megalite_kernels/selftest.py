@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels import cases
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, time_interleaved, traffic
 

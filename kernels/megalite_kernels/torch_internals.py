@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalite_kernels.implementation import on_gpu
 
@@ -38,11 +39,30 @@ def layer_norm_gradients(
     return found
 
 
+def operator_of_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> SDPBackend:
+    """Return the operator that scaled_dot_product_attention takes for tensors like these without a mask.
+
+    On an H100 it is cuDNN's, unless algorithms must be deterministic or the user has disabled it.
+    """
+    shared = key.shape[1] != query.shape[1]
+    return SDPBackend(torch._fused_sdp_choice(query, key, value, None, 0.0, causal, enable_gqa=shared))
+
+
+def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Tell if it does so for training: some widths have a forward alone."""
+    if not query.is_cuda:
+        return False
+    with torch.enable_grad():  # torch asks for a backward where there may be a graph, which this is called without
+        taken = operator_of_attention(query.detach().requires_grad_(), key, value, causal)
+    return taken == SDPBackend.CUDNN_ATTENTION
+
+
 def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return attention [batch, heads, queries, width] and the log-sum-exp of each query's scores, without a graph.
 
+    On a GPU, by cuDNN where scaled_dot_product_attention takes it, else by FlashAttention 2.
     Heads come before tokens in all arguments, and consecutive heads share a group of keys and values.
 
     Args:
@@ -50,6 +70,12 @@ def flash_attention(
         causal: query i sees the keys up to i.
     """
     operators: Any = torch.ops.aten
+    if _takes_cudnn(query, key, value, causal):
+        operator = operators._scaled_dot_product_cudnn_attention
+        output, lse, *_ = operator(query, key, value, None, True, 0.0, causal, scale=scale)
+        if not lse.is_contiguous():  # and backward would expect it so, without a check
+            raise RuntimeError("attention by parts needs TORCH_CUDNN_SDPA_AVOID_RECOMPILE unset")
+        return output, lse.squeeze(-1)
     if on_gpu(query):
         found = operators._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     else:
@@ -72,9 +98,14 @@ def flash_attention_gradients(
     """Return the gradients of query, key and value. Output and log-sum-exp may be those over more keys than these."""
     operators: Any = torch.ops.aten
     given = (gradient, query, key, value, output, lse)
-    if on_gpu(query):
-        state = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout's generator, which is not used
-        lengths = None, None, query.shape[2], key.shape[2]
+    lengths = None, None, query.shape[2], key.shape[2]
+    if _takes_cudnn(query, key, value, causal):
+        state = torch.empty(2, dtype=torch.int64, device=query.device)  # of dropout's generator, which is not used
+        operator = operators._scaled_dot_product_cudnn_attention_backward
+        of_forward = output, lse.unsqueeze(-1), state[0], state[1], None
+        found = operator(gradient, query, key, value, *of_forward, *lengths, 0.0, causal, scale=scale)
+    elif on_gpu(query):
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
         operator = operators._scaled_dot_product_flash_attention_backward
         found = operator(*given, *lengths, 0.0, causal, state, state[:0], scale=scale)
     else:

@@ -9,8 +9,6 @@ ranks do not share the directory.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megalite.atomic_files import open_itself
+from megalite.atomic_files import lock_file, open_itself
 from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.collective_error import raise_on_all_ranks
@@ -29,7 +27,6 @@ from megalite.storage import AnyPath, ObjectPath
 NAME = "lock"
 SEEN_WITHIN = 10.0
 """Number of seconds within which a network file system must show a file of one node on all others."""
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
@@ -76,7 +73,7 @@ def _lock(file: IO[str], directory: Path) -> tuple[str, str]:
     The error message is empty if the run may start, and the note is empty if the lock was taken.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lacking = lock_file(file)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip() or "unknown"
@@ -84,12 +81,9 @@ def _lock(file: IO[str], directory: Path) -> tuple[str, str]:
             f"another run is saving into --save {directory} ({holder}): stop it, or give another --save. Two would "
             "overwrite each other's checkpoints"
         ), ""
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    if lacking:
         return "", (
-            f"note: the file system of {directory} has no locks ({error.strerror}): make sure that no other run saves "
-            "there"
+            f"note: the file system of {directory} has no locks ({lacking}): make sure that no other run saves there"
         )
     return "", ""
 

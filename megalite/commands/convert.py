@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config.checkpoint import checkpoints_in
 from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, flag_of
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
@@ -130,6 +131,9 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
 
         return open_megalite(folder, dtype(arguments) if kind == arguments.loader else None)
     if kind == "hf":
+        if not (folder / "config.json").is_file():
+            other = "" if (found := checkpoints_in(folder)) is None else f" (--loader {found} reads its checkpoint)"
+            raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face folder{other}")
         from megalite.conversion.huggingface import open_huggingface
 
         return open_huggingface(folder)

@@ -9,7 +9,6 @@ Under torchrun the model is split over all ranks, whatever layout it was trained
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Literal
 
-from megalite.atomic_files import open_itself, writing_output
+from megalite.atomic_files import lock_file, open_itself, writing_output
 from megalite.config.fields import NonNegativeInt, PositiveInt, Range
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -143,12 +142,10 @@ def _held(path: Path) -> IO[bytes]:
     """Open an empty file that no other process writes. Raises ConfigurationError if one does."""
     file: IO[bytes] = open_itself(path, "ab")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file)
     except BlockingIOError as error:
         file.close()
         raise ConfigurationError(f"{path} is being written by another process: name another --output") from error
-    except OSError:  # a file system without locks
-        pass
     file.truncate(0)
     return file
 

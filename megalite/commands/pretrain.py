@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-from megalite.config import RunConfig
-from megalite.config.alone import Alone, take_alone
+from megalite.config.alone import take_alone
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
-from megalite.errors import EXIT_FINISHED
+from megalite.entry_points import entry_point
 from megalite.lifecycle.failure import run_main
 from megalite.lifecycle.startup import Startup
-from megalite.process.output import say
 from megalite.process.place import place_from_environment
 
 
@@ -32,37 +28,17 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
     return saved_fields(settings, tokenizer_type)
 
 
-def run_alone(alone: Alone, config: RunConfig) -> int:
-    """Run one rank without the others, and print what it holds and does."""
-    from megalite.atomic_files import write_atomically
-
-    if alone.computes:
-        from megalite.planner.as_rank import run_as_rank
-
-        say(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")
-        return EXIT_FINISHED
-    from megalite.planner.dry_run import dry_run
-    from megalite.planner.dry_run_report import as_json, report
-
-    found = dry_run(config, alone.world_size, alone.rank)
-    say(*report(found), sep="\n")
-    if alone.json is not None:
-        write_atomically(Path(alone.json), json.dumps(as_json(found), indent=1).encode())
-    return EXIT_FINISHED
-
-
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
     place = place_from_environment()
     alone, argv = take_alone(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
-        from megalite.planner.stage_layout import with_stages
-
         ranks = place.world_size if alone is None else alone.world_size
-        arguments = replace(arguments, config=with_stages(arguments.config, ranks))
+        arguments = replace(arguments, config=entry_point("with_stages")(arguments.config, ranks))
     if alone is not None:
-        return run_alone(alone, arguments.config)
+        code: int = entry_point("run_alone")(alone, arguments.config)
+        return code
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
     startup.announce(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megalite.config.fields import NonNegativeInt, PositiveInt, given
@@ -79,6 +80,17 @@ class CheckpointConfig:
 def is_url(directory: str) -> bool:
     """Tell whether a directory is on an object store, such as s3://bucket/run."""
     return "://" in directory
+
+
+def checkpoints_in(folder: Path) -> Literal["megalite", "megatron"] | None:
+    """Return whose checkpoints a folder has, or is one of; None if no file tells it."""
+
+    def has(*names: str) -> bool:
+        return any(True for name in names for place in ("", "*/") for _ in folder.glob(place + name))
+
+    if has("manifest.json"):
+        return "megalite"
+    return "megatron" if has("metadata.json", "common.pt", "mp_rank_*") else None
 
 
 def _one_name(directory: str) -> str:

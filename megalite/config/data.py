@@ -75,6 +75,9 @@ class DataConfig(TokenizerFlags):
     """Let tokens attend only to their own document."""
     eod_mask_loss: bool = False
     """Mask the loss at positions whose input is the end-of-document token."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens before which texts from the checkpoint end, beside the tokenizer's end of a document; unset: those that a
+    Hugging Face folder in load names."""
 
     @property
     def divided(self) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import foreign_flags, megatron_flags
 from megalite.config.activations import has_exact_form
-from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import Note
@@ -92,9 +94,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
-        if loading.load is not None and not loading.loads_huggingface:
-            load = loading.load
-            problems.append(f"(--load {load} has no config.json, which describes the network in a Hugging Face folder)")
+        if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
+            problems.append(f"(--load {loading.load} {_lacks_network(loading.load)})")
     if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:
         problems.append("--override-opt-param-scheduler contradicts --use-checkpoint-opt-param-scheduler: drop one")
     if problems:
@@ -108,6 +109,24 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
     return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
+
+
+def _lacks_network(load: str) -> str:
+    """Return why the network is not taken from --load, and what takes it from there."""
+    takes = "--use-checkpoint-args takes the flags of the network and the tokenizer from its checkpoint"
+    if is_url(load):
+        return f"is no Hugging Face folder; if it is a run directory, {takes}"
+    if not os.path.isdir(load):
+        return "is not a folder"
+    found = checkpoints_in(Path(load))
+    if found == "megalite":
+        return f"is a run directory: {takes}"
+    if found == "megatron":
+        return (
+            "has a checkpoint of Megatron-LM: import it with megalite-convert --loader megatron --saver megalite; "
+            "--use-checkpoint-args takes the flags of the network and the tokenizer from what that writes"
+        )
+    return "has no config.json, which describes the network in a Hugging Face folder, and no checkpoint"
 
 
 def _show_help() -> None:

@@ -51,6 +51,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
         raise CheckpointError(f"{folder / 'config.json'} has a network unknown to megalite:\n{error}") from error
     check_sizes(folder, model)
     _check_other_files(folder)
+    ends = tuple(sorted(end_tokens(folder)))
     logical = logical_tensors(model)
     # Experts one by one, or the experts of a layer together.
     mappings = [file_tensors(rules, model, logical) for rules in (family.rules, family.fused) if rules]
@@ -78,7 +79,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
         left_out = f"{len(files.left_out):,} tensors of layers that predict further tokens (MTP), such as {first}"
         notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
     what = f"{family.name}, {folder}"
-    return OpenedModel(what, model, source, data, length, folder, is_huggingface=True, notes=notes)
+    return OpenedModel(what, model, source, data, length, folder, ends, is_huggingface=True, notes=notes)
 
 
 def _check_other_files(folder: Path) -> None:
@@ -86,7 +87,6 @@ def _check_other_files(folder: Path) -> None:
     path = folder / "generation_config.json"
     if path.is_file():
         check_keys(path, read_json(path, largest=LARGEST_CONFIG), "generation_config")
-    end_tokens(folder)
     if (adapter := folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"{adapter}: an adapter is not applied; merge it into the weights (peft: merge_and_unload) and save them, "
@@ -186,8 +186,9 @@ def write_huggingface(
     """Write a model as a Hugging Face folder, which appears complete or not at all, and return its family.
 
     The tokenizer is copied. If the tokenizer's folder has a config.json, its family is preferred, and the numbers of
-    special tokens are taken from it. `dtype`: dtype to cast to; None: no cast. `shard`: maximum size of a file in
-    bytes. Raises CheckpointError if no family has this network, or if the disk fails.
+    special tokens are taken from it; otherwise the tokens that end texts are the model's. `dtype`: dtype to cast to;
+    None: no cast. `shard`: maximum size of a file in bytes. Raises CheckpointError if no family has this network, or if
+    the disk fails.
     """
     folder = folder.absolute()  # because `.` has no name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -201,7 +202,7 @@ def write_huggingface(
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
     config["torch_dtype"] = dtype_name(dtype or opened.dtype)
-    carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
+    carried = {name: before[name] for name in CARRIED if name in before} or _ends_of_texts(opened)
     shards, file_format = weight_files(files.tensors, shard)
     with new_folder(folder) as temporary:
         write_files(files, temporary, shards, file_format, workers, advance)
@@ -228,8 +229,10 @@ def write_related(folder: Path, config: Mapping[str, Any], carried: Mapping[str,
     write_atomically(folder / "config.json", _json({**config, **carried}))
 
 
-def _end_of_text(opened: OpenedModel) -> dict[str, int]:
-    """Return the number of the end-of-text token, if a tokenizer is known that has one."""
+def _ends_of_texts(opened: OpenedModel) -> dict[str, int | list[int]]:
+    """Return the tokens that end the model's texts, or else the tokenizer's end of a document, if one is known."""
+    if opened.ends:
+        return {"eos_token_id": opened.ends[0] if len(opened.ends) == 1 else list(opened.ends)}
     flags = TokenizerFlags(**opened.data)
     if flags.tokenizer_type is None:
         return {}

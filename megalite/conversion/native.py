@@ -65,6 +65,7 @@ def open_megalite(path: AnyPath, dtype: torch.dtype | None = None) -> OpenedMode
         tokenizer,
         data.seq_length,
         tokenizer_folder(tokenizer.get("tokenizer_model")),
+        data.eos_token_ids,
     )
 
 
@@ -100,7 +101,7 @@ def write_megalite(
         data["tokenizer_model"] = str((tokenizer if model.is_dir() else tokenizer / model.name).resolve())
     run = RunConfig(  # a run that could have saved this model, with the fields that a checkpoint needs
         model=opened.config,
-        data=DataConfig(seq_length=opened.sequence_length or 1024, **data),
+        data=DataConfig(seq_length=opened.sequence_length or 1024, eos_token_ids=opened.ends, **data),
         optimizer=OptimizerConfig(lr=0.0),
         training=TrainingConfig(micro_batch_size=1, **_FLAGS[dtype]),
     )

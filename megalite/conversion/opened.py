@@ -44,6 +44,8 @@ class OpenedModel:
     """Sequence length that the model was trained on, if known."""
     folder: Path | None = None
     """Hugging Face folder with the tokenizer and related files, if there is one."""
+    ends: tuple[int, ...] = ()
+    """Tokens before which its texts end, as far as its files name them."""
     is_huggingface: bool = False
     """True if the weights are in that folder, too."""
     notes: tuple[str, ...] = ()

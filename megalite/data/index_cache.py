@@ -12,7 +12,6 @@ folder is kept.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -28,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.atomic_files import remove_leftovers, temporary_path
+from megalite.atomic_files import lock_file, remove_leftovers, temporary_path
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.small_files import MIB, read_json
 
@@ -144,14 +143,15 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _await_lock(descriptor: int) -> None:
-    """Wait for the lock. Raises OSError if the file system has no locks, or if the lock stays taken."""
+    """Wait for the lock, if there are locks and as long as it pays. Raises OSError if the file cannot be locked."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(descriptor)
+            return
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise
+                return
         time.sleep(0.05)
 
 

@@ -33,6 +33,8 @@ class TrainedModel:
     """Tokenizer of the model; None for a Hugging Face folder without one."""
     sequence_length: int | None
     """Sequence length in training, if known."""
+    ends: tuple[int, ...]
+    """Tokens before which its texts end, as far as its files name them."""
     opened: OpenedModel | None = None
     """Source of the weights of a Hugging Face folder."""
 
@@ -47,12 +49,12 @@ def open_model(load: str | AnyPath) -> TrainedModel:
         opened = open_huggingface(Path(str(directory)))
         flags = TokenizerFlags(**opened.data) if opened.data else None
         dtype = opened.source.tensors["embedding.word"].dtype
-        return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened)
+        return TrainedModel(directory, opened.config, dtype, flags, opened.sequence_length, opened.ends, opened)
     path = resolve(directory)
     config = checkpoint.read_config(path)
     data = checkpoint.saved_section(path, config, DataConfig)
     dtype = getattr(torch, checkpoint.saved_section(path, config, TrainingConfig).dtype)
-    return TrainedModel(path, checkpoint.model_config(path, config), dtype, data, data.seq_length)
+    return TrainedModel(path, checkpoint.model_config(path, config), dtype, data, data.seq_length, data.eos_token_ids)
 
 
 def load_for_generation(
@@ -83,7 +85,7 @@ def load_network(model: TrainedModel, mesh: ParallelMesh) -> Network:
 
 
 def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model. `tokenizer_model`: current path of its file, if it was moved.
+    """Load the tokenizer of a model. `tokenizer_model`: current path of its file, if it was moved or is not named.
 
     It may have fewer tokens than the model, because other programs pad the vocabulary. Raises ConfigurationError or
     DataError.
@@ -91,7 +93,8 @@ def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> T
     flags, size = model.tokenizer, model.config.vocab_size
     if flags is None and tokenizer_model is None:
         raise ConfigurationError(f"{model.path} has no tokenizer: name a folder that has one as --tokenizer-model")
-    flags = flags or TokenizerFlags(tokenizer_type="HuggingFaceTokenizer")
+    if flags is None or (flags.tokenizer_type is None and tokenizer_model is not None):
+        flags = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer")
     if flags.tokenizer_type in (None, "NullTokenizer") and size is not None:
         size -= 1  # the model's vocabulary includes the end-of-document token, which NullTokenizer adds by itself
     elif flags.tokenizer_type != "TikTokenizer":
@@ -109,12 +112,13 @@ def load_tokenizer(model: TrainedModel, tokenizer_model: str | None = None) -> T
 def ends_of_texts(model: TrainedModel, tokenizer: Tokenizer, tokenizer_model: str | None = None) -> frozenset[int]:
     """Return the tokens before which texts of a model end.
 
-    For a Hugging Face folder they are those of `end_tokens`, if it names any. Otherwise it is the token that ends a
-    document and, for a checkpoint, also those that such files beside its tokenizer name. `tokenizer_model` as in
-    `load_tokenizer`. Raises CheckpointError as `end_tokens` does.
+    For a Hugging Face folder, and for a checkpoint without a tokenizer, they are those that it names, if there are any.
+    Otherwise it is the token that ends a document and, for a checkpoint, also those that it names, and those that such
+    files beside its tokenizer name. `tokenizer_model` as in `load_tokenizer`. Raises CheckpointError as `end_tokens`
+    does.
     """
-    if model.opened is not None:
-        return end_tokens(Path(str(model.path))) or frozenset({tokenizer.eod})
-    trained = None if model.tokenizer is None else model.tokenizer.tokenizer_model
-    folder = tokenizer_folder(tokenizer_model or trained)
-    return frozenset({tokenizer.eod}) | (end_tokens(folder) if folder else frozenset())
+    flags = model.tokenizer or TokenizerFlags()
+    if model.opened is not None or (model.ends and not (flags.tokenizer_type or tokenizer_model)):
+        return frozenset(model.ends or {tokenizer.eod})
+    folder = tokenizer_folder(tokenizer_model or flags.tokenizer_model)
+    return frozenset({tokenizer.eod, *model.ends}) | (end_tokens(folder) if folder else frozenset())

@@ -84,7 +84,7 @@ class GPT(StageModule):
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
             if own is not None and not config.untie_embeddings_and_output_weights:
-                own.sharding = replace(own.sharding, uses=(Use(), Use(chunk=int(self.embedding is None))))
+                own.sharding = replace(own.sharding, uses=(Use(late_sum=True), Use(chunk=int(self.embedding is None))))
             weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
             self.head = Head(config, context, self.vocab_size, weight, loss or LossConfig())
 

@@ -133,14 +133,19 @@ class Router(nn.Module):
         weights = weights.to(torch.promote_types(hidden.dtype, torch.float32))
         if context.padding is not None:
             padding = context.padding[:, :, None]
-            unbiased_choice, chosen = (each.masked_fill(padding, -1) for each in (unbiased_choice, chosen))
+            same = unbiased_choice is chosen
+            chosen = chosen.masked_fill(padding, -1)
+            unbiased_choice = chosen if same else unbiased_choice.masked_fill(padding, -1)
         if context.choices is not None:
             context.choices[self.number] = chosen.int()
         if not self.training:
             return Routing(chosen.flatten(0, 1), weights, None, NO_SUMS)
         kept = self._keep(chosen, weights.detach(), context.layout)
-        counts = self._count(kept, unbiased_choice, chosen)
-        return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, unbiased_choice, context.padding))
+        of_sequences = None
+        if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
+            of_sequences = occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts)
+        counts = self._count(kept, unbiased_choice, chosen, of_sequences)
+        return Routing(kept.flatten(0, 1), weights, counts, self._terms(logits, of_sequences, context.padding))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits, in fp32 or wider: [sequence, batch, hidden] to [sequence, batch, experts]."""
@@ -152,19 +157,20 @@ class Router(nn.Module):
     def _choose(self, logits: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Return the choice of each token, of padding too, and in training the unbiased one: [sequence, batch, topk].
 
+        They are one tensor where nothing makes them differ.
+
         `logits`: [sequence, batch, experts].
         """
         shape = (*logits.shape[:2], self.rule.topk)
         logits = (self._balanced(logits, context) if self.sinkhorn and self.training else logits).flatten(0, 1)
         bias = None if self.expert_bias is None else self.expert_bias.values.to(logits.dtype)
-        chosen = unbiased_choice = choose_experts(logits, bias, self.rule)
+        chosen = unbiased_choice = choose_experts(logits, bias, self.rule).view(shape)
         if self.training and (bias is not None or self.rule.groups > 1):
-            unbiased_choice = choose_experts(logits, None, self.rule.unrestricted)
-        chosen = chosen.view(shape)
+            unbiased_choice = choose_experts(logits, None, self.rule.unrestricted).view(shape)
         if context.replayed is not None:
             replayed = context.replayed[:, :, self.number]
             chosen = torch.where(replayed < 0, chosen, replayed)
-        return chosen, unbiased_choice.view(shape)
+        return chosen, unbiased_choice
 
     @torch.no_grad()
     def _balanced(self, logits: Tensor, context: LayerContext) -> Tensor:
@@ -185,15 +191,18 @@ class Router(nn.Module):
             return chosen
         return _drop_over_capacity(chosen, weights, capacity, policy, self.sample_group, layout)
 
-    def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor) -> Tensor:
-        """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding."""
-        return torch.cat(
-            [
-                occurrences(kept.flatten(), self.num_experts),
-                occurrences(unbiased_choice.flatten(), self.num_experts),
-                ((chosen >= 0).sum() - (kept >= 0).sum())[None],
-            ]
-        )
+    def _count(self, kept: Tensor, unbiased_choice: Tensor, chosen: Tensor, of_sequences: Tensor | None) -> Tensor:
+        """Count for the tally. All choices are [sequence, batch, topk], with -1 for padding.
+
+        `of_sequences`: [batch, experts], the unbiased choices of each sequence, if they are counted already.
+        """
+        if of_sequences is None:
+            unbiased = occurrences(unbiased_choice.flatten(), self.num_experts)
+        else:
+            unbiased = of_sequences.sum(0)
+        counts = unbiased if kept is unbiased_choice else occurrences(kept.flatten(), self.num_experts)
+        dropped = counts.new_zeros(1) if kept is chosen else ((chosen >= 0).sum() - (kept >= 0).sum())[None]
+        return torch.cat([counts, unbiased, dropped])
 
     def capacity(self, sequence: int) -> int | None:
         """Return how many tokens of a sequence an expert takes in training; None without a limit."""
@@ -202,21 +211,23 @@ class Router(nn.Module):
             return None
         return min(math.ceil(sequence * self.rule.topk / self.num_experts * factor), sequence)
 
-    def _terms(self, logits: Tensor, unbiased_choice: Tensor, padding: Tensor | None) -> TermSums:
+    def _terms(self, logits: Tensor, of_sequences: Tensor | None, padding: Tensor | None) -> TermSums:
         """Return the sums of the loss terms over this rank's tokens.
 
         Args:
             logits: [sequence, batch, experts].
-            unbiased_choice: [sequence, batch, topk]; -1 for padding.
+            of_sequences: [batch, experts]: the unbiased choices of each sequence, if a loss compares them.
             padding: [sequence, batch]; None without padding.
         """
-        real = torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device) if padding is None else ~padding
-        shares = routing_probabilities(logits, self.rule.score_function) * real[:, :, None]
+        shares = routing_probabilities(logits, self.rule.score_function)
+        if padding is not None:
+            shares = shares * ~padding[:, :, None]
         terms: dict[str, Tensor] = {}
-        if {"aux_loss", "seq_aux_loss"} & self.balancing.keys():
-            counts = torch.cat(
-                [occurrences(unbiased_choice.transpose(0, 1).flatten(1), self.num_experts), real.sum(0)[:, None]], dim=1
-            )
+        if of_sequences is not None:
+            tokens = of_sequences.new_full((len(of_sequences), 1), len(logits))
+            if padding is not None:
+                tokens = (~padding).sum(0)[:, None]
+            counts = torch.cat([of_sequences, tokens], dim=1)
             counts = collectives.all_reduce_(counts, self.sample_group).to(logits.dtype)
             if "aux_loss" in self.balancing:
                 terms[BALANCING_LOSSES["aux_loss"].name] = self._balance(counts.sum(0), shares.sum((0, 1)))
@@ -227,7 +238,8 @@ class Router(nn.Module):
             of_batch = self.num_experts * (load * shares.sum((0, 1))).sum()
             terms[BALANCING_LOSSES["global_aux_loss"].name] = of_batch
         if self.config.moe_z_loss_coeff:
-            terms[Z_LOSS] = (logits.logsumexp(-1).square() * real).sum()
+            squares = logits.logsumexp(-1).square()
+            terms[Z_LOSS] = (squares if padding is None else squares * ~padding).sum()
         return {**terms, ENTROPY: torch.special.entr(shares.detach()).sum()}
 
     def _balance(self, counts: Tensor, shares: Tensor) -> Tensor:
@@ -238,8 +250,8 @@ class Router(nn.Module):
             shares: [..., experts]: the sum of each expert's shares over this rank's tokens of the group.
         """
         tokens = counts[..., -1:].clamp(min=1)
-        fractions = counts[..., :-1] / (self.rule.topk * tokens)
-        return (fractions * shares / tokens).sum() * self.num_experts
+        factors = counts[..., :-1] * (self.num_experts / self.rule.topk) / tokens.square()  # none has a gradient
+        return (factors * shares).sum()
 
     @torch.no_grad()
     def _on_step(self, totals: Tensor) -> None:

@@ -15,6 +15,9 @@ _TOLERANCE, _SMALLEST_SUM = 1e-4, 1e-8
 Megatron-LM's."""
 _MOST_ROUNDS = 1000
 """Rounds after which the iteration ends anyway: in fp32, very large factors may never settle."""
+PLANNED_ROUNDS = 10
+"""Rounds on the meta device, where nothing settles. Random logits of 2,048 to 8,192 tokens and 8 to 128 experts take 3
+to 7 with a standard deviation of 1.3, as a new router's may have, and 6 to 17 with one of 3."""
 
 
 def expert_factors(shares: Tensor) -> Tensor:
@@ -25,7 +28,7 @@ def expert_factors(shares: Tensor) -> Tensor:
     experts = shares.shape[1]
     tokens = shares.any(1).sum().clamp(min=1)
     factors = shares.new_ones(experts)
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(PLANNED_ROUNDS if shares.is_meta else _MOST_ROUNDS):
         before = factors
         of_tokens = 1 / (tokens * ((shares * factors).sum(1, keepdim=True) + _SMALLEST_SUM))
         factors = 1 / (experts * ((shares * of_tokens).sum(0) + _SMALLEST_SUM))

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megalite.errors import MegaliteError
 from megalite.optim.flat import allocate_storage, free_storage, owned
+from megalite.optim.kept_gradients import KeptGradients
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
+from megalite.parallel.sharding import Use
 
 REDUCTIONS_IN_FLIGHT = 2
 """Maximum number of buckets that are reduced at the same time during backward, under ZeRO 2 and 3.
@@ -41,8 +43,9 @@ class Accumulator:
     A round is the set of micro-batches that one reduction covers: all micro-batches of a step under ZeRO 0 and 1, a
     single one under ZeRO 2 and 3. Each use of the parameters has its own flat sum per round, so a tied weight's
     gradients from one use are added first, whether its uses are on the same rank or not. Before the reduction, the sums
-    of the later uses in this chunk are added to the sum of the first one. Uses in other chunks have an accumulator of
-    their own, and are added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
+    of the later uses in this chunk are added to the sum of the first one. A late sum is made only then if its
+    gradients can be kept so long (`KeptGradients`). Uses in other chunks have an accumulator of their own, and are
+    added after the reduction: by `Bucket.completion` on the same rank, otherwise by `sum_partial`.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Accumulator:
         in_flight: list[Accumulator],
         *,
         chunk: int,
-        uses: Mapping[int, int],
+        uses: Mapping[int, Use],
         stage: int,
         overlap: bool,
         dtype: torch.dtype,
@@ -65,7 +68,7 @@ class Accumulator:
             reduction: the sum over the ranks.
             in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
             chunk: the chunk whose gradients are summed.
-            uses: maps the number of each use in this chunk to its number of gradients per micro-batch.
+            uses: the uses in this chunk, by their numbers.
             stage: the ZeRO stage.
             overlap: start the reduction as soon as the last gradient has arrived.
             dtype: the dtype of the sums.
@@ -73,11 +76,13 @@ class Accumulator:
                 name this setting if gradients are missing.
         """
         device = layout.slots[0].parameter.device
-        self.chunk, self._gradients_of_use = chunk, dict(uses)
-        self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in uses}
-        """Flat sum of each use, by the number of the use."""
+        self.chunk, self.uses = chunk, dict(uses)
+        summed = [number for number, use in uses.items() if not use.late_sum] or list(uses)
+        self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in summed}
+        """Flat sum of each use whose gradients are added as they arrive, by the number of the use."""
+        self._kept = {use: KeptGradients(layout, dtype) for use in uses if use not in self.flats}
         self.gradients = next(iter(self.flats.values()))
-        """Flat sum of the first use. Once the reduction has started, it is the sum of all uses."""
+        """Flat sum of the first of these uses. Once the reduction has started, it is the sum of all uses."""
         self.gradient_shard = owned(self.gradients, reduction.groups.shards)
         """Slice of the gradients that this rank owns."""
         self._views = {  # made once, and as long as there is memory: there is one look-up per gradient
@@ -105,10 +110,10 @@ class Accumulator:
     @property
     def gradients_per_micro_batch(self) -> int:
         """Number of gradients per micro-batch, over all parameters and uses."""
-        return len(self._slot_of) * sum(self._gradients_of_use.values())
+        return len(self._slot_of) * sum(use.times for use in self.uses.values())
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
-        """Return the summed gradient of one parameter from one of its uses, in the parameter's shape."""
+        """Return the summed gradient of one parameter from a use in `flats`, in the parameter's shape."""
         return self._views[id(parameter), use]
 
     def begin_step(self, micro_batches: int) -> None:
@@ -118,7 +123,9 @@ class Accumulator:
         self._begin_round()
 
     def _begin_round(self) -> None:
-        self._arrived = {(parameter, use): 0 for use in self.flats for parameter in self._slot_of}
+        for use, kept in self._kept.items():
+            kept.begin_round(self._due(use))
+        self._arrived = {(parameter, use): 0 for use in self.uses for parameter in self._slot_of}
         self._outstanding = self.gradients_per_micro_batch * self._micro_batches_per_round
 
     def add(self, parameter: Parameter, gradient: Gradient, use: int) -> None:
@@ -133,8 +140,10 @@ class Accumulator:
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
         if self._stage >= 2 and self._outstanding == self.gradients_per_micro_batch * self._micro_batches_per_round:
             self._allocate()  # this is the first gradient of a round
-        # The first gradient of each use overwrites the buffer: its old or uninitialized values need not be set to zero.
-        gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
+        if use in self._kept:
+            self._kept[use].add(parameter, gradient)
+        else:  # The first one overwrites the buffer: its old or uninitialized values need not be set to zero.
+            gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
         if self._outstanding == 0 and (self._overlap or self._stage >= 2) and not self._allow_unused:
@@ -142,7 +151,7 @@ class Accumulator:
 
     def _due(self, use: int) -> int:
         """Return the expected number of gradients of one parameter per round, from this use."""
-        return self._gradients_of_use[use] * self._micro_batches_per_round
+        return self.uses[use].times * self._micro_batches_per_round
 
     def _allocate(self) -> None:
         self._finish_round()
@@ -160,6 +169,8 @@ class Accumulator:
             self._fill_in_zeros()
         elif self._outstanding:
             raise MegaliteError(self._missing())
+        for kept in self._kept.values():
+            self.gradients.add_(kept.total())
         _, *later = self.flats.values()
         for flat in later:
             self.gradients.add_(flat)
@@ -179,7 +190,7 @@ class Accumulator:
         if self._stage >= 2 and not any(self._arrived.values()):
             self._allocate()
         for (parameter, use), arrived in self._arrived.items():
-            if not arrived:
+            if not arrived and use in self.flats:
                 self.gradient(self._slot_of[parameter].parameter, use).zero_()
 
     def _missing(self) -> str:

@@ -25,7 +25,7 @@ from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
-from megalite.parallel.sharding import Sharding
+from megalite.parallel.sharding import Sharding, Use
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Bucket(ParameterBucket):
         options: DataParallel,
         groups: ReductionGroups,
         *,
-        uses: Mapping[int, Mapping[int, int]],
+        uses: Mapping[int, Mapping[int, Use]],
         in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
@@ -144,8 +144,7 @@ class Bucket(ParameterBucket):
             shard_spec: the layout of the bucket and this rank's slices of it.
             options: the options of data parallelism.
             groups: the process groups of the gradient reduction.
-            uses: maps a chunk to the uses of the parameters in it: the number of each use, with its number of gradients
-                per micro-batch.
+            uses: maps a chunk to the uses of the parameters in it, by their numbers.
             in_flight: the accumulators that are being reduced under ZeRO 2 and 3; one list shared by all buckets.
             set_values: sets the values of a parameter after it has been moved. None: its current values are copied.
         """
@@ -166,7 +165,7 @@ class Bucket(ParameterBucket):
         )
         """One per chunk, in the order of chunks. `completion` adds the sums of the others to the sum of the first."""
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
-        self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
+        self._accumulator_of = {use: a for a in self.accumulators for use in a.uses}
         self._handed_over = dict.fromkeys(uses, 0)  # number of gradients accumulated in this step, by chunk
         self._allow_unused = options.allow_unused
         self.deferred: DeferredGradients | None = None
@@ -339,8 +338,8 @@ def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
     return chunks
 
 
-def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[int, int]]:
-    """Return the uses of a parameter by chunk: the number of each use, with its number of gradients per micro-batch.
+def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[int, Use]]:
+    """Return the uses of a parameter by chunk and number.
 
     Raises:
         ValueError: a chunk contains the parameter but does not use it, or uses it but does not contain it.
@@ -348,7 +347,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
     if {use.chunk for use in record.uses} != set(range(len(chunks))):
         raise ValueError(f"{record.name} is in {len(chunks)} chunks, but its uses are {record.uses}")
     return {
-        chunk: {number: use.times for number, use in enumerate(record.uses) if use.chunk == position}
+        chunk: {number: use for number, use in enumerate(record.uses) if use.chunk == position}
         for position, chunk in enumerate(chunks)
     }
 

@@ -9,8 +9,6 @@ import weakref
 
 import torch
 
-from megalite_kernels.implementation import on_gpu
-
 
 def local_device(local_rank: int) -> torch.device:
     """Return the device of the process with this local rank: a CUDA or ROCm device, or the CPU."""
@@ -49,11 +47,6 @@ def default_generators() -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[torch.cuda.current_device()]]
 
 
-def adds_products_in(target: torch.Tensor) -> bool:
-    """Tell if torch can add a product of two bf16 or fp16 matrices to this fp32 `target` without a temporary."""
-    return on_gpu(target) and torch.version.hip is None and target.dtype == torch.float32
-
-
 def make_deterministic(enabled: bool) -> None:
     """Turn torch's deterministic algorithms on or off. Call it before the first operation.
 
@@ -74,6 +67,16 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on the device. The host does not wait for a GPU's queued work.
+
+    A copy from memory that is not page-locked would wait for it.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # torch keeps the memory until the copy is done
+    return tensor.to(device, non_blocking=True)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

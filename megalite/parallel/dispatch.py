@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from megalite.parallel.deep_ep import DeepEPExchange
 from megalite.parallel.grouped import ExpertRows
 from megalite.parallel.mesh import Group
 from megalite.parallel.transfer import exchange_rows_async, transfer, transfer_rows
-from megalite_kernels.permutation import group_rows, occurrences, permute, unpermute
+from megalite_kernels.permutation import Permutation, group_rows, occurrences, permute, unpermute
 
 
 def _add_in_rank_order_async(rows: Tensor, group: Group) -> Pending:
@@ -125,8 +125,8 @@ class Dispatcher:
             padded: pad the rows of each expert. All ranks of the group give the same numbers.
         """
         if self.group.size == 1:
-            by_expert = None if padded else self._rows_per_expert(choices)
-            return lambda: self._arrange(tokens, choices, weights, lambda rows: rows, padded, by_expert)
+            by_expert = self._sort(choices, padded)
+            return lambda: self._arrange(tokens, weights, lambda rows: rows, *by_expert)
         ways = {"allgather": self._gather, "alltoall": self._exchange, "flex": self._exchange_by_deep_ep}
         return ways[self.kind](tokens, choices, weights, padded)
 
@@ -143,12 +143,12 @@ class Dispatcher:
         arriving, of_choices = (
             transfer_rows(each, gather, add, "waited for tokens of experts") for each in (tokens, weights)
         )
-        by_expert = None if padded else self._rows_per_expert(local_choices)
+        by_expert = self._sort(local_choices, padded)
 
         def back(rows: Tensor) -> Tensor:
             return transfer_rows(rows, add, gather, "waited for sums of experts")()
 
-        return lambda: self._arrange(arriving(), local_choices, of_choices(), back, padded, by_expert)
+        return lambda: self._arrange(arriving(), of_choices(), back, *by_expert)
 
     def _exchange(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
@@ -181,7 +181,7 @@ class Dispatcher:
         def arrived() -> Dispatched:
             numbers, of_choices = arriving_choices().tensor_split(2, dim=1)
             local_choices = self._local_choices(numbers.detach().long() - 1)
-            return self._arrange(arriving_tokens(), local_choices, of_choices, back, padded, by_expert)
+            return self._arrange(arriving_tokens(), of_choices, back, *self._sort(local_choices, padded, by_expert))
 
         return arrived
 
@@ -201,33 +201,19 @@ class Dispatcher:
 
         def arrived() -> Dispatched:
             rows, of_choices = arriving()
-            return self._arrange(rows, exchange.numbers, of_choices, back, padded, exchange.counts)
+            return self._arrange(rows, of_choices, back, *self._sort(exchange.numbers, padded, exchange.counts))
 
         return arrived
 
     def _arrange(
         self,
         rows: Tensor,
-        local_choices: Tensor,
         weights: Tensor,
         back: Callable[[Tensor], Tensor],
-        padded: PaddedRows | None,
-        by_expert: list[int] | None,
+        permutation: Permutation,
+        offsets: tuple[int, ...],
     ) -> Dispatched:
-        """Sort the received rows by expert, once per expert of this rank.
-
-        Args:
-            local_choices: see `_local_choices`.
-            by_expert: number of rows of each expert of this rank; not needed if they are padded.
-        """
-        count = self.local_experts
-        if padded is not None:
-            offsets = tuple(padded.received * number for number in range(count + 1))
-            permutation = group_rows(local_choices, count, capacity=padded.received)
-        else:
-            assert by_expert is not None
-            offsets = (0, *accumulate(by_expert))
-            permutation = group_rows(local_choices, count, rows=offsets[-1])
+        """Bring the received rows into the order of `_sort`, once per expert of this rank."""
         of_rows = permute(weights.reshape(-1, 1), permutation.of_choices).squeeze(1)
 
         def combine(outputs: Tensor) -> Tensor:
@@ -242,14 +228,36 @@ class Dispatcher:
         local = choices - self.group.rank // self.parts * self.local_experts
         return torch.where((local < 0) | (local >= self.local_experts) | (choices < 0), -1, local)
 
-    def _rows_per_expert(self, local_choices: Tensor) -> list[int]:
-        """Return the number of rows of each expert of this rank. The host waits for the device."""
-        counts: list[int] = occurrences(local_choices.flatten(), self.local_experts).tolist()
-        return self._balanced(local_choices.numel()) if local_choices.is_meta else counts
+    def _sort(
+        self, local_choices: Tensor, padded: PaddedRows | None, by_expert: list[int] | None = None
+    ) -> tuple[Permutation, tuple[int, ...]]:
+        """Sort choices by this rank's experts, and return the offsets of the experts' rows.
+
+        Args:
+            local_choices: see `_local_choices`.
+            by_expert: number of rows of each expert. If it is not known, and rows are not padded, the host waits for
+                the device.
+        """
+        count = self.local_experts
+        if padded is not None:
+            offsets = tuple(padded.received * number for number in range(count + 1))
+            return group_rows(local_choices, count, capacity=padded.received), offsets
+        if by_expert is not None:
+            offsets = (0, *accumulate(by_expert))
+            return group_rows(local_choices, count, rows=offsets[-1]), offsets
+        permutation = group_rows(local_choices, count, rows=local_choices.numel())
+        offsets = (0, *permutation.ends.tolist())
+        if local_choices.is_meta:
+            offsets = (0, *accumulate(self._balanced(local_choices.numel())))
+        return permutation.first(offsets[-1]), offsets
 
     def _balanced(self, choices: int) -> list[int]:
-        """Return the number of rows of each expert of this rank, if all experts have the same part of the choices."""
-        return [-(-choices // self.num_experts)] * self.local_experts
+        """Return the number of rows of each expert of this rank, if all experts have the same part of the choices.
+
+        All experts together have no more rows than there are choices.
+        """
+        ends = [choices * number // self.num_experts for number in range(self.local_experts + 1)]
+        return [end - begin for begin, end in pairwise(ends)]
 
     def _tokens_per_rank(self, tokens: int, topk: int) -> int:
         """Return the expected number of tokens that choose an expert of one rank, if each chooses `topk` at random."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import RowsGradient, accumulate_grad
+from megalite.parallel.parameter import Gradient, RowsGradient, accumulate_grad
 from megalite.parallel.sharding import Sharding
 from megalite_kernels.products import changed
 
 
 @dataclass(frozen=True)
-class _VocabParallelGradient:
+class _VocabParallelGradient(Gradient):
     """The gradient of a rank's rows. An output gradient that is split along the sequence is gathered when it is added.
 
     Attributes:
@@ -31,6 +31,10 @@ class _VocabParallelGradient:
     outside: Tensor
     output_gradient: Tensor
     gather_over: Group | None
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.rows.nbytes + self.outside.nbytes + self.output_gradient.nbytes
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         gradient = self.output_gradient

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import DenseGradient, GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
-from megalite_kernels.grouped import grouped_product
-from megalite_kernels.launch import chunk_elements
+from megalite_kernels.grouped import grouped_product, scale_gradients_
 
 
 class ExpertRows(NamedTuple):
@@ -40,7 +39,7 @@ class _GroupedLinear(torch.autograd.Function):
         input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # a deferred gradient must not keep the graph
         input_gradient = _product(gradient, _matrices(ctx.weight, ctx.groups), ctx.groups)
         # Last: accumulating the last gradient may free the weight.
-        product = GroupedProductGradient(gradient, input, ctx.groups.offsets)
+        product = GroupedProductGradient(gradient, input, *ctx.groups)
         return input_gradient, accumulate_grad(ctx.weight, product), None
 
 
@@ -68,10 +67,10 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
             output = ctx.activation(input.requires_grad_())
         activated = output.detach()
         gradient = _product(gradients[0], _matrices(ctx.weight, ctx.groups), ctx.groups)
-        scale_gradient = _row_dots(gradient, activated, scale.dtype)
-        (input_gradient,) = torch.autograd.grad(output, input, _scale_(gradient, scale))
+        scale_gradient = scale_gradients_(gradient, activated, scale)
+        (input_gradient,) = torch.autograd.grad(output, input, gradient)
         # Last: until here, the graph may still use what the activation returned.
-        product = GroupedProductGradient(gradients[0], _scale_(activated, scale), ctx.groups.offsets)
+        product = GroupedProductGradient(gradients[0], _scale_(activated, scale), *ctx.groups)
         return input_gradient, scale_gradient, None, accumulate_grad(ctx.weight, product), None
 
 
@@ -86,8 +85,8 @@ class _GroupedBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        sums = [gradients[0][start:stop].sum(dim=0) for start, stop in pairwise(ctx.groups.offsets)]
-        return accumulate_grad(ctx.bias, DenseGradient(torch.stack(sums).view(ctx.bias.shape))), None, None
+        ones = gradients[0].new_ones(len(gradients[0]), 1)  # the product with which is the sum of a group's rows
+        return accumulate_grad(ctx.bias, GroupedProductGradient(gradients[0], ones, *ctx.groups)), None, None
 
 
 def grouped_linear(input: Tensor, weight: Parameter, groups: ExpertRows) -> Tensor:
@@ -169,13 +168,6 @@ def _product(rows: Tensor, matrices: Tensor, groups: ExpertRows) -> Tensor:
 def _matrices(weight: Tensor, groups: ExpertRows) -> Tensor:
     """View the weight as [experts, out, in]."""
     return weight.detach().view(len(groups.offsets) - 1, -1, weight.shape[-1])
-
-
-def _row_dots(rows: Tensor, others: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the dot product of each row with the other tensor's, in `dtype`, by chunks for small temporaries."""
-    size = max(1, chunk_elements(rows.device) // rows.shape[1])
-    pairs = zip(rows.split(size), others.split(size), strict=True)
-    return torch.cat([torch.linalg.vecdot(one.to(dtype), other.to(dtype)) for one, other in pairs])
 
 
 def _scale_(rows: Tensor, scale: Tensor) -> Tensor:

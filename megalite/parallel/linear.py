@@ -35,7 +35,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _GatheredGradient:
+class _GatheredGradient(Gradient):
     """A `ProductGradient` that gathers one of its factors only when it is added to the buffer."""
 
     output_gradient: Callable[[], Tensor]

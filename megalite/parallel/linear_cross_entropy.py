@@ -19,7 +19,14 @@ from torch import Tensor
 from megalite.parallel import collectives
 from megalite.parallel.cross_entropy import over_ranks
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, accumulate_grad, is_deferred
+from megalite.parallel.parameter import (
+    DenseGradient,
+    Gradient,
+    Parameter,
+    ProductGradient,
+    accumulate_grad,
+    is_deferred,
+)
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import on_gpu
 
@@ -92,7 +99,7 @@ class _LogitGradients:
 
 
 @dataclass(frozen=True)
-class _WeightGradient:
+class _WeightGradient(Gradient):
     """The gradient of the weight. It also computes `hidden_gradient`, if given, from the same chunks of logits."""
 
     logit_gradients: _LogitGradients

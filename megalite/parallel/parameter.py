@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel import device
 from megalite.parallel.sharding import Piece, Sharding
 from megalite.torch_internals import make_subclass
+from megalite_kernels.grouped import add_grouped_products
+from megalite_kernels.products import add_product
 
 
 class Gradient(Protocol):
@@ -22,9 +22,14 @@ class Gradient(Protocol):
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """Add to `target`, or set it if `overwrite`."""
 
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes that it takes until it is added, if it may be kept. None: it must be added at once."""
+        return None
+
 
 @dataclass(frozen=True)
-class DenseGradient:
+class DenseGradient(Gradient):
     values: Tensor
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
@@ -35,28 +40,19 @@ class DenseGradient:
 
 
 @dataclass(frozen=True)
-class ProductGradient:
-    """The weight gradient of a linear layer, output_gradient.T @ input.
-
-    If the dtypes agree, or on CUDA GPUs, the product is added directly, without a temporary.
-    """
+class ProductGradient(Gradient):
+    """The weight gradient of a linear layer, output_gradient.T @ input."""
 
     output_gradient: Tensor  # [tokens, out]
     input: Tensor  # [tokens, in]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        transposed, beta = self.output_gradient.t(), 0.0 if overwrite else 1.0  # 0 ignores old values, even NaN
-        if target.dtype == self.input.dtype:
-            torch.addmm(target, transposed, self.input, beta=beta, out=target)
-        elif device.adds_products_in(target):
-            torch.addmm(target, transposed, self.input, out_dtype=target.dtype, beta=beta, out=target)
-        else:
-            DenseGradient(transposed @ self.input).add_to(target, overwrite=overwrite)
+        add_product(target, self.output_gradient, self.input, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
-class GroupedProductGradient:
-    """The weight gradient of a grouped linear layer: one `ProductGradient` per expert.
+class GroupedProductGradient(Gradient):
+    """The weight gradient of a grouped linear layer: one product per expert.
 
     Rows are sorted by expert. Expert e has the rows from offsets[e] to offsets[e + 1], possibly none.
     """
@@ -64,20 +60,16 @@ class GroupedProductGradient:
     output_gradient: Tensor  # [rows, out]
     input: Tensor  # [rows, in]
     offsets: Sequence[int]  # [experts + 1]
+    ends: Tensor  # offsets[1:], int32, on the device
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """Add to `target`, which has experts * out * in elements in this order."""
         matrices = target.view(len(self.offsets) - 1, self.output_gradient.shape[1], self.input.shape[1])
-        for matrix, (start, stop) in zip(matrices, pairwise(self.offsets), strict=True):
-            if start < stop:
-                product = ProductGradient(self.output_gradient[start:stop], self.input[start:stop])
-                product.add_to(matrix, overwrite=overwrite)
-            elif overwrite:
-                matrix.zero_()
+        add_grouped_products(matrices, self.output_gradient, self.input, self.offsets, self.ends, overwrite=overwrite)
 
 
 @dataclass(frozen=True)
-class RowsGradient:
+class RowsGradient(Gradient):
     """The gradient of an embedding table after a lookup of some of its rows."""
 
     rows: Tensor  # [tokens], integer

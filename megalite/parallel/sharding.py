@@ -227,10 +227,13 @@ class Use:
         times: number of gradients that this use accumulates per micro-batch, for example 1 + n for an output layer that
             n prediction depths use in addition. Gradients that autograd sums by itself count as one.
         chunk: index of the use's chunk among the rank's chunks that hold the weight, from 0.
+        late_sum: True if its sum, beside that of another use in its chunk, has memory only from when it is needed
+            (`KeptGradients`), as for an embedding.
     """
 
     times: int = 1
     chunk: int = 0
+    late_sum: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ the journal is removed last.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -23,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from megalite.atomic_files import open_itself, writing_output
+from megalite.atomic_files import lock_file, open_itself, writing_output
 from megalite.data.corpus import Position
 from megalite.errors import DataError, FileError
 from megalite.preprocessing.encoding import EncodedChunk
@@ -266,17 +265,13 @@ def _locked_journal(folder: Path) -> IO[bytes]:
             if (names := os.listdir(folder)) and JOURNAL not in names:
                 raise not_ours
             file = open_itself(path, "a+b")
+            lock_file(file)
         except FileNotFoundError:
             continue
+        except BlockingIOError as error:
+            raise busy from error
         except OSError as error:
             raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise busy from error
-        except OSError:  # a file system without locks
-            pass
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.seek(0)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -21,18 +17,15 @@ from megalite.config.tokenizer import EncodingFlags
 from megalite.data.corpus import Chunk, find_inputs, read_chunks
 from megalite.data.indexed_dataset import token_dtype
 from megalite.errors import ConfigurationError, DataError
-from megalite.preprocessing.encoding import EncodedChunk, cached_tokenizer, encode_chunk, open_tokenizer
+from megalite.preprocessing.encoding import EncodedChunk, open_tokenizer
 from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
-from megalite.process.host import is_suspended
+from megalite.preprocessing.workers import Workers, start_workers
 from megalite.process.output import say
-from megalite.process.programs import safe_path
 from megalite.process.progress import Show, show_documents
 
 # Largest number of skipped records that are reported one by one.
 NAMED = 20
-# Workers are spawned, not forked: a forked process could inherit a lock that a thread of this process has taken.
-_SPAWN = multiprocessing.get_context("spawn")
 
 PATIENCE = 60.0
 """Seconds after which a text that a worker has not returned is first named. The interval doubles after each line."""
@@ -79,7 +72,7 @@ def preprocess(
     with show_documents(log_interval) as show:
         files = find_inputs(inputs, [partial_folder(output_prefix)], _print)
         start = time.monotonic()
-        with _workers(workers, flags) as pool:
+        with start_workers(workers, flags) as pool:
             tokenizer = open_tokenizer(flags)
             dtype = token_dtype(tokenizer.vocab_size)
             run = _run(files, flags)
@@ -91,7 +84,7 @@ def preprocess(
                     chunks = read_chunks(files, flags.json_keys, before.position)
                     # Closed immediately after an error, not when its traceback is deleted: no worker should still run
                     # when the error message is shown.
-                    with closing(_encode_all(pool, chunks, flags, workers)) as encoded:
+                    with closing(_encode_all(pool, chunks, workers)) as encoded:
                         _write(output, encoded, files, show, start)
                 if not output.done.documents:
                     raise DataError(f"{', '.join(inputs)}: there is no document: expected one JSON object per line")
@@ -165,83 +158,25 @@ def _size(path: str) -> int | None:
     return Path(path).stat().st_size if Path(path).is_file() else None
 
 
-def _encode_all(
-    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], flags: EncodingFlags, workers: int
-) -> Generator[EncodedChunk, None, None]:
+def _encode_all(pool: Workers, chunks: Iterable[Chunk], workers: int) -> Generator[EncodedChunk, None, None]:
     pending: deque[tuple[str, Future[EncodedChunk]]] = deque()
-    place = "the start of the input"
-    try:
-        for chunk in chunks:
-            with _interrupts_held(), safe_path():
-                pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, flags, chunk)))
-            # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
-            if len(pending) > 3 * workers:
-                place, future = pending.popleft()
-                yield _awaited(place, future)
-        while pending:
-            place, future = pending.popleft()
-            yield _awaited(place, future)
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"a worker process was killed at {place} or soon after it, perhaps for lack of memory: use fewer "
-            "--workers, or shorten the documents there"
-        ) from error
+    for chunk in chunks:
+        pending.append((chunk.place(chunk.first), pool.encode(chunk)))
+        # Limits the number of chunks in progress. The oldest chunk is first, which keeps the order.
+        if len(pending) > 3 * workers:
+            yield _awaited(pool, *pending.popleft())
+    while pending:
+        yield _awaited(pool, *pending.popleft())
 
 
-def _awaited(place: str, future: Future[EncodedChunk]) -> EncodedChunk:
+def _awaited(pool: Workers, place: str, future: Future[EncodedChunk]) -> EncodedChunk:
     """Return the result of a worker. Say which text keeps the others waiting, and which workers are suspended."""
     began, patience = time.monotonic(), PATIENCE
     while not wait([future], patience).done:
         line = f"waiting for the text from {place} on, for {time.monotonic() - began:.0f} s so far"
-        children = [child for child in multiprocessing.active_children() if isinstance(child, _SPAWN.Process)]
-        workers = [child.pid for child in children if child.pid is not None]
-        stopped = [str(number) for number in workers if is_suspended(number)]
+        stopped = [str(number) for number in pool.suspended()]
         if stopped:
             line += f": process {', '.join(stopped)} is suspended, and goes on after kill -CONT {' '.join(stopped)}"
         _print(line)
         patience *= 2
     return future.result()
-
-
-@contextmanager
-def _workers(count: int, flags: EncodingFlags) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, which immediately begin to load the tokenizer."""
-    with safe_path():
-        pool = ProcessPoolExecutor(count, _SPAWN, _prepare_worker)
-    try:
-        with _interrupts_held(), safe_path():
-            for _ in range(count):
-                pool.submit(_load, flags)
-        yield pool
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; processes that are started in the block never receive it.
-
-    Ctrl-C reaches all processes of a terminal, but the main process ends the others itself.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _load(flags: EncodingFlags) -> None:
-    cached_tokenizer(flags)
-
-
-def _prepare_worker() -> None:
-    # The worker processes already use all cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

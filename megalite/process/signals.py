@@ -67,10 +67,12 @@ def exit_on_stop_signals() -> None:
 
     Python runs handlers on the main thread, between two bytecodes. If that thread is inside a library (rendezvous,
     collective, compiler), a handler may run only minutes later. So a signal also wakes another thread, which ends the
-    process if the main thread does not.
+    process if the main thread does not. It also does if what the handler raises is lost, as Python loses and prints
+    whatever is raised while a finalizer runs; here nothing is printed.
     """
 
     ending = False
+    report = sys.unraisablehook
 
     def end(number: int, frame: FrameType | None) -> None:
         nonlocal ending
@@ -81,6 +83,11 @@ def exit_on_stop_signals() -> None:
             raise KeyboardInterrupt
         sys.exit(EXIT_RESUMABLE)
 
+    def report_others(lost: sys.UnraisableHookArgs) -> None:
+        if not (ending and isinstance(lost.exc_value, KeyboardInterrupt | SystemExit)):
+            report(lost)
+
+    sys.unraisablehook = report_others
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # shells ignore SIGINT for background jobs: keep that
             signal.signal(number, end)

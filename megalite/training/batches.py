@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.data.loader import MicroBatchArrays
 from megalite.model.batch import MicroBatch, first_keys
 from megalite.parallel.attention_plan import FirstKeys, balanced, work_of_chunks
+from megalite.parallel.device import moved
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout, zigzag
 
@@ -94,12 +95,12 @@ def _to_micro_batch(
     layout = cutting.layout(fields["tokens"].shape[1], bounds)
 
     def own(array: np.ndarray) -> Tensor:
-        return layout.own(torch.from_numpy(np.ascontiguousarray(array))).to(device)
+        return moved(layout.own(torch.from_numpy(np.ascontiguousarray(array))), device)
 
     return MicroBatch(
         tokens=own(fields["tokens"]),
         positions=own(fields["positions"]),
-        first_keys=None if first is None else first.to(device),
+        first_keys=None if first is None else moved(first, device),
         labels=own(fields["labels"]),
         loss_mask=own(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
         padding=None if fields["padding"] is None else own(fields["padding"]),

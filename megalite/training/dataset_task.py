@@ -18,6 +18,7 @@ from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.modules.forward_state import ForwardState
 from megalite.parallel.collectives import all_gather_json
+from megalite.parallel.device import moved
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
 from megalite.pipeline.stages import Stages
@@ -79,11 +80,11 @@ class DatasetTask(Task):
     def on_device(self, values: Any) -> Any:
         """Move the tensors of collated samples to the device. Floating-point ones get no narrower than the model's."""
 
-        def moved(tensor: Tensor) -> Tensor:
+        def copied(tensor: Tensor) -> Tensor:
             wide = torch.promote_types(tensor.dtype, self.dtype) if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(self.mesh.device, wide, non_blocking=True)
+            return moved(tensor, self.mesh.device).to(wide)
 
-        return map_tensors(moved, values)
+        return map_tensors(copied, values)
 
     def forward_state(self) -> ForwardState:
         return ForwardState()  # a loss of one's own may draw random numbers

@@ -68,12 +68,16 @@ def choose_kernels(config: KernelsConfig) -> None:
     use(kernels)
 
 
+def drops_by_rank(config: RunConfig, device: torch.device) -> bool:
+    """Tell whether context-parallel ranks on such devices would drop other probabilities than one rank does."""
+    dtype = getattr(torch, config.training.dtype)
+    return config.model.attention_dropout > 0.0 and draws_its_own(device, dtype, config.model.attn_logit_softcapping)
+
+
 def require_equal_dropout(config: RunConfig, device: torch.device) -> None:
     """Raise ConfigurationError if context-parallel ranks would drop other probabilities than one rank does."""
     model, parallel = config.model, config.parallel
-    dtype = getattr(torch, config.training.dtype)
-    draws = draws_its_own(device, dtype, model.attn_logit_softcapping)
-    if parallel.context_parallel_size > 1 and model.attention_dropout > 0.0 and draws:
+    if parallel.context_parallel_size > 1 and drops_by_rank(config, device):
         raise ConfigurationError(
             f"--attention-dropout {model.attention_dropout} with --context-parallel-size "
             f"{parallel.context_parallel_size}: the fused operator of this GPU draws its own mask, which depends on "

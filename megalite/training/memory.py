@@ -107,8 +107,9 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
     With p, g and o bytes per element and d shards, stages 0 to 3 take p + g + o, p + g + o/d, p + g/d + o/d and
     (p + g + o)/d. o is 8 for Adam's moments in fp32, plus 4 for the masters of narrower parameters. Muon's momentum of
     a matrix takes 4, so its shards differ in size. The gradient of a tied weight has one sum per use until they are
-    reduced. (The precision-aware optimizer takes less, as its flags say; a master as a remainder takes 2.) State with a
-    shape of its own, of a module or an update rule, is replicated on each rank.
+    reduced; that of an embedding in the chunk of its output layer has memory only while it is needed (`KeptGradients`),
+    which is not counted. (The precision-aware optimizer takes less, as its flags say; a master as a remainder takes 2.)
+    State with a shape of its own, of a module or an update rule, is replicated on each rank.
     """
     own = [state for _, state in optimizer.own_states]
     totals = [float(sum(state.values.nbytes for state in states)) for states in (optimizer.module_states, (), own)]

@@ -2,7 +2,8 @@
 
 Floats are written at full precision. JSON has no non-finite floats: they are written as the strings "NaN", "Infinity"
 and "-Infinity", as in protobuf's JSON mapping, and `float()` reads them back. `null` means that a figure does not
-exist, such as the model FLOPs utilization on a CPU.
+exist, such as the model FLOPs utilization on a CPU. `wall_time` is when a line was written, in seconds since 1970: what
+lies between two lines is all that the run spends on a step, also outside of its `iteration_time_s`.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ class _Lines(_Growing):
 
     def write(self, record: Mapping[str, Value]) -> None:
         """Append a record. Raises OSError if not all is written: the rest is written before the next record."""
-        self.append(json.dumps({name: _encode(value) for name, value in record.items()}).encode() + b"\n")
+        line = {name: _encode(value) for name, value in record.items()} | {"wall_time": time.time()}
+        self.append(json.dumps(line).encode() + b"\n")
 
 
 class _Events(_Growing):

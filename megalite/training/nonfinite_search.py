@@ -187,7 +187,9 @@ class _SearchedBuffer:
 
 
 @dataclass(frozen=True)
-class _SearchedGradient:
+class _SearchedGradient(Gradient):
+    """A gradient that is checked when it is added: at once (`kept_bytes` is None), not when another action runs."""
+
     gradient: Gradient
     name: str
     search: Search

@@ -113,7 +113,7 @@ def _refuse_other_folders(load: str) -> None:
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) -> Sections:
-    """Return the model and tokenizer fields of the checkpoint that a run with these settings starts from.
+    """Return the fields of the model, its tokenizer and its texts, of the checkpoint that a run with these starts from.
 
     Args:
         tokenizer_type: tokenizer from the flags. If given, it replaces the tokenizer of a Hugging Face model.
@@ -129,7 +129,8 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         model = asdict(opened.config)
         if (tokenizer_type or opened.data.get("tokenizer_type")) == "NullTokenizer":
             model["vocab_size"] -= 1  # a NullTokenizer adds the end-of-document token
-        return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
+        tokenizer = {} if tokenizer_type else opened.data
+        return {"model": model, "data": {**tokenizer, "eos_token_ids": opened.ends}}
     if not paths:
         if settings.use_checkpoint_args:
             raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} has no checkpoint")
@@ -142,8 +143,8 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     model = asdict(saved)
     if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the saved size includes the end-of-document token, which a NullTokenizer adds
-    tokenizer = {field.name: getattr(data, field.name) for field in fields(TokenizerFlags)}
-    return {"model": model, "data": tokenizer, "optimizer": schedules}
+    kept = {name: getattr(data, name) for name in (*(each.name for each in fields(TokenizerFlags)), "eos_token_ids")}
+    return {"model": model, "data": kept, "optimizer": schedules}
 
 
 def _saved_sections(path: AnyPath, schedules: bool) -> tuple[ModelConfig, DataConfig, dict[str, Any]]:

@@ -24,6 +24,8 @@ Restored = TypeVar("Restored")
 VERSION = 1
 COMPLETED = "completed"
 _MOST_RANKS = 1_000_000
+_FEW_RANKS = 128
+"""Ranks of which rank 0 can read whole dumps within its seconds."""
 _OWN = re.compile(r"rank_(\d+)\.json")
 _FROM_TORCH = re.compile(r".*\D(\d+)")  # TORCH_FR_DUMP_TEMP_FILE with the rank behind it
 
@@ -128,6 +130,20 @@ class RankDump:
         fit."""
         recorded = values["flight_recorder"]
         return _restored(cls, values, flight_recorder=None if recorded is None else Snapshot.of(recorded))
+
+    def shortened(self) -> RankDump:
+        """Return what rank 0 gets. In a large run, these are only the operations at which each group has stopped."""
+        recorded = self.flight_recorder
+        if self.world_size <= _FEW_RANKS or recorded is None:
+            return self
+        groups = tuple(replace(group, operations=_last_ones(group.operations)) for group in recorded.groups)
+        return replace(self, flight_recorder=replace(recorded, groups=groups))
+
+
+def _last_ones(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """Return the first operations that have not ended, and the last that have."""
+    ended = next((at for at, one in enumerate(operations) if one.state != COMPLETED), len(operations))
+    return operations[max(ended - 2, 0) : ended + 2]
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:

@@ -140,13 +140,15 @@ def hang(
     silence: Mapping[int, float],
     folder: Path | None,
     never_came: Sequence[int] = (),
+    unread: int = 0,
 ) -> str:
     """Describe a run in which `rank` waits too long or has lost the connection to another rank.
 
     `silence` has the ranks that do not answer, with the seconds since they last did; `folder` has the dumps as files;
-    `never_came` are the ranks that have never connected to the monitor.
+    `never_came` are the ranks that have never connected to the monitor; `unread` have answered, too many to be read in
+    time. What blocks the run may be among them, so that the dumps of the others tell nothing.
     """
-    report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
+    report = hang_report(Dumps({} if unread else dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
     lines += _few(
         f"{peers[other]} has not answered for {seconds:.0f} s: it is suspended or cannot be reached, last seen in "
@@ -157,6 +159,11 @@ def hang(
         f"rank {other} never connected to rank 0's watchdog: it ended or hangs before that, or cannot reach it"
         for other in never_came
     )
+    if unread:
+        lines.append(
+            f"the answers of {unread:,} of {len(peers):,} ranks could not be read in time: what blocks the run may be "
+            f"{'in their files' if folder else 'known with --save, which leaves a file of each'}"
+        )
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
     lines += _few(
         f"{peers[dump.rank]} blocks it, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy

@@ -14,6 +14,7 @@ import hmac
 import json
 import re
 import secrets
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -121,6 +122,13 @@ class Link:
             if isinstance(message, dict):
                 return message
         raise LinkLost
+
+    @property
+    def unread(self) -> bool:
+        """Tell whether something has come that `receive` has not read."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the connection."""

@@ -27,7 +27,7 @@ from megalite.process.place import Place, ranks_text
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
-from megalite.watchdog.secret import VARIABLE, Secret
+from megalite.watchdog.secret import GIVE_SECRET, Secret
 from megalite.watchdog.sections import MEETING, Limits
 
 Tell = Callable[[str, int], int]
@@ -40,6 +40,7 @@ _COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warnin
 _GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
 _MOST_STRANGERS = 64  # connected at the same time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
+_READING_SECONDS = 0.5  # for the messages of a tick: thousands of ranks may answer at the same time
 WARNING_SECONDS = 20.0
 """Seconds without a sign of life after which a warning names a rank."""
 _STOPPED_SECONDS = 2.0  # a tick that is this late
@@ -131,7 +132,10 @@ class Monitor(threading.Thread):
                     rank.heard += slept
             for key, _ in ready:
                 key.data()
-            self._looked = looks  # messages read in the next round arrived after this time
+                if time.monotonic() - looks - slept > _READING_SECONDS:
+                    break  # the others are ready in the next round, too
+            else:
+                self._looked = looks  # messages read in the next round arrived after this time
             try:
                 self._tick(time.monotonic())
             except Exception:  # a defect in the analysis: an alarm was raised, so end the run
@@ -266,8 +270,7 @@ class Monitor(threading.Thread):
                 _warn(
                     f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
                     f"{ranks_text(self._missing)}: if one of them dies the others may not notice. Open the ports "
-                    f"between nodes, and give all ranks the same random {VARIABLE}, or a --save folder that "
-                    "all nodes share"
+                    f"between nodes. {GIVE_SECRET}"
                 )
         for link in [link for link, came in self._strangers.items() if now - came > _GREETING_SECONDS]:
             self._forget(link)
@@ -299,11 +302,14 @@ class Monitor(threading.Thread):
                     rank.dump = None  # it may be the answer to an earlier alarm that was cancelled
                 self._tell_all(dump=alarm.name)
             return
-        silent = {number for number, rank in self._ranks.items() if rank.dump is None}
+        waiting = {number for number, rank in self._ranks.items() if rank.dump is None}
+        if waiting and now - alarm.since <= _TOGETHER_SECONDS + ANSWER_SECONDS:
+            return
+        silent = {number for number in waiting if not self._ranks[number].link.unread}
         if not silent and "silent" in alarm.why:  # it goes on
             self._alarm = None
-        elif not silent or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
-            self._conclude_hang(alarm, silent, now)
+        else:
+            self._conclude_hang(alarm, silent, len(waiting) - len(silent), now)
 
     def _conclude_death(self) -> None:
         lost = [self._ranks[number] for number in sorted(self._lost)]
@@ -315,12 +321,12 @@ class Monitor(threading.Thread):
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
 
-    def _conclude_hang(self, alarm: _Alarm, silent: set[int], now: float) -> None:
+    def _conclude_hang(self, alarm: _Alarm, silent: set[int], unread: int, now: float) -> None:
         dumps = {number: rank.dump for number, rank in self._ranks.items() if rank.dump is not None}
         peers = {number: rank.peer for number, rank in self._ranks.items()}
         silence = {number: now - self._ranks[number].heard for number in silent}
         folder = None if self._folder is None else self._folder / alarm.name
-        message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
+        message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing), unread)
         code = self._tell(message, EXIT_RESUMABLE)
         # A stopped process would keep its launcher waiting for ever, so another rank of its node kills it.
         kill: dict[int, list[Peer]] = {}

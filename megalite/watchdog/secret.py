@@ -19,6 +19,7 @@ from pathlib import Path
 from megalite.errors import ConfigurationError
 
 VARIABLE = "MEGALITE_SECRET"
+GIVE_SECRET = f"Give all ranks a common {VARIABLE} (openssl rand -hex 32), or in training a --save folder that all see"
 _LEAST = 32  # characters of the variable
 _NAME = re.compile(r"\.megalite_secret_[0-9a-f]{32}")
 _CONTENT = re.compile(rb"[0-9a-f]{64}")

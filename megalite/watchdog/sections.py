@@ -134,7 +134,7 @@ class Limits:
         Its watchdog sends one each second, unless the main thread is in a call that lets no other thread run. Such a
         call may be long outside of steps: building an index, or reading from a file system that hangs.
         """
-        return max(self.least if name in _SHORT else max(self.least, self.unlearnt), LEAST_SILENCE)
+        return max(self.least, LEAST_SILENCE, 0.0 if name in _SHORT else self.unlearnt)
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
         """Return the innermost of the open sections that is over its limit."""

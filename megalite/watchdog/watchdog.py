@@ -29,7 +29,7 @@ from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
 from megalite.watchdog.monitor import ANSWER_SECONDS, WARNING_SECONDS, Monitor, warn_of_silence
-from megalite.watchdog.secret import find_secret, make_secret
+from megalite.watchdog.secret import GIVE_SECRET, find_secret, make_secret
 from megalite.watchdog.sections import Limits, OpenSection, Sections
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _VERDICT_SECONDS = 2 * ANSWER_SECONDS
 _SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: rank 0 is suspended
 _LINKING_SECONDS = 30.0
 _FIRST_SECONDS = 60.0  # for rank 0 to start its monitor: all ranks reach this point together
-_ADDRESS = "megalite/watchdog"
+_ADDRESS, _UNKNOWN = "megalite/watchdog", "megalite/watchdog/unknown"
 
 
 def nobody_watches(store: Store) -> None:
@@ -105,6 +105,14 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self._end_watch(error)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if self._link is not None:  # a launcher has ended this rank because of another, which is to be named
+                self._link.send(fails=exit_code_of(stop))
+            raise
+
+    def _end_watch(self, error: BaseException | None) -> None:
         if error is None:
             self._leave()
         elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):
@@ -144,7 +152,17 @@ class Watchdog:
                 f"rank 0's watchdog did not start within {_FIRST_SECONDS:.0f} s: rank 0 has ended, or hangs"
             ) from error
         port, _, name = text.partition(" ")
-        return self._place.host, whole(int(port), 2**16 - 1), find_secret(name, self._shared)
+        host, number = self._place.host, whole(int(port), 2**16 - 1)
+        try:
+            return host, number, find_secret(name, self._shared)
+        except (OSError, ValueError):
+            if store.add(_UNKNOWN, 1) == 1:  # one rank says it for all
+                say(
+                    f"warning: rank 0's watchdog and the ranks of {host_name()} have no secret in common: if one of "
+                    f"them, or of others without it, dies, the others may not notice. {GIVE_SECRET}",
+                    to_error=True,
+                )
+            raise
 
     def _link_up(self, host: str, port: int, secret: bytes) -> None:
         """Connect to the monitor. Raises OSError or LinkLost if it cannot be reached, or is not this run's."""
@@ -259,12 +277,7 @@ class Watchdog:
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
         if self._alarm is None and self._first is not None:
-            silence = now - self._heard
-            if silence > WARNING_SECONDS and self._is_node_reporter and not self._named_first:
-                self._named_first = True
-                warn_of_silence(self._first, silence)
-            if silence > self._limits.silence(self._first.section):
-                self._alarm = now, {"silent": silence}
+            self._find_first_silent(self._first, now)
         if self._alarm is None:
             return
         since, why = self._alarm
@@ -276,6 +289,15 @@ class Watchdog:
         patience += 0 if self._is_node_reporter else ANSWER_SECONDS
         if self._link is None or now - since > patience:
             self._conclude_alone(why)
+
+    def _find_first_silent(self, first: Peer, now: float) -> None:
+        """Raise an alarm if rank 0 has sent nothing for too long: it is suspended, and the monitor with it."""
+        silence = now - self._heard
+        if silence > WARNING_SECONDS and self._is_node_reporter and not self._named_first:
+            self._named_first = True
+            warn_of_silence(first, silence)
+        if silence > self._limits.silence(first.section):
+            self._alarm = now, {"silent": silence}
 
     # ------------------------------------------------------------------------------------------------ how it ends
 
@@ -299,7 +321,7 @@ class Watchdog:
             with suppress(FileError, OSError):
                 within(_WRITING_SECONDS, partial(write_dump, self._folder / name, dump))
         if self._link is not None:
-            self._link.send(dump=asdict(dump))
+            self._link.send(dump=asdict(dump.shortened()))
         return dump
 
     def _innermost(self) -> OpenSection:

@@ -377,7 +377,7 @@ def assert_padding_is_zero(network: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Infinite:
+class _Infinite(Gradient):
     """Gradient with an infinity in it."""
 
     gradient: Gradient

@@ -152,7 +152,7 @@ def test_every_flag_that_the_readme_names_is_one(tmp_path: Path) -> None:
     """Check flags in the text around the commands, too."""
     helped = run_script([PRETRAIN, "--help"], tmp_path)
     assert helped.code == 0
-    files = (*(ROOT / "megalite/commands").glob("*.py"), *(ROOT / "examples").glob("*.*"))
+    files = (*(ROOT / "megalite").rglob("commands/*.py"), *(ROOT / "examples").glob("*.*"))
     known = "".join((helped.stdout, *(path.read_text() for path in files))).replace("_", "-")
     for flag in set(re.findall(r"`(?:[^`]* )?--([a-z][a-z-]+)", (ROOT / "README.md").read_text())):
         assert flag in known, flag

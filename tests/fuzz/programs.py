@@ -6,12 +6,14 @@ import gc
 import importlib
 import runpy
 import sys
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import megalite
+from megalite.config.tokenizer import EncodingFlags
+from megalite.data.corpus import Chunk
+from megalite.preprocessing.encoding import EncodedChunk, encode_chunk
 
 TREE = Path(megalite.__file__).parents[1]
 SIZES = [
@@ -57,26 +59,32 @@ def warm() -> None:
     gc.freeze()
 
 
-class _Inline(Executor):
+class _Inline:
     """Takes the place of preprocessing's worker processes, which take a second to start."""
 
-    def __init__(self, *_: object) -> None:
-        self._prepared = False
+    def __init__(self, _: int, flags: EncodingFlags) -> None:
+        self._flags = flags
 
-    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+    def encode(self, chunk: Chunk) -> Future[EncodedChunk]:
+        future: Future[EncodedChunk] = Future()
         try:
-            future.set_result(function(*arguments, **named))
+            future.set_result(encode_chunk(self._flags, chunk))
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def __enter__(self) -> _Inline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 def command(path: str, *flags: object) -> None:
     """Become `python path flags`."""
     import megalite.preprocessing.preprocess
 
-    megalite.preprocessing.preprocess.ProcessPoolExecutor = _Inline  # type: ignore[assignment, misc]
+    megalite.preprocessing.preprocess.start_workers = _Inline  # type: ignore[assignment, attr-defined]
     sys.argv = [str(TREE / path), *map(str, flags)]
     sys.path.insert(0, str((TREE / path).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

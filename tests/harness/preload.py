@@ -38,7 +38,7 @@ MODULES = (
     "megalite.training.routing_recorder",
     "megalite.training.run",
     "megalite.training.summary",
-    "megalite.doctor.examination",
+    "megalite.extras.doctor.examination",
     "megalite.inference.generation",
     "megalite.inference.loading",
     "megalite.config.tool_arguments",

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+import tomllib
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from megalite.errors import MegaliteError
 from megalite.process.output import say
+
+_PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,11 @@ class Ended:
 
 
 def run_tool(name: str, *arguments: object) -> Ended:
-    """Run `main` of this module of megalite.commands as the command does, except for signals."""
+    """Run `main` of a command as `megalite-NAME` does, except for signals."""
+    place, _, _ = _PROJECT["scripts"][f"megalite-{name.replace('_', '-')}"].partition(":")
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        main = importlib.import_module(f"megalite.commands.{name}").main
+        main = importlib.import_module(place).main
         patch.setattr(sys, "argv", [name, *map(str, arguments)])
         try:
             main()

@@ -30,7 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megalite_kernels import launch
-from megalite_kernels.cases import Case, cases
+from megalite_kernels.case import Case
+from megalite_kernels.cases import cases
 from megalite_kernels.implementation import Kernels, use
 
 TARGETS = {
@@ -90,7 +91,7 @@ class _Driver:
 
 def compile_only(name: str) -> list[Any]:
     """Let launches in this process only compile, for the target of this name. Returns the list of compiled kernels."""
-    use(Kernels("triton"))
+    use(Kernels("triton", meta_is_gpu=True))
     launch.LANES = TARGETS[name].warp_size
     driver.set_active(_Driver(name))
     launched: list[Any] = []

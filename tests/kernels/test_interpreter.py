@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite.config.parse import parse_arguments
-from megalite.planner.dry_run import dry_run
+from megalite.extras.planner.dry_run import dry_run
 from tests.kernels.interpreter import FP8, nan_is_written, only_programs
 from tests.kernels.memory import KernelFault
 from tests.kernels.number_formats import rounded

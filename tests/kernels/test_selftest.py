@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite_kernels import cases, measure, selftest
-from megalite_kernels.cases import Case
+from megalite_kernels.case import Case
 from megalite_kernels.moments import Quantized
 from megalite_kernels.norm import norm
 from megalite_kernels.optimizer import Flat, Moment

@@ -16,6 +16,7 @@ OUTSIDE = (
     "dropout",
     "routing",
     "permutation",
+    "grouped",
     "compression",
 )  # what no network runs, or has traced
 

@@ -2,8 +2,8 @@
 
     python -m tests.megatron_commands.collect MEGATRON_CLONE [FORK_CLONE ...] > tests/megatron_commands/commands.json
 
-The clones are bare or not, and are only read. Scripts are read by `megalite.translation.script`, never executed; what a
-script leaves to its arguments and to the shell is given a value that fits (`VALUES`).
+The clones are bare or not, and are only read. Scripts are read by `megalite.extras.translation.script`, never
+executed; what a script leaves to its arguments and to the shell is given a value that fits (`VALUES`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from megalite.errors import ConfigurationError
-from megalite.translation.script import read_script
+from megalite.extras.translation.script import read_script
 
 TESTS_AT = "d98e8a64"
 RELEASES = ["v2.5", *(f"core_v0.{minor}.0" for minor in range(4, 17)), TESTS_AT]

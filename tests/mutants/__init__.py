@@ -1,8 +1,9 @@
 """Planted faults: a correct suite fails on wrong code. `make mutants` plants them.
 
 Each mutant changes one piece of text in a copy of the tree and names a test that must then fail. They stand in
-ROOM.toml, where ROOM is that of the changed file: its package below megalite/ (`foundations` for modules without a
-package), else its top-level folder. tests/unit/test_mutants.py checks that each still finds its text and its test.
+ROOM.toml, where ROOM is that of the changed file: its package below megalite/ or megalite/extras/ (`foundations` for
+modules without a package), else its top-level folder. tests/unit/test_mutants.py checks that each still finds its
+text and its test.
 """
 
 from __future__ import annotations

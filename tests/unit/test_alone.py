@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import calibrate, pretrain
+from megalite.commands import pretrain
 from megalite.config.alone import Alone, take_alone
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.commands import calibrate
 
 _FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --vocab-size 100 --tokenizer-type NullTokenizer --mock-data --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
@@ -79,6 +80,7 @@ def test_a_rank_alone_runs_its_kernels(monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = capsys.readouterr().out
     assert "layout   TP 2 x PP 2 x DP 2" in shown
     assert "without communication" in shown
+    assert "model TFLOP/s, half of the causal scores counted" in shown
 
 
 def test_a_calibration_is_of_the_device_that_is_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

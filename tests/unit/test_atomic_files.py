@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import errno
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from megalite.atomic_files import (
     DAY,
     TEMPORARY,
     TemporaryFile,
+    lock_file,
     open_itself,
     require_output,
     temporary_path,
@@ -112,3 +115,25 @@ def test_files_are_opened_for_writing_in_one_place() -> None:
         "megalite/storage.py open",  # an object of an object store
         "megalite/training/metrics.py write_bytes",  # in a temporary folder
     ]
+
+
+def test_a_file_is_locked_by_one_at_a_time_where_there_are_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(code: int) -> Callable[..., None]:
+        def flock(*_: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return flock
+
+    with (tmp_path / "file").open("wb") as first, (tmp_path / "file").open("wb") as second:
+        assert lock_file(first) == ""
+        with pytest.raises(BlockingIOError):
+            lock_file(second)
+        first.close()
+        assert lock_file(second) == ""
+        monkeypatch.setattr("fcntl.flock", fails(errno.ENOLCK))
+        assert lock_file(second) == "No locks available"
+        monkeypatch.setattr("fcntl.flock", fails(errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
+            lock_file(second)

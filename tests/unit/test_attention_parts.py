@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalite.model.context_parallel import _merge_
-from megalite_kernels import attention_parts
+from megalite_kernels import attention_parts, torch_internals
 from megalite_kernels.attention import Kept, attention_with_lse
 from megalite_kernels.attention_parts import PartMask, attend, part_gradients
 
@@ -130,3 +132,83 @@ def test_outputs_are_merged_in_fp32() -> None:
         _merge_(output, lse, torch.full((1, 1, 1, 4), 1.0 + number % 2, dtype=torch.bfloat16), torch.zeros(1, 1, 1))
     torch.testing.assert_close(lse.item(), math.log(512), rtol=1e-5, atol=0)
     torch.testing.assert_close(output, torch.full_like(output, 1.5), rtol=1e-5, atol=0)
+
+
+@pytest.fixture
+def cudnn() -> Iterator[list[str]]:
+    """Stand-ins for cuDNN's operators, with their signatures and shapes; yields the names of those that are called."""
+    called: list[str] = []
+    cpu = torch.ops.aten
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, with_lse: bool, *others: object, **scale: float):
+        assert (bias, with_lse) == (None, True)
+        called.append("forward")
+        output, lse = cpu._scaled_dot_product_flash_attention_for_cpu(query, key, value, *others, **scale)
+        nothing = query.new_empty(0)
+        return output, lse.unsqueeze(-1).contiguous(), nothing, nothing, 0, 0, nothing, nothing, nothing
+
+    def backward(gradient: Tensor, *given: Tensor, **scale: float):
+        query, key, value, output, lse, seed, offset, bias, *lengths, dropout, causal = given
+        assert (bias, lengths[2:]) == (None, [query.shape[2], key.shape[2]])
+        assert lse.shape == (*query.shape[:3], 1)
+        assert lse.is_contiguous()
+        assert seed.dtype == offset.dtype == torch.int64
+        called.append("backward")
+        operator = cpu._scaled_dot_product_flash_attention_for_cpu_backward
+        return operator(gradient, query, key, value, output, lse.squeeze(-1), dropout, causal, **scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CPU")
+    with mock.patch.object(torch_internals, "_takes_cudnn", return_value=True):
+        yield called
+    library._destroy()
+
+
+def test_cudnns_operators_get_what_they_expect(cudnn: list[str]) -> None:
+    """Two parts: the keys before, and a causal part; the queries of both see all keys before."""
+    query, key, value, gradient = inputs()
+    half = TOKENS // 2
+    queries, options = query[:, :, half:], {"scale": SCALE, "cap": None}
+    parts: list[tuple[slice, PartMask]] = [(slice(0, half), "all"), (slice(half, TOKENS), "causal")]
+    output, lse = torch.zeros_like(queries), torch.full(queries.shape[:3], -math.inf, dtype=query.dtype)
+    for own, mask in parts:
+        _merge_(output, lse, *attend(queries, key[:, :, own], value[:, :, own], mask, **options))
+    found = [torch.zeros_like(each) for each in (query, key, value)]
+    for own, mask in parts:
+        given = gradient[:, :, half:], queries, key[:, :, own], value[:, :, own], output, lse, mask
+        of_query, *others = part_gradients(*given, **options)
+        found[0][:, :, half:] += of_query
+        for total, one in zip(found[1:], others, strict=True):
+            total[:, :, own] += one
+    assert cudnn == ["forward"] * 2 + ["backward"] * 2
+    gradient[:, :, :half] = 0.0
+    with mock.patch(f"{__name__}.inputs", return_value=[query, key, value, gradient]):
+        expected = reference(MASKS["causal"], None, None)
+    torch.testing.assert_close(output, expected[0][:, :, half:])
+    for ours, exact in zip(found, expected[1:], strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_torch_is_asked_for_an_operator_that_has_a_backward() -> None:
+    """Parts are computed without a graph, where torch would also take an operator that has a forward alone."""
+
+    def operator(query: torch.Tensor, *_: object) -> SDPBackend:
+        trains = torch.is_grad_enabled() and query.requires_grad
+        return SDPBackend.FLASH_ATTENTION if trains else SDPBackend.CUDNN_ATTENTION
+
+    query = mock.Mock(is_cuda=True)
+    query.detach().requires_grad_.return_value = torch.zeros(1, requires_grad=True)
+    with mock.patch.object(torch_internals, "operator_of_attention", side_effect=operator), torch.no_grad():
+        assert not torch_internals._takes_cudnn(query, query, query, True)
+
+
+def test_operators_of_cudnn_have_the_signatures_that_are_called() -> None:
+    """On the meta device, which knows their shapes."""
+    query, key = (torch.empty(2, heads, 16, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    with mock.patch.object(torch_internals, "_takes_cudnn", return_value=True):
+        output, lse = torch_internals.flash_attention(query, key, key, None, True, SCALE)
+        given = torch.empty_like(query), query, key, key, output, lse, None, True, SCALE
+        found = torch_internals.flash_attention_gradients(*given)
+    assert (output.shape, lse.shape, lse.dtype) == (query.shape, (2, 4, 16), torch.float32)
+    assert [each.shape for each in found] == [query.shape, key.shape, key.shape]

@@ -38,7 +38,7 @@ from tests.harness import checkpoints
 from tests.harness.checkpoints import read
 from tests.unit.test_checkpoint import ADAM, MESH, MODEL, build
 
-TOKENIZER = {each.name: None for each in fields(TokenizerFlags)} | {"seq_length": 4}
+TOKENIZER = {each.name: None for each in fields(TokenizerFlags)} | {"seq_length": 4, "eos_token_ids": ()}
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
 
 

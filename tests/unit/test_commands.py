@@ -19,7 +19,7 @@ COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scri
 
 
 def test_each_script_is_a_command_too() -> None:
-    calls = [re.findall(r"^from (megalite\.commands\.\w+) import command$", path.read_text(), re.M) for path in SCRIPTS]
+    calls = [re.findall(r"^from (megalite\.[\w.]+) import command$", path.read_text(), re.M) for path in SCRIPTS]
     assert all(len(call) == 1 for call in calls)
     assert sorted(f"{module}:command" for (module,) in calls) == sorted(COMMANDS.values())
 

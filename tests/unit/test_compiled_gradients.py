@@ -61,6 +61,7 @@ ELSEWHERE = {
     "_End": "",
     "_UseOf": "returns a view",
     "_AttentionByParts": "in ContextParallelCore, which is not traced",
+    "_BlocksOnMeta": "on the meta device, which has no numbers",
     "_ActivatedGroupedLinear": "differentiates in backward, which is not traced",
 }
 """Functions without an operation here, and why."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from megalite.commands.convert import Arguments, open_model
 from megalite.config import CheckpointConfig, parse_arguments
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.monitoring import logging_problems
 from megalite.config.yaml_file import Sections
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from tests.unit.test_config_megatron_flags import MINIMAL
 
 COURSE = ["--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"]
@@ -86,6 +88,37 @@ def test_finetune_implies_a_new_optimizer() -> None:
     assert parsed.notes == ("--no-load-optim: changes nothing, since --finetune takes the weights alone",)
 
 
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("iter_0000003/manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
+        ("manifest.json", "is a run directory: --use-checkpoint-args takes the flags of the network"),
+        (
+            "iter_0000003/common.pt",
+            "has a checkpoint of Megatron-LM: import it with megalite-convert --loader megatron",
+        ),
+        ("release/mp_rank_00/model_rng.pt", "has a checkpoint of Megatron-LM: import it with megalite-convert"),
+        ("step-100/.metadata", "has no config.json, which describes the network in a Hugging Face folder, and no"),
+        ("model.safetensors", "has no config.json, which describes the network in a Hugging Face folder, and no"),
+    ],
+)
+def test_without_a_network_the_message_says_what_helps_with_the_folder(tmp_path: Path, file: str, what: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigurationError, match=re.escape(f"(--load {tmp_path} {what}")):
+        parse_arguments([*COURSE, "--load", str(tmp_path)])
+    with pytest.raises(ConfigurationError, match=r"s3://b/r is no Hugging.*, --use-checkpoint-args takes"):
+        parse_arguments([*COURSE, "--load", "s3://b/r"])
+
+
+def test_the_loader_of_a_checkpoint_that_is_no_hugging_face_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000003").mkdir()
+    (tmp_path / "iter_0000003" / "manifest.json").touch()
+    arguments = Arguments(loader="hf", saver="megatron", load_dir=str(tmp_path), save_dir="out")
+    with pytest.raises(CheckpointError, match=r"has no config\.json: .* \(--loader megalite reads its checkpoint\)"):
+        open_model("hf", tmp_path, arguments)
+
+
 def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     asked: list[CheckpointConfig] = []
 
@@ -98,7 +131,7 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model:\n  num_attention_heads: 4\ncheckpoint:\n  load: from-yaml\n  save: s\n")
     flags = [*COURSE, "--config", str(yaml), "--hidden-size", "32", "--ckpt-step", "7"]
-    with pytest.raises(ConfigurationError, match=r"missing: --num-layers.*\n\(--load from-yaml has no config\.json"):
+    with pytest.raises(ConfigurationError, match=r"missing: --num-layers.*\n\(--load from-yaml is not a folder"):
         parse_arguments(flags, saved)
     with pytest.raises(ConfigurationError, match="missing: --num-layers"):
         parse_arguments([*flags, "--use-checkpoint-args", "--no-use-checkpoint-args"], saved)

@@ -241,7 +241,7 @@ def test_nodes_without_a_common_lock_leave_each_other_alone(tmp_path: Path) -> N
 
     built: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_cache.fcntl, "flock", lambda *_: None)
+        patch.setattr(fcntl, "flock", lambda *_: None)
         arrays, notes = get(tmp_path, slower)
     assert_right(arrays)
     assert notes == []

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -23,12 +24,14 @@ import pytest
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
 from megalite.config.tokenizer import EncodingFlags
 from megalite.data import corpus as data_corpus
-from megalite.data.corpus import Chunk, Position, read_chunks
+from megalite.data.corpus import Position, read_chunks
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.preprocessing import preprocess as preprocessing
-from megalite.preprocessing.encoding import EncodedChunk, encode_chunk
+from megalite.preprocessing import workers as processes
+from megalite.preprocessing.encoding import encode_chunk
+from megalite.process.host import is_suspended
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import Ended, run_tool
 
@@ -36,6 +39,7 @@ pytestmark = pytest.mark.costly
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = EncodingFlags(tokenizer_type="ByteTokenizer")
+WORK = processes._work
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
 
 
@@ -285,35 +289,37 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
 
 
 def test_a_worker_that_is_suspended_is_named_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker suspends itself at each chunk, and is let go on after some lines."""
+    """The worker suspends itself, and is let go on after some lines."""
     monkeypatch.setattr(preprocessing, "PATIENCE", 0.2)
-    monkeypatch.setattr(preprocessing, "encode_chunk", _suspended_once)
+    monkeypatch.setattr(processes, "_work", _suspended_once)
     said: list[str] = []
-    workers: set[int] = set()
+    suspended: set[int] = set()
 
     def say(line: str) -> None:
         said.append(line)
-        children = [each for each in active_children() if isinstance(each, preprocessing._SPAWN.Process)]
-        workers.update(child.pid for child in children if child.pid is not None)
-        for worker in workers if len(said) % 2 == 0 else ():
+        own = [child for child in active_children() if isinstance(child, processes._SPAWN.Process)]  # no ranks
+        suspended.update(child.pid for child in own if child.pid and is_suspended(child.pid))
+        for worker in suspended if len(said) % 2 == 0 else ():
             os.kill(worker, signal.SIGCONT)
 
     monkeypatch.setattr(preprocessing, "_print", say)
     source = corpus(tmp_path / "corpus.jsonl", TEXTS)
     done, *_ = preprocessing.preprocess([str(source)], str(tmp_path / "c"), BYTES, 1, 1000)
     assert done.documents == len(TEXTS)
-    (worker,) = workers
+    (worker,) = suspended
     waits = rf"waiting for the text from {re.escape(str(source))}:1 on, for \d s so far"
     named = rf"{waits}: process {worker} is suspended, and goes on after kill -CONT {worker}"
     assert any(re.fullmatch(named, line) for line in said), said
 
 
-def _suspended_once(flags: EncodingFlags, chunk: Chunk) -> EncodedChunk:
+def _suspended_once(*arguments: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-    return encode_chunk(flags, chunk)
+    WORK(*arguments)
 
 
-def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The command with two workers in a session of its own, in the middle of its input."""
     pipe = tmp_path / "corpus.jsonl"
     os.mkfifo(pipe)
     arguments = ["--tokenizer-type", "ByteTokenizer", "--input", pipe, "--output-prefix", tmp_path / "c"]
@@ -322,12 +328,34 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     with pipe.open("wb") as source:
         source.write(b'{"text": "a line to begin with"}\n' * 50_000)
         source.flush()
-        process.kill()
-        process.wait()
-        deadline = time.monotonic() + 30
-        while group_is_alive(process.pid):
-            assert time.monotonic() < deadline, "workers are still running"
-            time.sleep(0.05)
+        yield process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_workers_do_not_outlive_a_killed_parent(busy: subprocess.Popen[bytes]) -> None:
+    busy.kill()
+    busy.wait()
+    deadline = time.monotonic() + 30
+    while group_is_alive(busy.pid):
+        assert time.monotonic() < deadline, "workers are still running"
+        time.sleep(0.05)
+
+
+def test_nothing_in_shared_memory_outlives_a_killed_job(busy: subprocess.Popen[bytes]) -> None:
+    """The helper process that would remove named segments is killed with the job."""
+    children = Path(f"/proc/{busy.pid}/task/{busy.pid}/children").read_text().split()
+    assert len(children) >= 2
+    maps = "".join(Path(f"/proc/{process}/maps").read_text() for process in (busy.pid, *children))
+    os.killpg(busy.pid, signal.SIGKILL)
+    busy.wait()
+    # By number: the system's library maps a semaphore before it gives it its name.
+    used = {int(number) for number in re.findall(r" (\d+) +/dev/shm/", maps)}
+    left = [entry.path for entry in os.scandir("/dev/shm") if entry.inode() in used]
+    for path in left:
+        os.unlink(path)
+    assert left == []
 
 
 def group_is_alive(group: int) -> bool:

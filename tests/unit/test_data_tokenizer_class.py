@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from megalite.data.tokenizers import Tokenizer
-from megalite.data.tokenizers.folder_class import AS_IS_MODELS, BUILDS, CLASS_OF_MODEL, OVERRULED
+from megalite.data.tokenizers.folder_class import AS_IS, BUILDS, class_taken
+from megalite.data.tokenizers.model_types import AS_IS_MODELS, CLASS_OF_MODEL, OTHER_CLASSES, OVERRULED
 from megalite.errors import DataError
 from tests.harness.tokenizers import named_tokenizer
 
@@ -136,7 +137,7 @@ def test_tokens_are_those_of_the_class_or_refused(tmp_path: Path, of_class: str)
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("left_out", NAMES.keys() | OTHERS.keys())
+@pytest.mark.parametrize("left_out", sorted(NAMES.keys() | OTHERS.keys()))
 def test_tokens_that_a_class_adds_by_itself_are_named_or_refused(tmp_path: Path, left_out: str) -> None:
     for of_class in BUILDS:
         for kind in AGREEING.get(of_class, {"bytes NFC", "digits NFC"}):
@@ -149,7 +150,20 @@ def test_tokens_that_a_class_adds_by_itself_are_named_or_refused(tmp_path: Path,
 
 @pytest.mark.wide
 def test_a_type_of_model_decides_with_the_class(tmp_path: Path) -> None:
-    for model_type in ("mistral", "olmo2", "phi3", "qwen2", "qwen3", "gpt_neox", "gemma3_text", "llama", "new"):
+    for model_type in (
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "gpt_neox",
+        "gemma3_text",
+        "llama",
+        "new",
+        "internlm2",
+        "jais2",
+        "code_llama",
+    ):
         for of_class in (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"):
             for kind in ("bytes", "bytes NFC", "qwen NFC", "prepend", "gemma"):
                 folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class}, model_type)
@@ -159,13 +173,49 @@ def test_a_type_of_model_decides_with_the_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_types_of_models_are_those_of_transformers() -> None:
+def test_every_type_of_model_that_transformers_knows_has_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
     from transformers.models.auto import tokenization_auto as auto
 
-    registered = {kind: str(name).removesuffix("Fast") for kind, name in auto.TOKENIZER_MAPPING_NAMES.items()}
-    assert {registered[kind] for kind in AS_IS_MODELS} == {"TokenizersBackend"}
-    assert {kind: registered[kind] for kind in CLASS_OF_MODEL} == dict(CLASS_OF_MODEL)
-    assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & CLASS_OF_MODEL.keys() == OVERRULED
+    taken = list[type]()
+    monkeypatch.setattr(
+        transformers.PreTrainedTokenizerBase, "from_pretrained", classmethod(lambda cls, *_, **__: taken.append(cls))
+    )
+    (tmp_path / "tokenizer.json").write_text("{}")
+    known = auto.CONFIG_MAPPING_NAMES.keys() | auto.TOKENIZER_MAPPING_NAMES.keys()
+    models = [
+        {"model_type": kind}
+        for kind in (*sorted(known), "new")
+        # Their defaults are no valid configuration, or need more than is installed.
+        if kind not in ("gemma3n_vision", "gemma4_assistant", "timm_wrapper", "fastspeech2_conformer")
+    ]
+    models += [{"model_type": kind, "model_name": "nemotron"} for kind in ("llama", "qwen3", "mistral", "bert")]
+    assert len(models) > 800
+    for said in (None, "LlamaTokenizer", "PreTrainedTokenizerFast", "New"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": said} if said else {}))
+        for model in models:
+            (tmp_path / "config.json").write_text(json.dumps(model))
+            taken.clear()
+            transformers.AutoTokenizer.from_pretrained(tmp_path)
+            theirs = taken[0].__name__
+            ours, _ = class_taken(said, model)
+            refused = ours not in BUILDS and ours not in AS_IS
+            assert (ours in AS_IS and theirs == "TokenizersBackend") or ours == theirs or refused, (said, model)
+            assert not refused or said == "New" or model["model_type"] in OTHER_CLASSES, (said, model)
+
+
+@pytest.mark.wide
+def test_tables_of_types_of_models_are_those_of_transformers() -> None:
+    from transformers.models.auto import tokenization_auto as auto
+
+    assert auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS == OVERRULED
+    assert set(auto.TOKENIZER_MAPPING_NAMES) & auto.CONFIG_MAPPING_NAMES.keys() <= (
+        AS_IS_MODELS | CLASS_OF_MODEL.keys() | OTHER_CLASSES | {"nougat"}  # it has the configuration of other models
+    )
+    tables = (AS_IS_MODELS, CLASS_OF_MODEL.keys(), OTHER_CLASSES)
+    assert len(frozenset[str]().union(*tables)) == sum(map(len, tables))
 
 
 def test_a_folder_like_deepseeks_is_accepted_if_its_template_agrees(tmp_path: Path) -> None:
@@ -196,6 +246,13 @@ def test_a_folder_like_deepseeks_is_accepted_if_its_template_agrees(tmp_path: Pa
         ("ignore merges", {"tokenizer_class": "GPT2Tokenizer"}, "", "which has another model of tokens"),
         ("bytes", {"tokenizer_class": "WhisperTokenizer"}, "", "'WhisperTokenizer', which is unknown to megalite"),
         ("bytes", {}, "qwen2", "\"model_type\" 'qwen2' stands for Qwen2Tokenizer, which normalizes"),
+        ("bytes", {}, "falcon_mamba", "'falcon_mamba' stands for GPTNeoXTokenizer, which normalizes"),
+        ("qwen", {}, "qwen2_vl", "'qwen2_vl' stands for Qwen2Tokenizer, which normalizes"),
+        ("prepend", {}, "recurrent_gemma", "'recurrent_gemma' stands for GemmaTokenizer, which normalizes"),
+        ("bytes NFC", {}, "jais2", "'jais2' stands for GPT2Tokenizer, which normalizes"),
+        ("qwen NFC", {}, "qwen4_exp", "'qwen4_exp' stands for Qwen3_5Tokenizer, which splits texts"),
+        ("qwen", {}, "idefics", "'idefics' stands for LlamaTokenizer, which"),
+        ("bytes", {}, "whisper", "'whisper' stands for a class, which is unknown to megalite"),
     ],
 )
 def test_a_class_that_makes_other_tokens_is_refused_with_what_to_do(

@@ -38,6 +38,21 @@ PANICS: dict[str, tuple[dict[str, Any], Callable[[Tokenizer], Any]]] = {
         lambda tokenizer: tokenizer.decode([3]),
     ),
 }
+PREFIXED = {
+    "type": "BPE",
+    "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "##b": 4, "ab": 5, "é": 6},
+    "continuing_subword_prefix": "##",
+}
+ADDED = {"id": 99, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+PADDING = {
+    "strategy": {"Fixed": 2**40},
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "<s>",
+}
+TRUNCATION = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
 UNREADABLE = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
 
 
@@ -77,6 +92,61 @@ def test_a_vocabulary_without_its_unknown_token_is_an_error_of_the_file(tmp_path
     path = write(tmp_path, {"model": model, "post_processor": None})
     with pytest.raises(DataError, match=f"{re.escape(str(path))}: .*Missing"):
         named_tokenizer("HuggingFaceTokenizer", str(path)).encode("a stranger")
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        (
+            {"model": {**PREFIXED, "merges": [["a", "##b"], ["a", "é"]]}},
+            "\"merges\" of its \"model\" has ['a', 'é'], whose second part does not begin with the "
+            "\"continuing_subword_prefix\" '##'",
+        ),
+        (
+            {"model": {**PREFIXED, "merges": ["a ##b", "a b"]}},
+            '"merges" of its "model" has \'a b\', whose second part does not begin with',
+        ),
+        (
+            {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a" * 10**7, -1.0]]}},
+            '"vocab" of its "model" has a token of 10,000,000 bytes',
+        ),
+        (
+            {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}}
+            | {"added_tokens": [ADDED | {"content": "a" * 2 * 10**6}]},
+            'its "normalizer" can make the added tokens 2,000,004,000 bytes long',
+        ),
+        (
+            {"normalizer": {"type": "Prepend", "prepend": "b" * 10**6}, "added_tokens": [ADDED | {"content": "a"}]},
+            'its "normalizer" can make a text 1,000,001 times longer',
+        ),
+    ],
+)
+def test_what_would_end_the_process_is_refused_before_the_library_has_it(
+    tmp_path: Path, part: dict[str, Any], why: str
+) -> None:
+    path = write(tmp_path, part)
+    with pytest.raises(DataError, match=re.escape(f"{path}: {why}")):
+        named_tokenizer("HuggingFaceTokenizer", str(path))
+
+
+def test_tokens_that_are_declared_beside_the_file_count_as_added(tmp_path: Path) -> None:
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1000}
+    path = write(tmp_path, {"normalizer": grows})
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"a" * 2 * 10**6: 5}))
+    with pytest.raises(DataError, match=f"{re.escape(str(path))}: .* can make the added tokens 2,000,"):
+        named_tokenizer("HuggingFaceTokenizer", str(path))
+
+
+def test_merges_with_their_prefix_are_read(tmp_path: Path) -> None:
+    for merges in ([["a", "##b"]], ["a ##b"]):
+        path = write(tmp_path, {"model": {**PREFIXED, "merges": merges}})
+        assert named_tokenizer("HuggingFaceTokenizer", str(path)).encode("ab") == [5]
+
+
+def test_padding_of_a_file_has_no_effect_however_long(tmp_path: Path) -> None:
+    path = write(tmp_path, {"padding": PADDING, "truncation": TRUNCATION})
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_eos_token": true}')
+    assert named_tokenizer("HuggingFaceTokenizer", str(path)).encode("0 0 0") == [2, 2, 2]
 
 
 def test_an_error_of_a_worker_ends_preprocessing_with_the_file(tmp_path: Path) -> None:

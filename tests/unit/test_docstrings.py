@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("megalite", "kernels", "tools", "pretrain_gpt.py", "tests")
+PLACES = ("megalite", "kernels", "tools", "pretrain_gpt.py", "tests", "benchmarks")
 RIDDLE = re.compile(
     r'^\s*[rR]?"""(What|Of|Whether|Where|How|That|Which|The one that|As|Like|By|For|From|Is|And|Not|None'
     r"|Those|Within|Under|When|Why|Raises|With)\b.*",

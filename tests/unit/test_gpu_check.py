@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import time
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_as_rank, gpu_check, gpu_context, gpu_experts, gpu_own_model, gpu_training
+from benchmarks import (
+    gpu_as_rank,
+    gpu_check,
+    gpu_context,
+    gpu_experts,
+    gpu_numbers,
+    gpu_own_model,
+    gpu_speed,
+    gpu_state,
+    gpu_training,
+)
 from benchmarks.gpu_as_rank import Published
 from benchmarks.gpu_check import Report
+from benchmarks.gpu_shapes import SMALL, Shape
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite_kernels.cases import cases
 
 RUN = ["--device", "cpu", "--results"]
 
@@ -35,16 +50,26 @@ def wrong(report: Report) -> None:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, directory: Path, parts: dict[str, Any], *more: str) -> tuple[int, dict]:
-    """The exit code, and what was written."""
+    """The exit code, and what was written, all files together."""
     monkeypatch.setattr(gpu_check, "PARTS", parts)
     code = gpu_check.main([*RUN, str(directory), "--only", *parts, *more])
-    (path,) = directory.glob("gpu_check_*.json")
-    return code, json.loads(path.read_text())
+    return code, written(directory, parts)
+
+
+def written(directory: Path, parts: dict[str, Any]) -> dict:
+    """Rows by part, and what is wrong and slow in any of them."""
+    together: dict[str, Any] = {"wrong": [], "slow": []}
+    for part in parts:
+        found = json.loads((directory / f"gpu_check_{part}_cpu.json").read_text())
+        assert found["device"] == "CPU"
+        wrong, slow = together["wrong"] + found.pop("wrong"), together["slow"] + found.pop("slow")
+        together |= {**found, "wrong": wrong, "slow": slow}
+    return together
 
 
 def test_a_part_that_fails_costs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, found = run(monkeypatch, tmp_path, {"training": broken, "benchmark": right})
-    assert code == 0  # a speed that cannot be measured is no wrong number
+    assert (code, found["wrong"]) == (1, ["training: failed"])
     assert found["training"][0] == {"variant": "kernels"}
     assert "the GPU fell off the bus" in found["training"][1]["failed"]
     assert found["benchmark"] == [{"error": 0.5}]
@@ -72,19 +97,159 @@ def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_variant_that_fails_is_a_row_and_an_unknown_flag_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, float]]:
-        if "--compile" in flags:
-            raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
-        times = [9.0, 3.0, 1.0, 2.0]
-        return [{"iteration_time_s": t, "lm_loss": 7.0 - t, "mfu": 1 / t, "x": 0} for t in times]
+def test_what_needs_a_gpu_is_not_said_to_be_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([*RUN, str(tmp_path), "--only", "kernels", "layouts"]) == gpu_check.NOTHING_CHECKED
+    assert capsys.readouterr() == ("", "needs a GPU and was not checked: kernels, layouts\n")
+    assert not list(tmp_path.iterdir())
 
-    variants = {"plain": "", "compiled": "--compile", "another": "--no-such-flag 3"}
-    monkeypatch.setattr(gpu_training, "train", train)
-    monkeypatch.setattr(gpu_training, "VARIANTS", variants)
-    plain, failed = gpu_training.speeds("--bf16", 1, gpu=False, warm_up=1)
-    assert (plain["mfu"], plain["lm_loss"]) == (0.5, 5.0)  # the step of the median time, and the last loss
-    assert failed == {"variant": "compiled", "failed": "exit code 70"}
+
+@pytest.mark.wide  # two processes that import torch
+def test_processes_side_by_side_check_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu_numbers, "PROCESSES", 2)
+    chosen = [case for case in cases() if case.name in ("rms_norm 128 float32", "rms_norm 128 float16")]
+    found = list(gpu_numbers.check_side_by_side(chosen, "cpu"))
+    assert [numbers.case.name for numbers in found] == [case.name for case in chosen]
+    assert all(numbers.right and not numbers.failure for numbers in found)
+    with pytest.raises(TimeoutError):
+        list(gpu_numbers.check_side_by_side(chosen, "cpu", deadline=0.0))
+
+
+def test_what_is_slow_is_not_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check, "compare_with_copy", lambda device: {"int8 pack": 9.0, "fp8 pack": 99.0})
+    monkeypatch.setattr(Report, "gpu", True)
+    report = Report(tmp_path, "cpu", part="compression")
+    gpu_check.check_compression(report)
+    assert (report.wrong, report.slow) == ([], ["compression: int8 pack takes 9.00 copies, and 3.0 would do"])
+
+
+SHALLOW = replace(SMALL, layers=1)
+
+
+def train_by_hand(seconds: dict[str, float], **worse: float) -> Any:
+    """A training of as many seconds a step as the variant and the number of layers say, in FLOPs of its layers."""
+
+    def run_once(name: str, shape: Shape, gpus: int, *, gpu: bool, deadline: float) -> gpu_speed.Run:
+        if name not in seconds:
+            raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
+        steps = [
+            {
+                "iteration_time_s": time,
+                "lm_loss": 7.0 + worse.get(name, 0.0),
+                "grad_norm": 1.0,
+                "wall_time": each * time,
+            }
+            for each, time in enumerate([seconds[name] * shape.layers] * shape.steps)
+        ]
+        if name not in gpu_speed.RIVALS:
+            for step in steps:
+                step["model_tflops_per_device"] = 1e-12 * 60 * shape.layers / step["iteration_time_s"]
+        return gpu_speed.Run(name, shape, steps, [gpu_state.Sample(0.0, ("1", "1", "90.5", "1"), "0x0")])
+
+    return run_once
+
+
+def test_variants_and_rivals_train_in_turn_and_one_that_fails_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand({"kernels": 2.0, "PyTorch": 4.0}))
+    cells = [("kernels", SMALL), ("--compile", SMALL), ("PyTorch", SMALL)]
+    rows = list(gpu_speed.run_in_turn(cells, 1, gpu=False, deadline=math.inf))
+    assert [row["variant"] for row in rows] == ["kernels", "--compile", "PyTorch", "kernels", "PyTorch"]
+    assert rows[1] == {"variant": "--compile", "layers": 2, "failed": "exit code 70"}
+    ours, rival = rows[0], rows[2]
+    assert ours["milliseconds"] == [4000.0] * 5
+    assert ours["mean milliseconds of the wall clock"] == ours["mean milliseconds"] == 4000.0
+    assert "power.draw" not in ours  # it was sampled before the timed steps alone
+    assert ours["largest relative difference"] == {"lm_loss": 0.0, "grad_norm": 0.0}
+    assert ours["TFLOP/s per GPU"] == pytest.approx(2 * rival["TFLOP/s per GPU"])  # the rival's FLOPs are ours
+    assert "largest relative difference" not in rival
+    assert not [row for row in gpu_speed.run_in_turn(cells, 2, gpu=False, deadline=math.inf) if "PyTorch" in str(row)]
+    late = list(gpu_speed.run_in_turn(cells, 1, gpu=False, deadline=0.0))
+    assert {row["left out"] for row in late} == {"no time was left"}
+
+
+def test_what_has_no_time_is_left_out_and_the_rest_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_once = train_by_hand({"kernels": 2.0})
+
+    def hanging(name: str, *given: Any, **options: Any) -> gpu_speed.Run:
+        if name == "PyTorch":
+            raise subprocess.TimeoutExpired("gpu_rival", 1.0)
+        return run_once(name, *given, **options)
+
+    monkeypatch.setattr(gpu_speed, "run_once", hanging)
+    cells = [("kernels", SMALL), ("kernels", SHALLOW), ("PyTorch", SMALL)]
+    rows = list(gpu_speed.run_in_turn(cells, 1, gpu=False, deadline=math.inf))
+    assert rows[2] == {"variant": "PyTorch", "layers": 2, "left out": "no time was left"}
+    assert rows[-1]["a layer of"] == "kernels"
+
+
+def test_a_layer_takes_what_more_layers_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand({"kernels": 2.0, "PyTorch": 3.0}))
+    cells = [(name, shape) for name in ("kernels", "PyTorch") for shape in (SMALL, SHALLOW)]
+    *_, ours, rival = gpu_speed.run_in_turn(cells, 1, gpu=False, deadline=math.inf)
+    assert (ours["a layer of"], ours["milliseconds"]) == ("kernels", 2000.0)
+    assert ours["TFLOP/s per GPU"] == pytest.approx(30e-12)
+    assert (rival["a layer of"], rival["TFLOP/s per GPU"]) == ("PyTorch", pytest.approx(20e-12))
+
+
+@pytest.mark.parametrize("worse", [0.5, math.nan])
+def test_a_variant_that_computes_something_else_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, worse: float
+) -> None:
+    run_once = train_by_hand(dict.fromkeys(("kernels", "layers compiled"), 1.0), **{"layers compiled": worse})
+    monkeypatch.setattr(gpu_speed, "run_once", run_once)
+    monkeypatch.setattr(gpu_speed, "ORDER", (gpu_speed.OURS, "layers compiled"))
+    code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
+    assert code == 1
+    assert set(found["wrong"]) == {"training: lm_loss of layers compiled with 2 layers is another"}
+
+
+def test_a_variant_that_fails_is_wrong_and_a_rival_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand(dict.fromkeys(gpu_speed.VARIANTS, 1.0)))
+    code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
+    assert (code, found["wrong"]) == (0, [])
+    assert [row["variant"] for row in found["training"] if "failed" in row] == list(gpu_speed.RIVALS)
+    monkeypatch.setattr(gpu_speed, "run_once", train_by_hand({}))
+    code, found = run(monkeypatch, tmp_path, {"training": gpu_check.check_training})
+    assert code == 1
+    assert sorted(found["wrong"]) == sorted(f"training: {name} with 2 layers failed" for name in gpu_speed.VARIANTS)
+
+
+def test_an_operation_that_cannot_be_timed_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_check.kernels, "main", lambda arguments: 1)
+    code, found = run(monkeypatch, tmp_path, {"benchmark": gpu_check.check_benchmark})
+    assert (code, found["wrong"]) == (1, ["benchmark: an operation failed"])
+
+
+@pytest.mark.wide  # trainings in processes of their own, one of them compiled
+def test_small_networks_train_at_two_depths_beside_the_rival(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_speed, "ROUNDS", 1)
+    code, found = run(monkeypatch, tmp_path, {"layers": gpu_check.check_layers})
+    assert code == 0
+    product, *rows = found["layers"]
+    assert product["TFLOP/s per GPU"] > 0
+    assert product["attention"] == "FLASH_ATTENTION"
+    assert not [row for row in rows if "failed" in row]
+    assert [row["a layer of"] for row in rows[-2:]] == ["kernels", "PyTorch"]
+
+
+def test_figures_of_nvidia_smi_are_summed_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Figures of the time in question alone, without those that it does not know and lines that it has cut."""
+    lines = [
+        "2026/11/27 23:09:01.000, 345, 2619, 90.1, 40, 0x1", "2026/11/27 23:09:02.000, 1980, 2619, 650.5, 60, 0x4",
+        "2026/11/27 23:09:03.500, 1700, 2619, [N/A], 61, 0x0", "2026/11/27 23:09:04.000, 1980, 26",
+    ]  # fmt: skip
+    script = tmp_path / "nvidia-smi"
+    script.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), "exec sleep 60"]))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with gpu_state.sampled() as samples:
+        time.sleep(0.3)
+    begin = datetime(2026, 11, 27, 23, 9, 2).timestamp()
+    found = gpu_state.summary(samples, begin, begin + 2)
+    assert found["clocks.sm"] == [1700.0, 1840.0, 1980.0]
+    assert found["power.draw"] == [650.5] * 3
+    assert found[gpu_state.REASONS] == ["0x0", "0x4"]
+    assert gpu_state.summary(samples, 0.0, 1.0) == {}
 
 
 def test_a_training_is_ended_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,8 +273,7 @@ def test_what_was_found_is_there_whatever_ends_the_check(monkeypatch: pytest.Mon
 
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path, {"resume": dying})
-    (path,) = tmp_path.glob("gpu_check_*.json")
-    found = json.loads(path.read_text())
+    found = written(tmp_path, {"resume": dying})
     assert (found["resume"], found["wrong"]) == ([{"steps that differ": 3}], ["resume: bits differ"])
 
 
@@ -144,7 +308,7 @@ def test_layers_with_experts_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(gpu_check, "check_grouped_products", lambda device: 0.0)
     monkeypatch.setattr(Report, "gpu", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    report = Report(tmp_path / "report.json", "cuda")
+    report = Report(tmp_path, "cuda")
     gpu_check.check_experts(report)
     assert report.wrong == [
         "experts: padded: the host waits 1 times in forward and 0 in backward",
@@ -156,7 +320,8 @@ def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """Attention by parts is right here, too; other losses by one of the ways are wrong."""
     code, found = run(monkeypatch, tmp_path, {"context": gpu_check.check_context})
     assert code == 0
-    *parts, losses, ring = found["context"]
+    *parts, times, losses, ring = found["context"]
+    assert times["parts beside whole"]["parts over whole"] > 0
     assert [row["attention by parts"] for row in parts] == list(gpu_context.CASES)
     assert all(0 < row["error over tolerance"] < 1 for row in parts)
     assert losses == {"losses": {"left out": "one GPU"}}
@@ -169,9 +334,10 @@ def test_context_parallelism_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     times = {"ring": 1.5, "ring without overlap": 2.0, "attention alone": 2.0}
     monkeypatch.setattr(gpu_context, "train", train)
     monkeypatch.setattr(gpu_check, "check_parts", lambda device: {"flash": 0.5, "unfused": math.nan})
+    monkeypatch.setattr(gpu_check, "time_parts", lambda device: {})
     monkeypatch.setattr(gpu_check, "compare_overlap", lambda gpus: gpu_context.with_ratios(times, gpus))
     monkeypatch.setattr(Report, "gpus", 2)
-    report = Report(tmp_path / "report.json", "cuda")
+    report = Report(tmp_path, "cuda")
     gpu_check.check_context(report)
     assert report.wrong == ["context: attention by parts, unfused", "context: losses by a2a"]
     ring = report.found["context"][-1]["ring"]
@@ -190,7 +356,7 @@ def test_a_model_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_other_losses_of_a_model_of_ones_own_are_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wrong = {"largest relative difference": 1e-3, "log-probability difference": 1e-3}
     monkeypatch.setattr(gpu_own_model, "compare", lambda deadline: wrong)
-    report = Report(tmp_path / "report.json", "cuda")
+    report = Report(tmp_path, "cuda")
     gpu_check.check_own_model(report)
     assert report.wrong == ["own model: losses", "own model: log-probabilities"]
 

@@ -132,7 +132,8 @@ def test_one_call_for_all_experts_is_a_loop_over_them(counts: list[int]) -> None
 def test_experts_without_rows_give_zeros_or_nothing(overwrite: bool) -> None:
     target = torch.full((3 * OUT, IN), torch.nan if overwrite else 7.0)
     output_gradient, input = random(4, OUT, seed=1).bfloat16(), random(4, IN, seed=2).bfloat16()
-    GroupedProductGradient(output_gradient, input, [0, 0, 4, 4]).add_to(target, overwrite=overwrite)
+    product = GroupedProductGradient(output_gradient, input, *expert_rows([0, 0, 4, 4]))
+    product.add_to(target, overwrite=overwrite)
     first, second, third = target.view(3, OUT, IN)
     for none in (first, third):
         assert_bits_equal(none, torch.full((OUT, IN), 0.0 if overwrite else 7.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(False, (group,)), 12)
     write_dump(tmp_path, dump)
     assert read_dumps(tmp_path).ranks == {1: dump}
+
+
+@pytest.mark.parametrize(("ended", "kept"), [(10, [9, 10]), (5, [4, 5, 6, 7]), (1, [1, 2, 3]), (0, [1, 2])])
+def test_rank_0_of_a_large_run_gets_the_operations_where_a_rank_has_stopped(ended: int, kept: list[int]) -> None:
+    states = ["completed"] * ended + ["started"] * (10 - ended)
+    operations = tuple(Operation(n, "all_reduce", (), "float32", state, 0.0) for n, state in enumerate(states, 1))
+    recorded = Snapshot(None, (GroupRecord("g", (0, 1), 10, operations),))
+    whole = RankDump(1, 100, flight_recorder=recorded)
+    assert whole.shortened() == whole
+    short = replace(whole, world_size=1000).shortened().flight_recorder
+    assert short is not None
+    assert [one.number for one in short.groups[0].operations] == kept
 
 
 def test_the_report_names_the_rank_and_sets_the_outlier_apart(folder: Path) -> None:

@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM
 
+from megalite.config import CheckpointConfig
 from megalite.conversion.huggingface import end_tokens, open_huggingface, write_huggingface
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.errors import CheckpointError
@@ -18,6 +19,7 @@ from megalite.inference.generation import generate
 from megalite.inference.loading import load_for_generation
 from megalite.inference.sampling import Sampling
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.resume import saved_fields
 from tests.harness import huggingface
 
 PROMPT, NEW, EOD = [31, 41, 59], 12, 20
@@ -102,6 +104,39 @@ def test_a_conversion_keeps_all_tokens_there_and_back(folder: Path, tmp_path: Pa
     for name in ("config.json", "generation_config.json"):
         before, after = (json.loads((place / name).read_text()) for place in (folder, tmp_path / "back"))
         assert after["eos_token_id"] == before["eos_token_id"]
+
+
+def test_a_folder_without_a_tokenizer_keeps_its_tokens_there_and_back(folder: Path, tmp_path: Path) -> None:
+    declare(folder, config=5, generation=[7, 9])
+    (tmp_path / "other").mkdir()
+    for path in folder.glob("tokenizer*"):
+        path.rename(tmp_path / "other" / path.name)
+    (tmp_path / "run").mkdir()
+    usual: dict[str, Any] = {"dtype": None, "workers": 1, "advance": lambda done: None}
+    write_megalite(open_huggingface(folder), tmp_path / "run", layout=None, **usual)
+    assert load_for_generation(tmp_path / "run", ParallelMesh())[2] == {7, 9}
+    other = str(tmp_path / "other")
+    assert load_for_generation(tmp_path / "run", ParallelMesh(), other)[2] == {7, 9, EOD}
+
+    write_huggingface(open_megalite(tmp_path / "run"), tmp_path / "back", shard=10**9, **usual)
+    assert load_for_generation(tmp_path / "back", ParallelMesh(), other)[2] == {7, 9}
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == [7, 9]
+
+
+def test_a_run_keeps_the_tokens_of_the_folder_that_it_begins_with(folder: Path, tmp_path: Path) -> None:
+    declare(folder, generation=[9, 7])
+    (tmp_path / "run").mkdir()
+    write_megalite(
+        open_huggingface(folder), tmp_path / "run", layout=None, dtype=None, workers=1, advance=lambda done: None
+    )
+    for settings in (
+        CheckpointConfig(load=str(folder)),
+        CheckpointConfig(load=str(tmp_path / "run"), use_checkpoint_args=True),
+        CheckpointConfig(load=str(folder), save=str(tmp_path / "run"), resume="auto"),
+    ):
+        for tokenizer_type in (None, "HuggingFaceTokenizer"):
+            assert saved_fields(settings, tokenizer_type)["data"]["eos_token_ids"] == (7, 9)
 
 
 @pytest.mark.parametrize("value", [[], [[5]], "5", True, 5.0, {"5": 5}, [5, None]])

@@ -16,19 +16,20 @@ from benchmarks import kernel_rivals, kernels
 from benchmarks.bar_chart import bar_chart
 from benchmarks.kernels import judge
 from megalite_kernels.cases import cases
+from megalite_kernels.measure import step_of
 
 TINY = ["--device", "cpu", "--tokens", "3", "--repeats", "2", "--only", "rms_norm 2048"]
 
 
-def run(directory: Path, *more: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+def run(directory: Path, *more: str, code: int = 0) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """The table, and all figures."""
-    assert kernels.main([*TINY, "--results", str(directory), *more]) == 0
+    assert kernels.main([*TINY, "--results", str(directory), *more]) == code
     with open(directory / "kernels.csv", encoding="utf-8") as file:
         return list(csv.DictReader(file)), json.loads((directory / "kernels.json").read_text())
 
 
 def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rivals, "liger", lambda: {"rms_norm": lambda x, w: x * w})
+    monkeypatch.setattr(kernel_rivals, "liger", lambda: {"rms_norm": kernel_rivals.PLAIN["rms_norm"]})
     table, figures = run(tmp_path, "--rivals", "torch", "liger")
     rows = [row for row in table if row["operation"] == "rms_norm 2048 bfloat16"]
     variants = [(row["direction"], row["implementation"]) for row in rows]
@@ -37,7 +38,7 @@ def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: 
     for row in table:
         share = float(row["gigabytes_per_second"]) / figures["copy_gigabytes_per_second"]
         assert float(row["of_a_copy"]) == pytest.approx(share)
-        assert float(row["milliseconds"]) > 0
+        assert 0 < float(row["lower_quartile"]) <= float(row["milliseconds"]) <= float(row["upper_quartile"])
     assert len(figures["rows"]) == len(table)
     assert not figures["notes"]
     words = [element.text for element in ElementTree.fromstring((tmp_path / "kernels.svg").read_text()).iter()]
@@ -67,6 +68,43 @@ def check_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) ->
     first, *others = figures["notes"]
     assert "pip install liger-kernel" in first
     assert "PyTorch rms_norm 2048 bfloat16: RuntimeError: out of order" in others
+
+
+def test_a_rival_that_computes_something_else_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = kernel_rivals.PLAIN["rms_norm"]
+    monkeypatch.setitem(kernel_rivals.PLAIN, "rms_norm", lambda input, weight: 1.1 * plain(input, weight))
+    table, figures = run(tmp_path, "--rivals", "torch")
+    assert {row["implementation"] for row in table if row["operation"].startswith("rms_norm")} == {"megalite"}
+    assert "PyTorch rms_norm 2048 bfloat16: ValueError: another result than ours, by 0.1" in figures["notes"]
+
+
+def test_the_loss_is_compared_on_fresh_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that overwrites its logits, as Liger-Kernel does, gives the same loss each time, and so do the others."""
+    losses: list[float] = []
+
+    def overwriting(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels)
+        losses.append(loss.item())
+        return loss + 0.0 * logits.detach().zero_().sum()
+
+    notes: list[str] = []
+    compared = kernels.of_loss({"liger": {"cross_entropy": overwriting}}, 32, 50, "cpu")
+    rows = kernels.measured(compared, 1e9, torch.device("cpu"), 3, notes)
+    assert not notes
+    assert len(set(losses[1:])) == 1  # the first one is of the few tokens whose results are compared
+    assert [row.direction for row in rows[::2]] == ["forward", "backward", "both"]
+    wrong = kernels.of_loss({"torch": {}}, 32, 50, "cpu")
+    monkeypatch.setattr(kernels, "losses", lambda *_: torch.ones(32))
+    kernels.measured(wrong, 1e9, torch.device("cpu"), 3, notes)
+    assert "another result" in notes[0]
+
+
+def test_the_gradient_of_a_scalar_is_one() -> None:
+    value = torch.tensor([2.0, 3.0], requires_grad=True)
+    seen: list[Tensor] = []
+    value.register_hook(seen.append)
+    step_of(lambda inputs: [inputs[0].sum()], [value])(lambda: None)
+    assert seen[0].tolist() == [1.0, 1.0]
 
 
 def test_the_verdict_names_both_targets() -> None:
@@ -109,10 +147,10 @@ def test_rivals_update_as_the_kernels_do() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_an_operation_that_fails_or_has_no_time_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_fails_is_an_error_and_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(kernels, "of_case", failing)
-    assert "an illegal memory access" in run(tmp_path, "--rivals", "torch")[1]["notes"][0]
+    assert "an illegal memory access" in run(tmp_path, "--rivals", "torch", code=1)[1]["notes"][0]
     assert "no time was left" in run(tmp_path, "--minutes", "0", "--rivals", "torch")[1]["notes"][0]

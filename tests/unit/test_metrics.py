@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
     documented = """iteration consumed_samples consumed_tokens lm_loss grad_norm learning_rate loss_scale skipped
         iteration_time_s tokens_per_second tokens_per_second_per_device model_tflops_per_device mfu peak_memory_bytes
         bytes_sent"""
-    assert list(record) == [*documented.split(), "params_norm"]
+    assert list(record) == [*documented.split(), "params_norm", "wall_time"]
+    assert record["wall_time"] == pytest.approx(time.time(), abs=600)
     assert record["mfu"] is None
     assert record["skipped"] is False
 

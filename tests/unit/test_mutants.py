@@ -43,7 +43,8 @@ def test_mutants_find_their_texts_and_their_tests(
 def _room(mutant: Mutant) -> str:
     """The name of the file in which a mutant belongs."""
     top, *folders = mutant.file.split("/")[:-1] or ["megalite"]
-    return top if top != "megalite" else folders[0] if folders else "foundations"
+    rooms = folders[1:] if folders[:1] == ["extras"] else folders
+    return top if top != "megalite" else rooms[0] if rooms else "foundations"
 
 
 def test_no_fault_is_told_twice() -> None:

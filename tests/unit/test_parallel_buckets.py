@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,6 +155,58 @@ def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
     for part in tied.completion():
         part.run()
     assert torch.equal(tied.gradient_shard[:12], torch.full((12,), 33.0))
+
+
+@dataclass(frozen=True)
+class Lookup(RowsGradient):
+    """Gradient of an embedding that takes `kept_bytes`; None if it must not be kept."""
+
+    kept_bytes: int | None = 0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ([64, 64, 64, 64], [1, 2, 3, 4]),
+        ([65, 65, 65, 65], [0, 0, 0, 0]),
+        ([16, 16, 209, 16], [1, 2, 0, 0]),
+        ([16, None, 16, 16], [1, 0, 0, 0]),
+    ],
+    ids=["small", "many", "grows", "at once"],
+)
+def test_kept_gradients_have_the_bits_of_a_sum_of_their_own(
+    stage: int, sizes: list[int | None], kept: list[int]
+) -> None:
+    """They are kept while the four of a step can take no more bytes than their sum, the 256 of a bucket."""
+    draw, found = torch.Generator().manual_seed(1), []
+    products = [torch.randn(4, 3, generator=draw) * 1e3 for _ in range(8)]
+    lookups = [(torch.randint(4, (9,), generator=draw), torch.randn(9, 3, generator=draw)) for _ in range(8)]
+    for late_sum in (False, True):
+        module = Chunk(None, uses=(Use(late_sum=late_sum), Use()))
+        optimizer = make_optimizer(
+            [module], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32, zero_stage=stage)
+        )
+        bucket = next(bucket for bucket in optimizer.buckets if bucket.slots[0].parameter is module.tied)
+        (accumulator,) = bucket.accumulators
+        assert len(accumulator.flats) == 2 - late_sum
+        for step in range(2):
+            optimizer.begin_step(4)
+            alive = []
+            for number in range(4 * step, 4 * step + 4):
+                accumulate_grad(module.own, DenseGradient(torch.ones(2, 3)))
+                accumulate_grad(module.tied, DenseGradient(products[number]), use=1)
+                lookup = Lookup(lookups[number][0].clone(), lookups[number][1].clone(), sizes[number % 4])
+                alive.append(weakref.ref(lookup))
+                accumulate_grad(module.tied, lookup, use=0)
+                del lookup
+                if late_sum and stage == 1:
+                    assert sum(reference() is not None for reference in alive) == kept[number % 4]
+            optimizer.reduce(0, 4)
+            for part in bucket.completion():
+                part.run()
+            found.append(bucket.gradient_shard.clone())
+    assert torch.equal(torch.stack(found[:2]), torch.stack(found[2:]))
 
 
 @pytest.mark.parametrize("overlap", [False, True])

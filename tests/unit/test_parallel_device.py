@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.parallel.device import peak_memory_bytes
+from megalite.parallel.device import moved, peak_memory_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -16,3 +16,15 @@ def test_the_peak_of_memory_is_in_bytes() -> None:
     """The system counts it in pages of a few processors at a time: hence the tolerance."""
     peak = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(peak, rel=0.005)
+
+
+def test_the_host_does_not_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is from page-locked memory to a GPU, and none on a CPU."""
+    calls: list[object] = []
+    tensor = torch.arange(3)
+    assert moved(tensor, torch.device("cpu")) is tensor
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("page-locked") or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: calls.append((args, kwargs)) or self)
+    gpu = torch.device("cuda", 1)
+    moved(tensor, gpu)
+    assert calls == ["page-locked", ((gpu,), {"non_blocking": True})]

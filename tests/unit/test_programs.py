@@ -20,7 +20,7 @@ STARTS = {
     | {name for name in dir(os) if name.startswith(("exec", "spawn"))},
     "multiprocessing": {"get_context", "Process", "Pool"},
 }
-SPAWNING = Path("megalite/preprocessing/preprocess.py")
+SPAWNING = Path("megalite/preprocessing/workers.py")
 """The one file that lets multiprocessing start interpreters: each start stands in `safe_path`."""
 
 

@@ -84,3 +84,19 @@ c.pthread_mutex_lock(lock)  # for ever, and no signal interrupts it
 """
     ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, stdout=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout) == (85, "farewell\n")
+
+
+def test_a_signal_during_a_finalizer_ends_the_process_and_prints_nothing() -> None:
+    program = """
+import os, signal, time
+from megalite.process.signals import exit_on_stop_signals
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0)
+exit_on_stop_signals()
+Finalized()
+time.sleep(60)
+"""
+    result = subprocess.run([sys.executable, "-c", program], timeout=240, check=False, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (85, "", "")

@@ -68,6 +68,19 @@ def linked(first: socket.socket, second: socket.socket) -> tuple[Link, Link]:
     return monitor, rank
 
 
+def test_half_a_line_that_was_read_is_not_unread(ends: tuple[Link, Other]) -> None:
+    end, other = ends
+    whole = other.line(b'{"a": 1}')
+    assert not end.unread
+    other.connection.sendall(whole[:-4])
+    assert end.unread
+    assert end.receive() == []
+    assert not end.unread
+    other.connection.sendall(whole[-4:])
+    assert end.unread
+    assert end.receive() == [{"a": 1}]
+
+
 def receive_all(end: Link, count: int) -> list[Message]:
     messages: list[Message] = []
     while len(messages) < count:

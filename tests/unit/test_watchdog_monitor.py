@@ -7,6 +7,7 @@ import random
 import re
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -384,6 +385,24 @@ def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> No
     assert "dump" not in watched.ranks[1].heard
 
 
+def test_of_more_answers_than_can_be_read_in_time_the_number_is_told(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(values: dict[str, Any]) -> RankDump:
+        time.sleep(0.5)
+        return RankDump.of(values)
+
+    monkeypatch.setattr(monitor_file, "RankDump", SimpleNamespace(of=slowly))
+    watched = watch((HERE,) * 8)
+    watched.ranks[1].link.send(**LATE)
+    for rank in watched.ranks[:-1]:
+        rank.answer()
+    assert watched.ranks[0].wait_for("end")
+    assert re.search(r"the answers of \d of 8 ranks could not be read in time", watched.message)
+    assert "rank 7 (process 1007 on n7) has not answered" in watched.message
+    assert watched.message.count("has not answered") == 1
+
+
 def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
     watched = watch()
     for rank in watched.ranks[1:]:
@@ -570,6 +589,20 @@ def test_ranks_that_cannot_reach_the_monitor_are_told_of(
     assert f"port {watched.monitor.address[1]} of" in said
 
 
+def test_ranks_without_the_secret_say_so_at_once_and_only_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("MEGALITE_SECRET", raising=False)
+    store = HashStore()
+    store.set("megalite/watchdog", f"1234 .megalite_secret_{'0' * 32}")
+    for rank in (8, 9):
+        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(rank, rank - 8, 16, 8), store=store) as watchdog:
+            assert not watchdog.linked
+    said = capfd.readouterr().err
+    assert said.count("have no secret in common") == 1
+    assert "MEGALITE_SECRET" in said
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -627,6 +660,23 @@ def test_a_communication_that_fails_while_rank_0_is_suspended_names_it(monkeypat
     (message,) = said
     assert ": a collective failed" in message
     assert "rank 0 (process 1000 on n0) has not answered for " in message
+
+
+def test_a_rank_that_a_launcher_ends_while_its_communication_fails_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The signal comes when it is no longer the loop's, and not yet ignored."""
+    monkeypatch.setattr(watchdog_file, "ignore_stop_signals", lambda: sys.exit(85))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, rank = Link(ours, SECRET, MONITOR), Link(theirs, SECRET, RANK)
+        monitor.receive()
+        rank.receive()
+        watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2))
+        watchdog._link = rank
+        with pytest.raises(SystemExit):
+            watchdog.__exit__(CommunicationError, CommunicationError("a collective failed"), None)
+        assert monitor.receive()[-1] == {"fails": 85}
 
 
 @pytest.mark.parametrize("message", [{"first": {}}, {"first": 7}, {"first": asdict(peer_of(0))}], ids=str)

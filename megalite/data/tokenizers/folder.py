@@ -132,6 +132,11 @@ class Folder:
         """Texts of the named tokens, which a chat template may use."""
         return {name: token.content for name, token in self.named.items()}
 
+    @property
+    def size(self) -> int:
+        """Length of all declared tokens in bytes."""
+        return sum(len(each.content.encode()) for each in (*self.named.values(), *self.extra, *self.by_id.values()))
+
     def apply(self, tokenizer: Any, added_token: Any) -> dict[str, str]:
         """Add the declared tokens to a `tokenizers.Tokenizer`.
 

@@ -13,31 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.data.tokenizers.model_types import AS_IS_MODELS, CLASS_OF_MODEL, OTHER_CLASSES, OVERRULED
 from megalite.errors import DataError
 from megalite.small_files import shown
 
 AS_IS = frozenset({"PreTrainedTokenizer", "TokenizersBackend", "PythonBackend", "BloomTokenizer"})
 """Classes, without "Fast" at the end, for which tokenizer.json is taken as it is."""
-AS_IS_MODELS = frozenset(
-    (
-        *("arctic", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode"),
-        *("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "internlm2", "internlm3", "jamba"),
-        *("kimi_linear", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mistral3"),
-        *("mixtral", "nemotron", "olmo2", "olmo3", "persimmon", "phi3", "phimoe", "pixtral", "stablelm"),
-    )
-)
-"""`model_type` of a config.json for which tokenizer.json is taken as it is, whatever class is named."""
-CLASS_OF_MODEL: Mapping[str, str] = {
-    **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "codegen", "dbrx"), "GPT2Tokenizer"),
-    **dict.fromkeys(("gpt_neox", "olmo", "olmoe", "mpt", "mamba", "mamba2", "rwkv"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text"), "GemmaTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
-    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
-}
-"""The class for each `model_type` whose folder names none."""
-OVERRULED = frozenset({"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"})
-"""`model_type` whose class counts even if the folder names another one."""
 
 
 _Steps = list[dict[str, Any]]
@@ -137,25 +118,46 @@ def check_class(path: Path, config: Mapping[str, Any], model: Mapping[str, Any],
         DataError: it makes others, or it is unknown whether it does.
     """
     said = config.get("tokenizer_class") or model.get("tokenizer_class")
-    kind = model.get("model_type")
-    kind = kind if isinstance(kind, str) else ""
-    if kind in AS_IS_MODELS or not (said or kind in CLASS_OF_MODEL):
-        return
-    overruled = kind in OVERRULED or not said
-    name = str(CLASS_OF_MODEL[kind] if overruled else said).removesuffix("Fast")
-    if name in AS_IS or (name == "LlamaTokenizer" and _is_byte_level(tokenizer)):
+    name, of_model = class_taken(said, model)
+    trusted = not (of_model or _is_overruled(model))
+    if name in AS_IS or (name == "LlamaTokenizer" and trusted and _is_byte_level(tokenizer)):
         return
     build = BUILDS.get(name)
     why = "is unknown to megalite" if build is None else _difference(build, config, tokenizer)
     if why:
-        key = f'config.json: "model_type" {shown(kind)} stands for {name}, which' if overruled else ""
+        kind = shown(model.get("model_type"))
+        key = f'config.json: "model_type" {kind} stands for {name or "a class"}, which' if of_model else ""
         key = key or f'tokenizer_config.json: "tokenizer_class" is {shown(said)}, which'
         apart = "name a folder without this config.json, which has the tokenizer's files, as --tokenizer-model"
-        other = apart if kind in OVERRULED else 'set "tokenizer_class" to "PreTrainedTokenizerFast"'
+        other = apart if _is_overruled(model) else 'set "tokenizer_class" to "PreTrainedTokenizerFast"'
         raise DataError(
             f"{path}, {key} {why}, so transformers may give other tokens than the tokenizer.json beside it: save the "
             f"tokenizer again with transformers' save_pretrained or, if tokenizer.json is right, {other}"
         )
+
+
+def class_taken(said: object, model: Mapping[str, Any]) -> tuple[str, bool]:
+    """Return the class that transformers takes, and whether the type of model decides it.
+
+    Args:
+        said: the class that the folder names.
+        model: fields of its config.json.
+
+    Returns:
+        The class without "Fast" at its end, empty if it is one for which no build is known here.
+    """
+    kind = model.get("model_type")
+    kind = kind if isinstance(kind, str) else ""
+    has_class = kind in CLASS_OF_MODEL or kind in OTHER_CLASSES
+    if kind in AS_IS_MODELS or not (said or has_class):
+        return "TokenizersBackend", True
+    if has_class and (not said or _is_overruled(model)):
+        return CLASS_OF_MODEL.get(kind, ""), True
+    return str(said).removesuffix("Fast"), False
+
+
+def _is_overruled(model: Mapping[str, Any]) -> bool:
+    return any(isinstance(name := model.get(key), str) and name in OVERRULED for key in ("model_type", "model_name"))
 
 
 def _is_byte_level(tokenizer: Any) -> bool:

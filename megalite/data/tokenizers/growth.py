@@ -14,6 +14,8 @@ from megalite.errors import DataError
 
 MOST_GROWTH = 1000
 """Largest growth of a text, in bytes for each byte. The steps of published files have up to 500 in the worst case."""
+MOST_ADDED = 2**30
+"""Largest length of all added tokens after the normalizer, in bytes. Published files have less than 2**26."""
 _INNER = {"normalizers", "pretokenizers", "processors", "decoders"}
 _USUAL = {"ByteLevel": 4, "Metaspace": 4, "BertNormalizer": 2, "CTC": 4, "BPEDecoder": 4, "WordPiece": 4}
 """Bounds for steps whose growth does not depend on the file. Those not listed make a text longer once at most."""
@@ -21,8 +23,17 @@ _NEVER_EMPTY = re.compile(r"(?:[^\\()*?{|^$]|\\[sSdDwW.]|(?<!^)\{[1-9]\d*,?\d*\}
 """Some of the regular expressions that match one character or more."""
 
 
-def check_growth(tokenizer: Any, file: Path) -> None:
-    """Raise DataError if the steps of a `tokenizers.Tokenizer` can make a text more than `MOST_GROWTH` times longer."""
+def check_growth(tokenizer: Any, file: Path, added: int) -> None:
+    """Check that the steps of a tokenizer.json cannot fill the memory.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer` with them.
+        file: the file, for messages.
+        added: the length in bytes of all added tokens, which its normalizer changes when they are added.
+
+    Raises:
+        DataError: they can make a text more than `MOST_GROWTH` times longer, or the added tokens `MOST_ADDED` long.
+    """
     for names in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
         growth = 1.0
         for name in names:
@@ -32,6 +43,11 @@ def check_growth(tokenizer: Any, file: Path) -> None:
                 raise DataError(
                     f'{file}: its "{name}" can make a text {growth:,.0f} times longer, which would fill the memory; '
                     f"{MOST_GROWTH:,} times is the most: shorten what it inserts"
+                )
+            if name == "normalizer" and growth * added > MOST_ADDED:
+                raise DataError(
+                    f'{file}: its "normalizer" can make the added tokens {growth * added:,.0f} bytes long, which would '
+                    f"fill the memory; {MOST_ADDED:,} bytes are the most: remove tokens that are not needed"
                 )
 
 

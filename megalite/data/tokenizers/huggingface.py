@@ -19,9 +19,9 @@ from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.folder import read_folder
-from megalite.data.tokenizers.growth import check_growth
 from megalite.data.tokenizers.interface import Ids
 from megalite.data.tokenizers.library_errors import library_errors
+from megalite.data.tokenizers.tokenizer_json import open_tokenizer_json
 from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import parse_json
 
@@ -34,7 +34,7 @@ class HuggingFaceTokenizer:
     """Tokenizer of the `tokenizers` library, made by `load_tokenizer_json` or `load_gpt2`.
 
     Args:
-        tokenizer: the `tokenizers.Tokenizer`.
+        tokenizer: the `tokenizers.Tokenizer`, which neither cuts nor pads texts.
         eod: the token that ends a document.
         identity: the result of `identity`, without the number of tokens and the end of a document.
         source: the file or files, for messages.
@@ -59,9 +59,6 @@ class HuggingFaceTokenizer:
         ordinary = tokenizer.get_vocab(with_added_tokens=False)
         if len(set(ordinary.values())) < len(ordinary):
             raise DataError(f"two tokens of the {identity['type']} have the same id: its file is damaged")
-        # Some files enable truncation, which would cut documents, or padding.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.eod = eod
         self._identity = identity
@@ -147,10 +144,8 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
     file = folder / "tokenizer.json" if folder else Path(path)
     what = "a tokenizer.json or its folder, on this machine (nothing is downloaded)"
     content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
-    with library_errors(f"{file} is not a tokenizer.json of Hugging Face's tokenizers"):
-        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        check_growth(tokenizer, file)
     beside = read_folder(file.parent)
+    tokenizer = open_tokenizer_json(tokenizers, content, file, beside.size)
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     with library_errors(f"{file} does not encode, with the tokens of the files beside it"):
         identity |= beside.apply(tokenizer, tokenizers.AddedToken)

@@ -117,7 +117,7 @@ def test_one_node_needs_no_run(doctor: Doctor) -> None:
 
 def test_who_breaks_it_off_is_told_no_more_than_was_found(spawn: Callable[..., Job], tmp_path: Path) -> None:
     slow = """
-from megalite.doctor.bandwidth import Measurement
+from megalite.extras.doctor.bandwidth import Measurement
 Measurement.run = lambda *_: (print("now"), time.sleep(1000))
 """
     (tmp_path / "program.py").write_text(PREAMBLE + slow + RUN)
@@ -154,7 +154,7 @@ def test_a_rank_whose_flags_are_wrong_does_not_keep_the_others_from_a_verdict(do
 
 def test_other_software_on_a_node_drops_it_and_another_environment_does_not(doctor: Doctor) -> None:
     before = """
-from megalite.doctor import alike
+from megalite.extras.doctor import alike
 if rank == 2:
     os.environ["NCCL_DEBUG"] = "INFO"
 if rank > 1:
@@ -195,7 +195,7 @@ def test_a_run_directory_that_nodes_do_not_share(doctor: Doctor, tmp_path: Path)
     for node in ("n0", "n1"):
         (tmp_path / node).mkdir()
     before = """
-from megalite.doctor import run_directory
+from megalite.extras.doctor import run_directory
 run_directory.SEEN_WITHIN = 0.5
 os.chdir(own_folder)
 """
@@ -227,7 +227,7 @@ def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None
 
 def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
     before = f"""
-from megalite.doctor import examination, reports, run_directory
+from megalite.extras.doctor import examination, reports, run_directory
 if rank == 0:
     run_directory.Probe._remove = lambda probe: time.sleep(1000)
     run_directory._REMOVING_SECONDS = 0.1
@@ -246,7 +246,7 @@ if rank == 2:
 
 def test_a_rank_that_dies_while_messages_are_timed_is_named_though_its_launcher_ends_all(doctor: Doctor) -> None:
     before = """
-from megalite.doctor.bandwidth import Measurement
+from megalite.extras.doctor.bandwidth import Measurement
 if rank == 2:
     Measurement.run = lambda *_: os._exit(3)
 """
@@ -261,7 +261,7 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     before = f"""
-from megalite.doctor import roll_call
+from megalite.extras.doctor import roll_call
 from megalite.lifecycle import failure
 failure._LAUNCHER_SECONDS = 1.0
 roll_call.STORE_HANGS = 0.5
@@ -292,8 +292,8 @@ roll_call.RollCall.gather = disturbed
 
 def test_ports_that_cannot_be_reached_are_told_before_anything_waits_for_them(doctor: Doctor) -> None:
     before = """
-from megalite.doctor import reports
-from megalite.doctor.network import Listener
+from megalite.extras.doctor import reports
+from megalite.extras.doctor.network import Listener
 class Closed(Listener):
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -18,18 +18,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.commands import doctor
 from megalite.config import DataConfig
-from megalite.doctor import alike, network, node
-from megalite.doctor.alike import examine_data
-from megalite.doctor.bandwidth import ACROSS, POINT_TO_POINT, WITHIN, Timing, bus_factor, fit, ring_pairs, slow_nodes
-from megalite.doctor.findings import SMALLEST, Finding, Options, Verdict
-from megalite.doctor.judgement import show
-from megalite.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
-from megalite.doctor.reports import Found, Report, Roll
-from megalite.doctor.roll_call import RollCall
-from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import CommunicationError, ConfigurationError
+from megalite.extras.doctor import alike, network, node
+from megalite.extras.doctor.alike import examine_data
+from megalite.extras.doctor.bandwidth import (
+    ACROSS,
+    POINT_TO_POINT,
+    WITHIN,
+    Timing,
+    bus_factor,
+    fit,
+    ring_pairs,
+    slow_nodes,
+)
+from megalite.extras.doctor.commands import doctor
+from megalite.extras.doctor.findings import SMALLEST, Finding, Options, Verdict
+from megalite.extras.doctor.judgement import show
+from megalite.extras.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
+from megalite.extras.doctor.reports import Found, Report, Roll
+from megalite.extras.doctor.roll_call import RollCall
+from megalite.extras.doctor.run_directory import Seen, examine_run_directory
 from megalite.process.place import Place
 
 ROOT = Path(__file__).parents[3]
@@ -165,8 +174,8 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
 
 
 def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> None:
-    look = "import sys; from megalite.commands import doctor; sys.argv[1:] = ['--node']; code = doctor.main(); "
-    python = [sys.executable, "-c", look + "assert 'torch' not in sys.modules; sys.exit(code)"]
+    look = "import sys; from megalite.extras.doctor.commands import doctor; sys.argv[1:] = ['--node']; "
+    python = [sys.executable, "-c", look + "code = doctor.main(); assert 'torch' not in sys.modules; sys.exit(code)"]
     command = ["sh", "-c", f"ulimit -S -n 256; exec {shlex.join(python)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 93

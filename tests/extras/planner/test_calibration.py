@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.planner import calibration
-from megalite.planner.calibration import as_toml, calibrate, nonnegative_least_squares
-from megalite.planner.cluster import find_cluster
+from megalite.extras.planner import calibration
+from megalite.extras.planner.calibration import as_toml, calibrate, nonnegative_least_squares
+from megalite.extras.planner.cluster import find_cluster
 
 
 def test_least_squares_leave_out_what_would_be_negative() -> None:

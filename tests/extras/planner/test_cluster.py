@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megalite.errors import ConfigurationError
-from megalite.planner import cluster
-from megalite.planner.cluster import find_cluster, find_stack, with_doctor
+from megalite.extras.planner import cluster
+from megalite.extras.planner.cluster import find_cluster, find_stack, with_doctor
 
 FILE = """
 nodes = 4

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import plan
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands import plan
+from megalite.extras.planner.flags import layout_flags, without_layout
+from megalite.extras.planner.layouts import AXES
+from megalite.extras.planner.plan import Planner
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import TimeLine
 from megalite.pipeline.trace import to_trace
-from megalite.planner.cluster import find_cluster
-from megalite.planner.flags import layout_flags, without_layout
-from megalite.planner.layouts import AXES
-from megalite.planner.plan import Planner
 
 RUN = shlex.split("""--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000
     --bf16 --position-embedding-type rope --global-batch-size 8""")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands.compare_synchronization import MOCK_FLAGS, SMALL_MODEL
+from megalite.extras.comparison.commands.compare_synchronization import MOCK_FLAGS, SMALL_MODEL
 
 ROOT = Path(__file__).parents[3]
 COMMAND = [sys.executable, "tools/compare_synchronization.py"]

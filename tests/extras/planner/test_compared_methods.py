@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.commands.compare_synchronization import (
+from megalite.config.synchronization import SynchronizationConfig
+from megalite.errors import ConfigurationError, MegaliteError
+from megalite.extras.comparison.commands.compare_synchronization import (
     MOCK_FLAGS,
     SMALL_MODEL,
     Arguments,
@@ -18,11 +20,9 @@ from megalite.commands.compare_synchronization import (
     read_curve,
     resolved,
 )
-from megalite.comparison.synchronization import Curve, Link, compare, rows, table
-from megalite.comparison.synchronization_chart import chart
-from megalite.comparison.synchronization_methods import METHODS, PLAIN
-from megalite.config.synchronization import SynchronizationConfig
-from megalite.errors import ConfigurationError, MegaliteError
+from megalite.extras.comparison.synchronization import Curve, Link, compare, rows, table
+from megalite.extras.comparison.synchronization_chart import chart
+from megalite.extras.comparison.synchronization_methods import METHODS, PLAIN
 
 LINK = Link(alpha=0.5, beta=0.01)
 CURVES = {PLAIN: Curve([4.0, 3.0, 2.0], [100, 100, 100], 1.0), "half": Curve([4.0, 3.5, 3.0], [10, 10, 10], 1.0)}

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.parallel import ParallelConfig
-from megalite.planner.cluster import Cluster, Gpu, Link, Stack
-from megalite.planner.cost import CONTENTION, Cost, Prices, axis_of, exposed, ring, switched, tree
-from megalite.planner.records import Message, MessageKind, Operation, Work
+from megalite.extras.planner.cluster import Cluster, Gpu, Link, Stack
+from megalite.extras.planner.cost import CONTENTION, Cost, Prices, axis_of, exposed, ring, switched, tree
+from megalite.extras.planner.records import Message, MessageKind, Operation, Work
 
 GPU = Gpu(
     "round",

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import plan
 from megalite.config.optimizer import OptimizerConfig
-from megalite.planner.cluster import find_cluster
-from megalite.planner.memory import Element
+from megalite.extras.planner.cluster import find_cluster
+from megalite.extras.planner.commands import plan
+from megalite.extras.planner.memory import Element
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "planner.md").read_text()

@@ -18,9 +18,9 @@ from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve, validate
 from megalite.errors import ConfigurationError
+from megalite.extras.planner.dry_run import DryRun, dry_run
+from megalite.extras.planner.recording import Recorder
 from megalite.parallel.mesh import ParallelMesh
-from megalite.planner.dry_run import DryRun, dry_run
-from megalite.planner.recording import Recorder
 from megalite.training.data import open_data
 from megalite.training.summary import measured_memory
 from tests.distributed.test_memory import live_storages
@@ -124,7 +124,7 @@ def dry_run_and_host(config: RunConfig, ranks: int, rank: int) -> tuple[DryRun, 
         forget(recorder)
 
     with mock.patch.object(Recorder, "forget", count_and_forget):
-        return dry_run(config, ranks, rank), of_host[0]
+        return dry_run(config, ranks, rank, of_gpu=False), of_host[0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megalite.planner.goodput import DAY, Failures, days
+from megalite.extras.planner.goodput import DAY, Failures, days
 
 
 def simulated(failures: Failures, interval: float, count: int, seed: int) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ import torch
 from benchmarks.host_budget import FAMILIES, configuration, count, own_layers, own_update
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
+from megalite.extras.planner.dry_run import dry_run, planned_kernels
 from megalite.model.mlp import MLP
-from megalite.planner.dry_run import dry_run, gpu_kernels
 from megalite_kernels.implementation import is_installed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
@@ -25,12 +27,20 @@ LAYER = {
     "llama": (30, 0),
     # Instead of the rotation, four biases: added in three launches (the activation adds one), summed and stored.
     "gpt2": (44, 0),
-    # With 8 experts, each with two products forward and four backward, one after another as on GPUs before H100. The
+    # Two products forward and four backward for all experts together. The rest chooses, counts and sorts by expert. The
     # host waits for the numbers of their tokens.
-    "experts": (151, 1),
+    "experts": (72, 1),
 }
 """Launches and waits of a layer and micro-batch, whose gradients are added to those of another."""
-OF_A_RUN, OF_A_STEP = 5, 50
+OF_EXPERTS: list[tuple[dict[str, Any], int]] = [
+    ({}, 90),
+    ({"qk_layernorm": True}, 90),
+    ({"moe_aux_loss_coeff": (0.001,)}, 90),
+    ({"moe_aux_loss_coeff": (0.001,), "qk_layernorm": True}, 102),
+    ({"add_bias_linear": True}, 104),
+]
+"""Options of a layer with experts, and the most launches of it and a micro-batch, whatever the number of experts."""
+OF_A_RUN, OF_A_STEP = 5, 7
 """Launches of the optimizer: for each run of parameters of a group the sums of squares, two to undo their scale, one to
 square it, and the update; for each step the exact sums of the norm over all of them, as digits that ranks add up."""
 OF_A_BUCKET = 1
@@ -52,7 +62,7 @@ ALLOWED: dict[tuple[int, str], dict[str, int]] = {
     (2, "--optimizer muon"): ALWAYS,
     (2, "--log-num-zeros-in-grad"): ALWAYS | {"optim/statistics.py zeros_in_gradients": 1},
     # Two micro-batches of four layers, or of two on one of two stages.
-    (4, f"{EXPERTS} --ep 4"): ALWAYS | LOADS | {"parallel/dispatch.py _rows_per_expert": 8},
+    (4, f"{EXPERTS} --ep 4"): ALWAYS | LOADS | {"parallel/dispatch.py _sort": 8},
     (8, f"{EXPERTS} --ep 4 --pp 2 --moe-token-dispatcher-type alltoall"): ALWAYS
     | LOADS
     | {"parallel/dispatch.py _exchange": 4},
@@ -69,15 +79,25 @@ def config_of(flags: str) -> RunConfig:
 def test_a_layer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     assert is_installed()  # the references launch more
     config = configuration(family)
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         few, more = (count(own_layers(config, layers)[0]) for layers in (1, 2))
     assert (more[0] - few[0], more[1] - few[1]) == LAYER[family]
+
+
+@pytest.mark.parametrize(("experts", "topk"), [(8, 2), (128, 8)])
+@pytest.mark.parametrize(("options", "most"), OF_EXPERTS, ids=str)
+def test_a_layer_launches_no_more_for_more_experts(experts: int, topk: int, options: dict[str, Any], most: int) -> None:
+    config = configuration("experts")
+    config = replace(config, model=replace(config.model, num_experts=experts, moe_router_topk=topk, **options))
+    with planned_kernels(config.kernels):
+        (few, _), (more, _) = (count(own_layers(config, layers)[0]) for layers in (1, 2))
+    assert more - few <= most
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_the_optimizer_launches_and_waits_no_more_than_it_did(family: str) -> None:
     config = configuration(family)
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         layers, optimizer = own_layers(config, 2)
         found = count(own_update(layers, optimizer))
     runs = sum(len(shard.segments) for shard in optimizer.shards)

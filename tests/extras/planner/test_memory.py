@@ -9,11 +9,11 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import schedule_name, shape, virtual_stages
 from megalite.config.validate import resolve
+from megalite.extras.planner.dry_run import dry_run, planned_kernels
+from megalite.extras.planner.memory import in_flight, memory_in_flight, tied_elements
+from megalite.extras.planner.parts import part_records
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
-from megalite.planner.dry_run import dry_run, gpu_kernels
-from megalite.planner.memory import in_flight, memory_in_flight
-from megalite.planner.parts import part_records
 from megalite.training.data import known_vocabulary
 
 FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidden-size 2816 --seq-length 2048
@@ -39,7 +39,7 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
     """Kept memory is the same. Transient memory is that of the largest part, so the peak may differ by some percent."""
     config = resolve(parse_arguments(f"{FLAGS} {layout}".split()).config, RANKS)
     config = replace(config, model=replace(config.model, vocab_size=known_vocabulary(config)[0]))
-    with gpu_kernels(config.kernels):
+    with planned_kernels(config.kernels):
         parts = part_records(config)
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped)
@@ -57,3 +57,17 @@ def test_memory_is_that_of_a_dry_run(layout: str) -> None:
             wanted.memory.activations, rel=5e-3
         )  # but for a few numbers per token
         assert memory.total == pytest.approx(wanted.peak, rel=0.08)
+
+
+def test_gradients_of_an_embedding_take_no_more_than_their_sum() -> None:
+    """They are kept until the end of the head, where their sum is made, or are added up from the first one on."""
+    found = []
+    for micro_batches in (1, 2, 1000):
+        flags = f"{FLAGS} --vocab-size 8192 --num-layers 1 --global-batch-size {micro_batches}"
+        config = resolve(parse_arguments(f"{flags} --recompute-activations".split()).config, 1)
+        with planned_kernels(config.kernels):
+            parts = part_records(config)
+        found.append(memory_in_flight(config, 1, parts, [[(1,)]])[0].transient)
+    kept, summed = 2048 * (1024 * 2 + 8 + 1), tied_elements(config) * 4
+    assert found[1] - found[0] == kept
+    assert found[2] - found[1] == summed - 2 * kept

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.planner import published as page
+from benchmarks.planner.errors import Prediction, classes, intervals
+from benchmarks.planner.programs import program_of
 from benchmarks.planner.published import published, rows
 
 
@@ -39,3 +43,66 @@ def test_parameters_are_near_the_published_number() -> None:
         found = (model.num_layers * layer + words + positions) / 1e9
         assert found == pytest.approx(float(run.row["params_b"]), rel=0.15), run.row["model"]
         assert math.isfinite(found)
+
+
+def experts_of_bridge(**fields: str) -> dict[str, str]:
+    """Return the last published row of experts of Megatron-Bridge, with other fields."""
+    row = next(row for row in rows() if row["model"] == "GPT OSS 120B" and "release 26.04 " in row["source"])
+    return row | fields
+
+
+@pytest.mark.parametrize(
+    ("release", "program"),
+    [
+        ("25.11", "bridge-experts"),
+        ("26.02", "bridge-experts"),
+        ("26.02.01", "bridge-experts-2026"),
+        ("26.04", "bridge-experts-2026"),
+        ("26.04.01", "bridge-experts-2026"),
+        ("26.06", "bridge-experts-2026"),
+        ("27.02", "bridge-experts-2026"),
+    ],
+)
+def test_a_release_has_the_program_of_its_time(release: str, program: str) -> None:
+    source = f"Megatron-Bridge docs/performance-summary.md release {release} Pre-Training Performance"
+    assert program_of(experts_of_bridge(source=source)) == program
+
+
+@pytest.fixture
+def another_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """A row that takes the place of all others."""
+    row = experts_of_bridge()
+    monkeypatch.setattr(page, "rows", lambda: [row])
+    published.cache_clear()
+    yield row
+    published.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"gpu": "A900"}, "A900"),
+        ({"params_b": "671", "ffn": "18432", "experts": "256", "layers": "61", "hidden": "7168"}, "dense feed-forward"),
+        ({"model": "DeepSeek-V3"}, "latent attention"),
+        ({"source": "Megatron-Bridge main branch"}, "release"),
+    ],
+    ids=["GPU", "width", "attention", "program"],
+)
+def test_a_row_that_cannot_be_predicted_ends_no_validation(
+    fields: dict[str, str], reason: str, another_row: dict[str, str]
+) -> None:
+    another_row |= fields
+    runs, reasons = published()
+    assert not runs
+    assert reason in reasons[0]
+
+
+def test_intervals_are_those_of_a_class() -> None:
+    """Dense runs are all a tenth too slow, and those with experts twice as long."""
+    timed = [run for run in published()[0] if run.seconds is not None]
+    found = [Prediction(run, (run.seconds or 0) * (2.0 if run.config.model.num_experts else 1.1)) for run in timed]
+    assert sum(len(own) for _, own in classes(found)) == len(timed)
+    for name, interval in intervals(found).items():
+        assert interval.factor == pytest.approx(2.0 if name.startswith("experts") else 1.1)
+        assert (interval.covered is None) == (interval.runs < 20), name
+    assert {"dense, float8", "experts, 16 or more bits"} <= intervals(found).keys()

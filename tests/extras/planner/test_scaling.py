@@ -7,11 +7,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.commands.scaling import Arguments, check, configuration, median_of, predictions, with_batch
-from megalite.comparison.runs import message
-from megalite.comparison.scaling import Run, compare, table
-from megalite.comparison.scaling_chart import chart
 from megalite.errors import ConfigurationError, MegaliteError
+from megalite.extras.comparison.commands.scaling import (
+    Arguments,
+    check,
+    configuration,
+    median_of,
+    predictions,
+    with_batch,
+)
+from megalite.extras.comparison.runs import message
+from megalite.extras.comparison.scaling import Run, compare, table
+from megalite.extras.comparison.scaling_chart import chart
 
 STRONG = [Run(1, 8, 1.0), Run(2, 8, 0.625), Run(4, 8, 0.25)]
 WEAK = [Run(2, 8, 1.0), Run(4, 16, 1.25)]

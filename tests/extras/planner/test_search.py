@@ -9,7 +9,6 @@ from typing import Literal
 
 import pytest
 
-from megalite.commands.plan import completed
 from megalite.config import RunConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
@@ -18,17 +17,18 @@ from megalite.config.parallel import ScheduleName
 from megalite.config.pipeline_layout import stages_of_letters
 from megalite.config.training import TrainingConfig
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.planner import scaling
-from megalite.planner.cluster import Cluster, find_cluster
-from megalite.planner.dry_run import OPTIMIZER, dry_run
-from megalite.planner.layouts import AXES, Layout, layouts
-from megalite.planner.least import Least
-from megalite.planner.neighbours import changes, neighbours
-from megalite.planner.plan import Plan, Planner
-from megalite.planner.report import as_csv, as_json, memory_lines, neighbour_lines, row, table, time_lines
-from megalite.planner.savings import savings
-from megalite.planner.search import search
-from megalite.planner.stage_layout import PartCosts, balanced
+from megalite.extras.planner import scaling
+from megalite.extras.planner.cluster import Cluster, find_cluster
+from megalite.extras.planner.commands.plan import completed
+from megalite.extras.planner.dry_run import OPTIMIZER, dry_run
+from megalite.extras.planner.layouts import AXES, Layout, layouts
+from megalite.extras.planner.least import Least
+from megalite.extras.planner.neighbours import changes, neighbours
+from megalite.extras.planner.plan import Plan, Planner
+from megalite.extras.planner.report import as_csv, as_json, memory_lines, neighbour_lines, row, table, time_lines
+from megalite.extras.planner.savings import savings
+from megalite.extras.planner.search import search
+from megalite.extras.planner.stage_layout import PartCosts, balanced
 
 CLUSTER = find_cluster("H100-SXM")
 

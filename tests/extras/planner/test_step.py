@@ -16,14 +16,14 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.training import TrainingConfig
+from megalite.extras.planner.cluster import Cluster, Gpu, Link, Stack
+from megalite.extras.planner.cost import Prices
+from megalite.extras.planner.parts import Parts
+from megalite.extras.planner.records import Operation, PartRecord, Update, Work
+from megalite.extras.planner.step import Step
 from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.simulator import durations, simulate
 from megalite.pipeline.stages import Stages
-from megalite.planner.cluster import Cluster, Gpu, Link, Stack
-from megalite.planner.cost import Prices
-from megalite.planner.parts import Parts
-from megalite.planner.records import Operation, PartRecord, Update, Work
-from megalite.planner.step import Step
 
 GPU = Gpu(
     "round",
@@ -139,7 +139,7 @@ def test_what_is_not_simulated_takes_as_long(
     )
     head = record(work(0.05), work(0.1))
     found = step(run, 4, head=head).simulated.seconds
-    monkeypatch.setattr("megalite.planner.step._PERIODS", (100, 101))
+    monkeypatch.setattr("megalite.extras.planner.step._PERIODS", (100, 101))
     assert found == pytest.approx(step(run, 4, head=head).simulated.seconds, rel=1e-6)
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from megalite.errors import ConfigurationError
-from megalite.translation.script import read_script
+from megalite.extras.translation.script import read_script
 
 START = "A=3; B='p  q'; C=abc.tar.gz; D=; L=(one 'two three' 4)\n"
 SANDBOX = "ulimit -t 5 -f 1000; torchrun() { printf '%s\\0' \"$@\" > words; }; export -f torchrun\n"
@@ -174,6 +174,8 @@ SIMPLE = st.one_of(
             "builtin printf -v A 5",
             "command f",
             "time f 1",
+            "function time { A=8; }",
+            "set -o noexec",
         ]
     ),
     st.sampled_from(
@@ -339,12 +341,79 @@ def difference(text: str, folder: Path) -> str:
         "[[ -3 -le 6 || 1 -eq ${A:=1} ]]; A=${A-2}",
         "A=1; A=a A=${A:-d}",
         "A=1; [[ 010 -eq 8 ]] && A=2",
+        "A=1; set -o posix; A=2 :",
+        "A=1; set -o keyword",
+        'A=1; : "${E-$((A=8))}"; if true; then : "${E-$((A=8))}"; fi',
+        "A=1; case ${L[*]:+$((A=8))} in *) ;; esac",
+        "A=1; if [ ! $A -o 1 ]; then A=2; else A=3; fi",
+        "A=1; export -gx A=2",
+        "A=1; readonly -x A=2",
+        "A=1; function time { A=2; }; time 5",
+        "A=1; function time { A=2; }; time :",
+        "A=1; function coproc { A=2; }; coproc :",
+        "A=1; function export { A=2; }; export B=1",
+        "A=1; function : { A=2; }; :",
+        "shopt -s expand_aliases\nalias seven='A=7'\nA=1\nseven",
+        "f() { A=$2; }; f $(true) 5 6",
+        "f() { A=$2; }; f $X 5 6",
+        'f() { A=$2; }; f "$X" 5 6',
+        "f() { A=$2; }; X=$(echo a b); f $X 5 6",
+        "f() { A=$2; }; f {1..3} 5 6",
+        "f() { A=$2; }; L=($(echo a b) 5); f ${L[@]} 6",
+        "f() { g $@; }; g() { A=$2; }; f `true` 5 6",
+        "f() { A=$1; }; f 5 $(true) 6",
+        "f() { A=$2; }; f $((2**3)) 5",
     ],
 )
 def test_what_is_not_followed_is_no_complete_command(text: str, tmp_path: Path) -> None:
     script = f"{text}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers $A"
     assert bash_words(script, tmp_path) is not None
     assert difference(script, tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "set -n",
+        "set -o noexec",
+        "set -eo noexec",
+        "X=noexec; set -o $X",
+        "set -o $(echo noexec)",
+        "set -o onecmd",
+        "shopt -so noexec",
+        "time() { A=2; }; time",
+    ],
+)
+def test_what_bash_never_starts_is_refused_by_line(text: str, tmp_path: Path) -> None:
+    script = f"{text}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 1"
+    assert bash_words(script, tmp_path) is None
+    with pytest.raises(ConfigurationError, match=r"line 1: .* is not followed"):
+        read_script(script)
+
+
+@pytest.mark.parametrize("options", ["-n -c", "-nc", "-o noexec -c", "-ec", "-o pipefail -c"])
+def test_inner_shells_that_run_nothing_are_refused(options: str, tmp_path: Path) -> None:
+    script = f"/bin/bash {options} 'torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 1'"
+    if bash_words(script, tmp_path) is None:
+        with pytest.raises(ConfigurationError, match=r"line 1: a shell with .*n.* is not followed"):
+            read_script(script)
+    else:
+        assert read_script(script).argv == ("--num-layers", "1")
+
+
+def test_inner_shells_have_what_all_is_exported_for(tmp_path: Path) -> None:
+    inner = "/bin/bash -c 'torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers ${A-5} --seed ${B-6}'"
+    for script in (f"set -a; A=1; set +a; B=2; {inner}", f"(set -o allexport); A=1; {inner}"):
+        words = bash_words(script, tmp_path)
+        assert words is not None
+        assert list(read_script(script).argv) == words[3:]
+
+
+@pytest.mark.parametrize("options", ["-n", "-t", "-xn"])
+def test_a_first_line_that_lets_nothing_run_is_refused(options: str) -> None:
+    script = f"#!/bin/bash {options}\ntorchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 1"
+    with pytest.raises(ConfigurationError, match=f"line 1: #!/bin/bash {options} is not followed"):
+        read_script(script)
 
 
 QUICK = settings(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import translate
 from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
-from megalite.translation.report import Report
-from megalite.translation.sizes import sizes
+from megalite.extras.translation.commands import translate
+from megalite.extras.translation.report import Report
+from megalite.extras.translation.sizes import sizes
 
 SIZES = "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8"
 COURSE = "--micro-batch-size 2 --global-batch-size 16 --lr 0.1 --train-iters 5"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import translate
 from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
+from megalite.extras.translation.commands import translate
 
 DOCS = Path(__file__).parents[3] / "docs"
 FILE = re.compile(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)

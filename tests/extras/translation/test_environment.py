@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megalite.translation.environment import KEPT
-from megalite.translation.report import Report
-from megalite.translation.source import _add_environment
+from megalite.extras.translation.environment import KEPT
+from megalite.extras.translation.report import Report
+from megalite.extras.translation.source import _add_environment
 
 HARMFUL = """
 TORCH_LOGS TORCH_LOGS_OUT TORCH_LOGS_FORMAT TORCH_TRACE TORCH_SHOW_CPP_STACKTRACES TORCH_FR_DUMP_TEMP_FILE

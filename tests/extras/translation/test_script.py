@@ -11,8 +11,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megalite.errors import ConfigurationError
-from megalite.translation.script import read_script
-from megalite.translation.shell import Script
+from megalite.extras.translation.script import read_script
+from megalite.extras.translation.shell import Script
 
 TRAIN = "\ntorchrun pretrain_gpt.py --num-layers 2 "
 

@@ -11,9 +11,9 @@ import pytest
 
 from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
-from megalite.translation import deepspeed
-from megalite.translation.report import Report
-from megalite.translation.source import translate
+from megalite.extras.translation import deepspeed
+from megalite.extras.translation.report import Report
+from megalite.extras.translation.source import translate
 
 NETWORK = ["--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4", "--seq-length", "8"]
 PLAIN: dict[str, Any] = {
@@ -359,8 +359,9 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         (
             "titan.sh",
             b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
-            "torchtitan's settings are in no TOML file",
+            "settings of torchtitan are not translated",
         ),
+        ("llama3_8b.toml", b"[training]\nsteps = 10\n", "settings of torchtitan are not translated"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )

@@ -1,0 +1,17 @@
+"""Entry points of the extras: all that the core knows of them. Each is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_ENTRY_POINTS = {
+    "run_alone": "megalite.extras.planner.alone:run_alone",
+    "with_stages": "megalite.extras.planner.stage_layout:with_stages",
+}
+
+
+def entry_point(name: str) -> Any:
+    """Import and return what an extra gives to the core."""
+    module, _, attribute = _ENTRY_POINTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)

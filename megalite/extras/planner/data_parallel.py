@@ -1,0 +1,144 @@
+"""Messages of data-parallel ranks in a step, how much of them computation hides, and the update of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megalite.config import RunConfig
+from megalite.extras.planner.cost import Cost, Prices, exposed
+from megalite.extras.planner.memory import Element, tied_elements
+from megalite.extras.planner.records import MessageKind, PartRecord
+from megalite.optim.layout import default_bucket_size
+
+_PRODUCTS_PER_ITERATION = 3
+"""Products of an iteration of Newton-Schulz."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages of a stage among data-parallel ranks, in seconds, and its elements.
+
+    Attributes:
+        forward, backward: seconds per micro-batch that no computation hides (ZeRO 2 and 3).
+        reduce, gather: seconds per step of the reductions of the gradients and of the gathers of the weights.
+        windows: seconds of the last backward and of the first forward, which may hide those.
+        update: seconds of the optimizer.
+        elements: elements of the stage.
+    """
+
+    forward: float
+    backward: float
+    reduce: float
+    gather: float
+    windows: tuple[float, float]
+    update: float
+    elements: int
+
+
+class DataParallel:
+    """Data-parallel ranks of a layout."""
+
+    def __init__(self, config: RunConfig, world_size: int, prices: Prices) -> None:
+        parallel = config.parallel
+        self.config, self.prices = config, prices
+        pipeline, tensor = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+        sizes = parallel.mesh_sizes
+        of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]
+        of_stage = world_size // pipeline
+        self._dense = range(0, of_stage, tensor)
+        self._expert = range(0, of_stage, of_experts)
+        self._first_to_last = (0, world_size - of_stage)
+        self._instances = config.synchronization.instances(parallel.num_distributed_optimizer_instances)
+        self._element = Element.of(config)
+
+    def exchange(self, parts: Sequence[tuple[PartRecord, int, float, float]]) -> Exchange:
+        """Return what a stage exchanges. `parts`: records with their number and their seconds forward and backward."""
+        stage = self.config.parallel.zero_stage
+        forward = backward = reduce = gather = update = 0.0
+        elements = 0
+        for record, count, of_forward, of_backward in parts:
+            reduces = self._seconds("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
+            gathers = self._seconds("all-gather", record, self._element.parameter) if stage else 0.0
+            if stage == 3:
+                forward += count * exposed(gathers, of_forward)
+            if stage >= 2:
+                backward += count * exposed(reduces + (gathers if stage == 3 else 0.0), of_backward)
+            else:
+                reduce += count * reduces
+            gather += count * gathers * (stage < 3)
+            elements += count * (record.parameters + record.expert_parameters)
+            update += count * self._update(record, count)
+        windows = (
+            sum(count * seconds for _, count, _, seconds in parts),
+            sum(count * seconds for _, count, seconds, _ in parts),
+        )
+        return Exchange(forward, backward, reduce, gather, windows, update, elements)
+
+    def afterwards(self, exchanges: Sequence[Exchange], *, tied: bool) -> Cost:
+        """Return what a rank with these stages does after its last backward. `tied`: it has the first or last stage."""
+        parallel = self.config.parallel
+        elements = sum(each.elements for each in exchanges)
+        reduce = self._exposed(
+            sum(each.reduce for each in exchanges),
+            sum(each.windows[0] for each in exchanges),
+            elements,
+            overlapped=parallel.overlap_grad_reduce,
+        )
+        gather = self._exposed(
+            sum(each.gather for each in exchanges),
+            sum(each.windows[1] for each in exchanges),
+            elements,
+            overlapped=parallel.overlap_param_gather,
+        )
+        return Cost(data=reduce + gather + self._tied(tied), optimizer=sum(each.update for each in exchanges))
+
+    def _update(self, record: PartRecord, count: int) -> float:
+        """Return the seconds in which the optimizer updates one of `count` such parts."""
+        update, elements = record.update, record.parameters + record.expert_parameters
+        groups = [(each, ranks[: max(len(ranks) // self._instances, 1)]) for each, ranks in self._kinds(record)]
+        of_group = sum(each / len(ranks) for each, ranks in groups) / elements if elements else 1.0
+        sharded = self.config.parallel.zero_stage > 0
+        share = of_group if sharded else 1.0
+        launches, gpu = update.launches * share, self.prices.cluster.gpu
+        device = launches * gpu.kernel + self.prices.moved(update.bytes * share)
+        if update.products:  # each matrix is computed on one rank of the group, so that some may have none
+            matrices = update.products.total() / (_PRODUCTS_PER_ITERATION * self.config.optimizer.muon_num_ns_steps)
+            of_group = max(of_group, 1 / max(matrices * count, 1.0))
+            for operation, number in update.products.items():
+                device += of_group * number * self.prices.operation(operation, of_layer=False).products
+            for message, number in update.messages.items():
+                device += of_group * number * self.prices.message(message)
+            for each, ranks in groups:
+                size = each * max(self._element.parameter, 4)
+                size, times = (size / len(ranks), 2) if sharded else (size, 1)
+                device += times * self.prices.collective("all-to-all", ranks, size)
+        return max(device, launches * self.prices.launch) + self.prices.waiting(update.synchronizations)
+
+    def _tied(self, tied: bool) -> float:
+        """Return the seconds of summing the gradients of an embedding that is also the output layer."""
+        size = tied_elements(self.config) * self._element.gradient
+        if not (tied and size and self.config.parallel.pipeline_model_parallel_size > 1):
+            return 0.0
+        return self.prices.collective("all-reduce", self._first_to_last, size)
+
+    def _exposed(self, seconds: float, window: float, elements: int, *, overlapped: bool) -> float:
+        if not overlapped or not elements:
+            return seconds
+        bucket = self.config.parallel.ddp_bucket_size or default_bucket_size(len(self._dense))
+        return max(exposed(seconds, window), seconds * min(1.0, bucket / elements))
+
+    def _kinds(self, record: PartRecord) -> Iterable[tuple[int, range]]:
+        yield record.parameters, self._dense
+        yield record.expert_parameters, self._expert
+
+    def _seconds(self, kind: MessageKind, record: PartRecord, item: float) -> float:
+        """Return the seconds of a message with all elements of a part; over instances first within, then across."""
+        total = 0.0
+        for elements, ranks in self._kinds(record):
+            size = elements * item
+            of_instance = max(len(ranks) // self._instances, 1)
+            total += self.prices.collective(kind, ranks[:of_instance], size)
+            if kind != "all-gather" and of_instance < len(ranks):
+                total += self.prices.collective("all-reduce", ranks[::of_instance], size / of_instance)
+        return total
