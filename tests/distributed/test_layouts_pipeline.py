@@ -76,9 +76,9 @@ def test_one_step_is_the_oracles(pipeline: Row, rank_pools: RankPools) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
-def test_one_step_is_the_oracles_on_every_layout(pipeline: Row, rank_pools: RankPools) -> None:
-    few = few_of(pipeline)
-    check(rank_pools, [cell for cell in cells_of(pipeline) if cell not in few])
+def test_one_step_is_the_oracles_on_every_second_layout(pipeline: Row, rank_pools: RankPools) -> None:
+    few, turn = few_of(pipeline), PIPELINES.index(pipeline)
+    check(rank_pools, [cell for cell in cells_of(pipeline)[turn % 2 :: 2] if cell not in few])
 
 
 def test_every_schedule_zero_stage_and_split_is_among_the_few_of_some_pipeline() -> None:

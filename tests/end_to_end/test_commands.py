@@ -313,7 +313,8 @@ def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 2
 
 
-@pytest.mark.parametrize("program", ["training", pytest.param("generation", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("program", ["training", "generation"])
 def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(
     program: str, checkout: Path, request: pytest.FixtureRequest
 ) -> None:

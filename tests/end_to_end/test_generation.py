@@ -98,7 +98,8 @@ def test_a_killed_generation_leaves_what_is_complete_and_blocks_no_other(
     assert not partial.exists()
 
 
-@pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_suspended_while_texts_are_written_is_named(
     stopped: int, trained: Path, spawn: Spawn, tmp_path: Path
 ) -> None:

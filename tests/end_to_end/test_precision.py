@@ -71,6 +71,7 @@ def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path:
         assert losses(train(run, tmp_path / "four", instances, world_size=4)) == pytest.approx(alone, rel=1e-10)
 
 
+@pytest.mark.wide
 def test_norms_and_zeros_are_recorded_on_request(run: Run, tmp_path: Path) -> None:
     """The values are the same on any layout."""
     flags = "--fp64 --global-batch-size 8 --log-params-norm --log-num-zeros-in-grad --lr 0.1"

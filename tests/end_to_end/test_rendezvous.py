@@ -208,6 +208,7 @@ if os.environ["RANK"] == "0":
         assert said_by(job, 0) == []
 
 
+@pytest.mark.wide
 def test_ranks_that_differ_in_the_watchdog_are_told_so(tmp_path: Path) -> None:
     entry = tmp_path / "entry.py"
     flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "4"]

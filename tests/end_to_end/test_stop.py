@@ -95,6 +95,7 @@ def test_a_file_stops_the_run_and_one_from_before_does_not(start: Start, run: Ru
     assert not (directory / "STOP").exists()
 
 
+@pytest.mark.wide
 def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) -> None:
     job = start(*ENDLESS, "--train-iters", 10000, "--save", tmp_path, world_size=2)
     wait_for_step(job, 2)
@@ -110,7 +111,8 @@ def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) 
     assert len(list(tmp_path.glob("iter_*"))) == 3
 
 
-@pytest.mark.parametrize("file", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["file", "signal"])
+@pytest.mark.wide
+@pytest.mark.parametrize("file", [True, False], ids=["file", "signal"])
 def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     file: bool, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     assert metrics(directory) == metrics(whole)
 
 
+@pytest.mark.wide
 def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: Path) -> None:
     """There is one line at the start if somebody else has changed the file, otherwise none."""
     flags = [*GPT2, "--lr-decay-style", "constant", "--eval-iters", 1, "--eval-interval", 2]
@@ -275,6 +278,7 @@ def test_a_finished_run_is_done_at_once_and_goes_on_with_more_steps(run: Run, tm
     assert_same_checkpoint(tmp_path / "s" / "iter_0000003", tmp_path / "whole" / "iter_0000003")
 
 
+@pytest.mark.wide
 def test_a_new_run_in_a_used_folder_is_refused(run: Run, tmp_path: Path) -> None:
     run(*GPT2, "--train-iters", 2, "--save", tmp_path / "s")
     before = contents(tmp_path / "s")

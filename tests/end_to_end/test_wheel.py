@@ -65,6 +65,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
+@pytest.mark.wide
 def test_both_packages_and_all_commands_are_in_it(programs: Path, tmp_path: Path) -> None:
     looked = run(programs / "python", "-c", LOOK, directory=tmp_path)
     assert looked.returncode == 0, looked.stderr

@@ -103,6 +103,7 @@ def _judge(names: list[str], folder: Path) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.wide
 def test_the_rule_finds_each_fault(tmp_path: Path) -> None:
     found = in_clean_process(_judge, list(PROGRAMS), tmp_path)
     assert found == {name: fault for name, (_, fault) in PROGRAMS.items()}
