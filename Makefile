@@ -89,7 +89,7 @@ test-extras: .venv/installed-test
 	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow' tests/extras
 
 test-wide: .venv/installed-test
-	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow'
+	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow' --ignore=tests/fuzz
 
 test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
@@ -117,7 +117,7 @@ compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
 
 fuzz: .venv/installed-test
-	.venv/bin/python -m pytest -m '' -k nothing_that_was_found tests/fuzz
+	$(PYTEST) --numprocesses=$(WORKERS) --dist=load -m '' tests/fuzz
 	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(REPORT),--report)
 

@@ -63,9 +63,9 @@ def test_an_example_reaches_it_on_a_pipeline(tmp_path: Path) -> None:
         pytest.param(VIT, ["zero=3"], 2, id="vit-zero3"),
         pytest.param(TRANSLATE, ["pp=4"], 4, id="translate-pp4", marks=pytest.mark.slow),
         pytest.param(VIT, ["pp=2", "stages_per_rank=2"], 2, id="vit-interleaved"),
-        pytest.param(RESNET, ["pp=2"], 2, id="resnet-pp2"),
+        pytest.param(RESNET, ["pp=2"], 2, id="resnet-pp2", marks=pytest.mark.slow),
         pytest.param(DPO, ["zero=3"], 2, id="dpo-zero3"),
-        pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2"),
+        pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2", marks=pytest.mark.slow),
         pytest.param(GRPO, ["zero=3"], 2, id="grpo-zero3"),
     ],
 )
