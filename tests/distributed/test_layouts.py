@@ -92,7 +92,7 @@ def few_of(layout: Row) -> list[Cell]:
     return cells[2 * LAYOUTS.index(layout) % 3 :: 3]
 
 
-NAMES = ("tp1-dp1", "tp1-dp2", "tp1-dp3", "tp2-sp-dp2", "tp4-dp1")
+NAMES = ("tp1-dp1", "tp1-dp2", "tp1-dp3", "tp1-dp4", "tp1-dp8", "tp2-sp-dp4", "tp4-dp1")
 """Layouts that have all sizes and ways of communication."""
 FIRST = [layout for layout, name in zip(LAYOUTS, IDS, strict=True) if name in NAMES]
 
