@@ -145,10 +145,15 @@ def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
     return pairs
 
 
+@cache
+def many_pairs() -> list[Pair]:
+    """Return the pairs that others are chosen from; drawing them takes a second."""
+    return random_pairs(2000, 0, sharding)
+
+
 def covering_pairs(missing: set[Target], met: Callable[[Pair], set[Target]], most_ranks: int = 8) -> list[Pair]:
     """Return those of many random pairs that cover the most missing targets per rank, until all are covered."""
-    drawn = random_pairs(2000, 0, sharding)
-    candidates = [(pair, met(pair)) for pair in drawn if pair.most_ranks <= most_ranks]
+    candidates = [(pair, met(pair)) for pair in many_pairs() if pair.most_ranks <= most_ranks]
     pairs: list[Pair] = []
     while missing:
         pair, covered = max(candidates, key=lambda candidate: len(candidate[1] & missing) / candidate[0].ranks)

@@ -46,17 +46,8 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        *(
-            pytest.param(words, marks=pytest.mark.wide)
-            for words in (("notebook",), ("train",), ("train", "async_save"))
-        ),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("words", [(), ("notebook",), ("train",), ("train", "async_save")], ids=" ".join)
 def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = program(tmp_path, *words)
     assert (ended.returncode, ended.stderr) == (0, "")
