@@ -39,7 +39,7 @@ class Class:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of the runs of a class.
+    """Facts about the runs of a class.
 
     Attributes:
         generations: GPU generations that have such runs.

@@ -123,7 +123,7 @@ def test_intervals_are_those_of_a_class() -> None:
 
 
 def test_an_interval_holds_the_runs_of_sources_that_gave_it_nothing() -> None:
-    """Of float8, the runs of one source have twice the errors of the others, as logarithms."""
+    """Runs of one source have twice the errors of the other float8 ones, as logarithms."""
     found = errors_of(lambda run: 1.21 if "torchtitan" in run.source else 1.1)["dense, float8"]
     assert found.measured is not None
     assert found.measured.covered >= 0.9
@@ -131,7 +131,7 @@ def test_an_interval_holds_the_runs_of_sources_that_gave_it_nothing() -> None:
 
 
 def test_the_planner_has_the_intervals_of_the_page() -> None:
-    """And each of them holds nine runs of ten."""
+    """Each of them holds nine runs of ten."""
     page = (Path(__file__).parents[3] / "docs" / "planner_validation.md").read_text()
     number = r"\| ([0-9.]+) \| ([0-9.]+)% "
     rows = re.findall(
