@@ -57,8 +57,8 @@ class Interval:
     """Seconds between which a measured step lies nine times of ten.
 
     Attributes:
-        unknown: the class and the GPU of the run, as words, if no run like it is measured; the interval is then the
-            widest of all classes.
+        unknown: the class and the GPU of the run, as words, if nothing is known of such runs; the interval is then
+            the widest of all classes.
     """
 
     least: float

@@ -216,7 +216,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     unmeasured = "" if planner.prices.stack.measured else UNMEASURED
     yield f"nine times of ten, a step of the first takes {expected.least:.3f} to {expected.most:.3f} s{unmeasured}"
     if expected.unknown is not None:
-        yield f"no run of its class ({expected.unknown}) is measured: the interval is the widest of all classes"
+        yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)
