@@ -122,7 +122,7 @@ def section(date: datetime.date) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for run in RUNS:
         found = predicted(run)
-        least, most = found.interval
+        least, most = found.interval.least, found.interval.most
         yield (
             f"| {run.name} | {run.gpus:,} {run.cluster} | {run.stack} | `{run.layout}` | {run.batch} | "
             f"{found.seconds:.2f} ({least:.2f} to {most:.2f}) | {found.tokens_per_second:,.0f} | "

@@ -124,7 +124,7 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
     assert len(blocks) == 2
     for block in blocks:
         shell(block, tmp_path)
-    assert (tmp_path / "run/kernels/kernels.svg").exists()
+    assert (tmp_path / "run/kernels/kernels_cpu.svg").exists()
 
 
 @pytest.mark.wide

@@ -217,7 +217,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "row": row(plan),
         "seconds": step.seconds,
-        "seconds_nine_times_of_ten": list(step.interval),
+        "seconds_nine_times_of_ten": [step.interval.least, step.interval.most],
+        "unknown_class": step.interval.unknown,
         "seconds_by_cause": {each.name: getattr(step.cost, each.name) for each in fields(Cost)},
         "tokens_per_second_per_gpu": step.tokens_per_second,
         "model_flops_per_gpu": step.flops,
