@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from io import StringIO
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -19,9 +19,10 @@ from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.lifecycle.startup import Startup
 from megalite.optim.optimizer import StepResult
 from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.collectives import all_gather_json
+from megalite.parallel.collectives import all_gather_json, on_any_rank
 from megalite.parallel.mesh import PartMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest
@@ -30,6 +31,7 @@ from megalite.synchronization.parameter_server import Link, Server, Worker
 from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
 from megalite.training import loss_terms
 from megalite.training.display import Display
+from megalite.training.loop import TrainingLoop
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
@@ -37,9 +39,6 @@ from megalite.training.task import Task
 from megalite.training.trainer import Gradients, Trainer
 from megalite.watchdog.sections import OPTIMIZER, Sections
 from megalite.watchdog.sections import SAVE as SAVING
-
-if TYPE_CHECKING:
-    from megalite.training.loop import TrainingLoop
 
 
 def make_trainer(
@@ -181,7 +180,7 @@ class WorkerTrainer(_PartTrainer):
         if not self._meets:
             return [False] * len(flags)
         flags, self._flags = self._flags, []
-        return super().agree(flags)
+        return on_any_rank(flags, self.mesh)
 
     def locate_not_finite(self) -> str | None:
         """Return None: workers do not skip the same steps, and do not run them again together."""
@@ -214,12 +213,9 @@ class WorkerTrainer(_PartTrainer):
             f"parameter servers: ranks {servers}; the layout is of the {self.mesh.world_size} workers",
         )
 
-    def run(self, loop: TrainingLoop) -> int:
-        """Run the loop, and tell the servers that it has ended."""
+    def learn_save_seconds(self) -> None:
+        """Learn from the servers for how long they expect to save. Called by all ranks of the run together."""
         self._estimated_save = max(all_gather_json(0.0, self.mesh.whole))
-        code = super().run(loop)
-        self.worker.ask(Message(END, code))
-        return code
 
 
 class ServerTrainer(_PartTrainer):
@@ -266,14 +262,46 @@ class ServerTrainer(_PartTrainer):
                 self.checkpoints.settle(display)
         return said.getvalue()
 
-    def run(self, loop: TrainingLoop) -> int:
-        """Serve, instead of running the loop."""
+    def tell_save_seconds(self) -> None:
+        """Tell the workers for how long a save is expected to last. Called by all ranks of the run together."""
         all_gather_json(self.save_seconds(), self.mesh.whole)
+
+
+class WorkerLoop(TrainingLoop):
+    """Loop of a worker: it agrees with the others where all meet, and tells the servers when it has ended."""
+
+    trainer: WorkerTrainer
+
+    def run(self) -> int:
+        """Train until the run ends or is asked to stop. Returns the exit code of the program."""
+        self.trainer.learn_save_seconds()
+        code = super().run()
+        self.trainer.worker.ask(Message(END, code))
+        return code
+
+    def agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any worker, where all of them meet; otherwise False."""
+        return self.trainer.agree(flags)
+
+
+class ServerLoop(TrainingLoop):
+    """Loop of a server, which serves until the workers' loops have ended."""
+
+    trainer: ServerTrainer
+
+    def run(self) -> int:
+        """Serve. Returns the exit code of the program, as the workers have it."""
+        self.trainer.tell_save_seconds()
         with StopRequest() as stop:
-            loop.startup.over()
-            loop.log_progress("continues" if self.iteration else "begins")
-            code = self.serve(stop.local_request)
+            self.startup.over()
+            self.log_progress("continues" if self.trainer.iteration else "begins")
+            code = self.trainer.serve(stop.local_request)
             if code:
                 stop.answered()
-        loop.log_progress("stopped" if code else "finished")
+        self.log_progress("stopped" if code else "finished")
         return code
+
+
+def make_loop(trainer: Trainer, display: Display, startup: Startup) -> TrainingLoop:
+    """Return the loop of this rank, by its role."""
+    return (ServerLoop if isinstance(trainer, ServerTrainer) else WorkerLoop)(trainer, display, startup)

@@ -150,7 +150,7 @@ class Run:
         with display:
             self.begin(display)
             if trainer is not None:
-                code = trainer.run(TrainingLoop(trainer, display, self.startup))
+                code = make_loop(self.config)(trainer, display, self.startup).run()
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
@@ -202,6 +202,15 @@ def make_trainer(config: TaskConfig) -> type[Trainer] | Callable[..., Trainer]:
     from megalite.training.parameter_server import make_trainer
 
     return make_trainer
+
+
+def make_loop(config: TaskConfig) -> Callable[[Trainer, Display, Startup], TrainingLoop]:
+    """Return what makes the loop of this rank."""
+    if not config.synchronization.has_servers:
+        return TrainingLoop
+    from megalite.training.parameter_server import make_loop
+
+    return make_loop
 
 
 def _record_run(directory: AnyPath, config: TaskConfig) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +26,6 @@ from megalite.optim.replica import ANCHOR
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.collectives import on_any_rank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
@@ -46,9 +45,6 @@ from megalite.training.resume import ResumePoint, check_schedule_unit
 from megalite.training.synchronization import exchange_notes, make_local_update, register_states, replica_mesh
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
-
-if TYPE_CHECKING:
-    from megalite.training.loop import TrainingLoop
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
@@ -293,14 +289,6 @@ class Trainer:
                 f"{self.mesh.size('dp')} data-parallel ranks: begin with fewer ranks"
             )
         return whole
-
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is set on any rank. Called after each step."""
-        return on_any_rank(flags, self.mesh)
-
-    def run(self, loop: TrainingLoop) -> int:
-        """Run the loop. Returns the exit code of the program."""
-        return loop.run()
 
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""
