@@ -6,7 +6,7 @@ import copy
 import datetime
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -305,16 +305,3 @@ class UnconnectedMesh(ParallelMesh):
         self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None
     ) -> dist.ProcessGroup | None:
         return None
-
-
-class PartMesh(ParallelMesh):
-    """Mesh of consecutive ranks of a run, which are data-parallel and are numbered from 0, as in a run of their own."""
-
-    def __init__(self, whole: ParallelMesh, first: int, count: int) -> None:
-        super().__init__(rank=whole.rank - first, world_size=count, device=whole.device, timeout=whole._timeout)
-        self.whole, self.first = whole, first
-        self.waits, self.traffic = whole.waits, whole.traffic
-
-    def _cached_group(self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> Group:
-        group = self.whole._cached_group(kind, tuple(self.first + rank for rank in ranks), timeout)
-        return replace(group, ranks=ranks)

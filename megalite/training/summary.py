@@ -23,7 +23,6 @@ from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.synchronization import synchronization_line
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
@@ -94,8 +93,11 @@ def summary(trainer: Summarized, task: GPTTask) -> dict[str, object]:
 
 
 def _synchronization(trainer: Summarized) -> dict[str, object]:
-    line = synchronization_line(trainer.config, trainer.optimizer)
-    return {} if line is None else {"exchange": line}
+    optimizer = trainer.optimizer
+    flats = [flat for buckets in optimizer.bucket_states.values() for bucket in buckets for flat in bucket]
+    kept = sum(values.nbytes for values in (*flats, *optimizer.rank_states.values()))
+    line = optimizer.synchronization.description(kept)
+    return {"exchange": line} if line else {}
 
 
 def _context(task: GPTTask) -> dict[str, object]:

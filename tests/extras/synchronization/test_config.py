@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megalite.config import RunConfig, resolve
 from megalite.config.synchronization import SynchronizationConfig, with_sites
 from megalite.errors import ConfigurationError
-from megalite.synchronization.local_update import LocalUpdate
-from megalite.training.synchronization import exchange_notes
+from megalite.extras.synchronization.local_update import LocalUpdate
+from megalite.extras.synchronization.local_update_trainer import exchange_notes
 from tests.unit.test_config_validate import config_of, problems
 
 COMPRESSION = "--gradient-compression"
