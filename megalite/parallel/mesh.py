@@ -132,8 +132,6 @@ class ParallelMesh:
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._coordinates = self.coordinates_of(rank)
-        self.counterparts = Group((rank,), 0)
-        """Ranks at this rank's position in each replica, if this is the mesh of a replica."""
 
     def size(self, *axes: str) -> int:
         """Return the product of the sizes of `axes`."""
@@ -157,7 +155,7 @@ class ParallelMesh:
         """Return the mesh of this rank's replica: of the `count` equal blocks of data-parallel ranks, the one that has
         this rank.
 
-        A replica has all pipeline stages. Its ranks keep their numbers. All ranks call this method together.
+        A replica has all pipeline stages. Its ranks keep their numbers.
 
         Raises:
             ValueError: the data-parallel sizes, dense and expert, are not divisible by the count.
@@ -178,7 +176,6 @@ class ParallelMesh:
             for axes, view in self._views.items()
         }
         inner._coordinates = inner.coordinates_of(self.rank)
-        inner.counterparts = self.group_of(self.ranks("dp")[inner._coordinates["dp"] :: inner._sizes["dp"]])
         return inner
 
     def at(self, rank: int) -> ParallelMesh:

@@ -44,7 +44,10 @@ def synchronization(config: TaskConfig, mesh: ParallelMesh) -> RunSynchronizatio
 
 
 class LessCommunication(RunSynchronization):
-    """Data parallelism that communicates less in a step, or not in each step."""
+    """Data parallelism that communicates less in a step, or not in each step.
+
+    Replicas exchange their weights between counterparts: the ranks at one position in each of them.
+    """
 
     def __init__(self, config: TaskConfig, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
@@ -53,7 +56,9 @@ class LessCommunication(RunSynchronization):
         if self._chosen.has_replicas:
             self.trainer = LocalUpdateTrainer
             self.replicas = self._chosen.replicas(mesh.size("dp"))
-            self.replica = mesh.replica(self.replicas) if self.replicas > 1 else mesh
+            self.replica = mesh.replica(self.replicas)
+            at, size = self.replica.coordinate("dp"), self.replica.size("dp")
+            self._counterparts = mesh.group_of(mesh.ranks("dp")[at::size])
 
     def options(self, plain: DataParallel) -> DataParallel:
         """Return the options of data parallelism, with the reduction of the gradients."""
@@ -66,7 +71,7 @@ class LessCommunication(RunSynchronization):
         if chosen.all_reduce_algorithm in ("ring", "tree"):
             return RingReduction if chosen.all_reduce_algorithm == "ring" else TreeReduction
         if chosen.has_replicas and chosen.local_update_warmup_iters > 0:
-            return partial(WarmupReduction, self.replica.counterparts)
+            return partial(WarmupReduction, self._counterparts)
         if chosen.compression_within == "none" and (chosen.has_replicas or not chosen.compresses):
             return Reduction
         momentum, beta1 = self._optimizer.sgd_momentum, self._optimizer.adam_beta1
@@ -90,7 +95,7 @@ class LessCommunication(RunSynchronization):
             return ExtraState()
         exchange, replica = None, None
         if chosen.has_replicas:
-            others = self.replica.counterparts
+            others = self._counterparts
             sums = sums_over_replicas(chosen, shards, others)
             exchange = LocalUpdate(chosen, shards, others, self.replica.device, sums)
             replica = Replica(others.rank, others.size, "average")
