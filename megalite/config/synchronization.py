@@ -93,6 +93,12 @@ class SynchronizationConfig:
     """Time for which a step waits for late workers after the first one, in units of the median time of a gradient."""
 
     @property
+    def is_plain(self) -> bool:
+        """True if in each step the backend sums all gradients over all ranks at once."""
+        sums = self.all_reduce_algorithm == "backend" and self.sites == 1 and not self.compresses
+        return sums and not self.has_replicas and not self.has_servers
+
+    @property
     def compresses(self) -> bool:
         return any(name != "none" for name in self.gradient_compression)
 

@@ -24,8 +24,7 @@ from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.metrics import THROUGHPUT
 from megalite.training.routing_recorder import RoutingRecorder
-from megalite.training.task import Figures
-from megalite.training.trainer import Trainer
+from megalite.training.task import Figures, Summarized
 
 
 @dataclass
@@ -111,7 +110,7 @@ class GPTTask(GPTNetworkTask):
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def summary(self, trainer: Trainer) -> dict[str, object]:
+    def summary(self, trainer: Summarized) -> dict[str, object]:
         return summary.summary(trainer, self)
 
     def notes(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from megalite.training.builder import count_parameters
 from megalite.training.dataset_task import DatasetTask
 from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.module_task import Count, counted_terms
-from megalite.training.trainer import Trainer
+from megalite.training.task import Summarized
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class TokenTask(GPTNetworkTask, DatasetTask):
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+    def summary(self, trainer: Summarized) -> Mapping[str, object]:
         count = self.config.training.micro_batch_size
         length = self.config.data.seq_length
         tokens = (torch.arange(count * length) % (self.model.vocab_size or 1)).view(count, length)

@@ -21,7 +21,7 @@ from megalite.parallel import device as devices
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.training.kernels import choose_kernels, require_equal_dropout
-from megalite.training.trainer import Trainer
+from megalite.training.synchronization import make_trainer
 
 STEPS = 11
 """Number of steps; the first one, in which kernels are compiled, is not counted."""
@@ -95,7 +95,7 @@ def run_as_rank(config: RunConfig, world_size: int, rank: int, steps: int = STEP
     devices.activate(device)
     torch.manual_seed(config.training.seed)
     mesh = UnconnectedMesh(rank=rank, world_size=world_size, device=device, **config.parallel.mesh_sizes)
-    trainer = Trainer(config, RandomTask(config, mesh), mesh)
+    trainer = make_trainer(config, RandomTask(config, mesh), mesh)
     times, now = [], clock(device)
     for _ in range(steps):
         devices.synchronize(device)

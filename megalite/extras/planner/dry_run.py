@@ -38,7 +38,7 @@ from megalite.training.gpt_task import GPTTask
 from megalite.training.kernels import require_equal_dropout
 from megalite.training.memory import Memory
 from megalite.training.summary import measured_memory
-from megalite.training.trainer import Trainer
+from megalite.training.synchronization import make_trainer
 from megalite_kernels.implementation import Kernels, current, use
 
 META = torch.device("meta")
@@ -136,7 +136,7 @@ def dry_run(config: RunConfig, world_size: int, rank: int, *, of_gpu: bool = Tru
     with planned_kernels(config.kernels, of_gpu=of_gpu), recorder:
         require_equal_dropout(config, META)
         task = DryTask(config, mesh)
-        trainer = Trainer(config, task, mesh)
+        trainer = make_trainer(config, task, mesh)
         memory = measured_memory(trainer, task)
         recorder.forget()
         before = recorder.alive

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.errors import ConfigurationError
+from megalite.extras.synchronization.parameter_server_order import END, PUSH, SAVE, Command, Figures, Message, Order
 from megalite.optim.layout import BucketLayout, bucket_length
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed, launch
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Command, Figures, Message, Order
 
 HEARTBEAT_SECONDS = 30.0
 """Time after which the first server calls the others, which would otherwise take it for lost."""

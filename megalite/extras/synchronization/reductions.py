@@ -8,20 +8,20 @@ from functools import cache, partial
 import torch
 
 from megalite.config.synchronization import Compression, SynchronizationConfig
+from megalite.extras.synchronization.compressed import CompressedReduction, PackedSum, PackerOf
+from megalite.extras.synchronization.compressor import Compressor
+from megalite.extras.synchronization.deep_gradient import VelocityPacker, ratio_at
+from megalite.extras.synchronization.local_update import Sum
+from megalite.extras.synchronization.low_rank import LowRankReduction
+from megalite.extras.synchronization.methods import make_compressor
+from megalite.extras.synchronization.onebit_adam import MomentumPacker
+from megalite.extras.synchronization.packer import CompressorAt, Packer, Packing, padding
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.optim.shard import Shard
 from megalite.parallel.collectives import all_reduce_async_
 from megalite.parallel.mesh import Group
-from megalite.synchronization.compressed import CompressedReduction, PackedSum, PackerOf
-from megalite.synchronization.compressor import Compressor
-from megalite.synchronization.deep_gradient import VelocityPacker, ratio_at
-from megalite.synchronization.local_update import Sum
-from megalite.synchronization.low_rank import LowRankReduction
-from megalite.synchronization.methods import make_compressor
-from megalite.synchronization.onebit_adam import MomentumPacker
-from megalite.synchronization.packer import CompressorAt, Packer, Packing, padding
 
 _SETS = ("topk", "threshold", "dgc", "count-sketch")
 """Methods by which ranks choose elements of their own."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.extras.synchronization.compressed import CompressedReduction
+from megalite.extras.synchronization.packer import Packer, Packing
 from megalite.optim.layout import BucketLayout
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment, Shard
 from megalite.optim.update_rule import UpdateRule
-from megalite.synchronization.compressed import CompressedReduction
-from megalite.synchronization.packer import Packer, Packing
 
 PART = 1 << 22
 """Number of elements that are updated at a time, which bounds the memory of temporary tensors."""

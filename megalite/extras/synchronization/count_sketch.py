@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.synchronization.compressor import Compressor, Field, finite
-from megalite.synchronization.hashing import mixed
+from megalite.extras.synchronization.compressor import Compressor, Field, finite
+from megalite.extras.synchronization.hashing import mixed
 
 
 @dataclass(frozen=True)

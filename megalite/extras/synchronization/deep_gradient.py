@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megalite.extras.synchronization.packer import Packer, Packing
 from megalite.optim.layout import BucketLayout
-from megalite.synchronization.packer import Packer, Packing
 
 
 def ratio_at(updates: int, warmup: int, ratio: float) -> float:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from megalite.extras.synchronization.packer import Packer, padding, zero
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import Group
-from megalite.synchronization.packer import Packer, padding, zero
 
 PackerOf = Callable[[BucketLayout, int, int], Packer]
 """Function that makes the packer of messages of a bucket's elements from the one number to the other."""

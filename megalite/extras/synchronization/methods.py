@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megalite.synchronization.blockwise import BFloat16, Blockwise, Float16, Sign
-from megalite.synchronization.compressor import Compressor
-from megalite.synchronization.count_sketch import CountSketch
-from megalite.synchronization.sparse import RandomK, Threshold, TopK
+from megalite.extras.synchronization.blockwise import BFloat16, Blockwise, Float16, Sign
+from megalite.extras.synchronization.compressor import Compressor
+from megalite.extras.synchronization.count_sketch import CountSketch
+from megalite.extras.synchronization.sparse import RandomK, Threshold, TopK
 
 
 def make_compressor(name: str, ratio: float, dtype: torch.dtype = torch.float32) -> Compressor:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.synchronization.compressor import Compressor, Field, finite
-from megalite.synchronization.hashing import positions
+from megalite.extras.synchronization.compressor import Compressor, Field, finite
+from megalite.extras.synchronization.hashing import positions
 from megalite_kernels.compression import compact
 
 SAMPLED = 400  # elements of a sample above its threshold: a standard deviation of 5 % in how many pass

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megalite.config.synchronization import SynchronizationConfig
+from megalite.extras.synchronization.warmup import WarmupReduction
 from megalite.optim.replica import ANCHOR
 from megalite.optim.shard import Shard
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import Group
-from megalite.synchronization.warmup import WarmupReduction
 
 MOMENTUM, EXCHANGED = "outer_momentum", "exchanged"
 """State of a slice that is the same on all replicas: the momentum of the outer optimizer, and the sum of the changes in

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.extras.synchronization.hashing import mixed
 from megalite.optim.layout import BucketLayout
-from megalite.synchronization.hashing import mixed
 
 
 def matrix_shape(shape: Sequence[int], rank: int) -> tuple[int, int] | None:

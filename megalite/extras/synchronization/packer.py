@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.extras.synchronization.compressor import Compressor
 from megalite.optim.layout import BucketLayout
-from megalite.synchronization.compressor import Compressor
 
 CompressorAt = Callable[[int], Compressor]
 """Function from the number of applied updates to the compressor of the next step."""

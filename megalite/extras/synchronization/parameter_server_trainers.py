@@ -11,25 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from io import StringIO
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
-
-import torch.distributed as dist
+from typing import Any, Literal
 
 from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.config.synchronization import SynchronizationConfig
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.extras.synchronization.parameter_server import Link, Server, Worker
+from megalite.extras.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
 from megalite.optim.optimizer import StepResult
+from megalite.optim.synchronization import Synchronization
 from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.collectives import all_gather_json
-from megalite.parallel.mesh import PartMesh
+from megalite.parallel.collectives import all_gather_json, on_any_rank
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath
-from megalite.synchronization.parameter_server import Link, Server, Worker
-from megalite.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
 from megalite.training import loss_terms
 from megalite.training.display import Display
+from megalite.training.loop import TrainingLoop
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
@@ -37,20 +37,6 @@ from megalite.training.task import Task
 from megalite.training.trainer import Gradients, Trainer
 from megalite.watchdog.sections import OPTIMIZER, Sections
 from megalite.watchdog.sections import SAVE as SAVING
-
-if TYPE_CHECKING:
-    from megalite.training.loop import TrainingLoop
-
-
-def make_trainer(
-    config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None = None, sections: Sections | None = None
-) -> WorkerTrainer | ServerTrainer:
-    """Return the trainer of this rank, by its role."""
-    if mesh.device.type == "cuda" and dist.get_backend() != "gloo":
-        raise ConfigurationError(
-            "--asynchronous parameter-server: messages go through host memory: give --distributed-backend gloo"
-        )
-    return (ServerTrainer if mesh.first else WorkerTrainer)(config, task, mesh, directory, sections)
 
 
 def _with(config: TaskConfig, strategy: Literal["no_shard", "optim"], **sections: Any) -> TaskConfig:
@@ -64,9 +50,8 @@ def _with(config: TaskConfig, strategy: Literal["no_shard", "optim"], **sections
     return replace(config, parallel=parallel, **sections)
 
 
-def _links(config: TaskConfig, mesh: PartMesh) -> list[Link]:
-    """Return the links to the ranks of the other role, in rank order."""
-    whole = mesh.whole
+def _links(config: TaskConfig, whole: ParallelMesh) -> list[Link]:
+    """Return the links to the ranks of the other role, in rank order. `whole`: the mesh of both."""
     workers = whole.world_size - config.synchronization.num_servers
     pairs = [(worker, server) for worker in range(workers) for server in range(workers, whole.world_size)]
     return [Link.to(whole, *pair) for pair in pairs if whole.rank in pair]
@@ -74,8 +59,6 @@ def _links(config: TaskConfig, mesh: PartMesh) -> list[Link]:
 
 class _PartTrainer(Trainer):
     """Trainer of a worker or a server: what both do."""
-
-    mesh: PartMesh
 
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint, or fail, on all ranks. Rank 0 shows the notes of the first server."""
@@ -95,25 +78,31 @@ class WorkerTrainer(_PartTrainer):
     """Trainer of a worker: its optimizer has the gradients and the weights of its own rank, and no state."""
 
     def __init__(
-        self, config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None, sections: Sections | None
+        self,
+        config: TaskConfig,
+        task: Task,
+        synchronization: Synchronization,
+        directory: AnyPath | None = None,
+        sections: Sections | None = None,
     ) -> None:
         without_state = replace(config.optimizer, optimizer="sgd", sgd_momentum=0.0, optimizer_backend="auto")
-        super().__init__(_with(config, "no_shard", optimizer=without_state), task, mesh, None, sections)
-        self.config, self.directory, self.together = config, directory, self.replica
+        super().__init__(_with(config, "no_shard", optimizer=without_state), task, synchronization, None, sections)
+        self.config, self.directory = config, directory
         if len(self.terms) > 1 or self.optimizer.module_states or self.optimizer.has_tallies:
             raise ConfigurationError(
                 "--asynchronous parameter-server: servers know the count of one loss term, and update weights alone; "
                 "this network has other terms or state, such as those of experts"
             )
-        self.worker = Worker(self.optimizer, _links(config, mesh))
+        self.worker = Worker(self.optimizer, _links(config, self.mesh.whole))
         self._meets = True  # all of them begin at the same step
         self._flags: list[bool] = []
         self._server_stops = False
         self._longest_save = self._estimated_save = 0.0
 
-    def _divisors(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
-        """Return 1: a worker's gradients are of the sum of the loss, and servers divide by the count."""
-        return dict.fromkeys(counts, 1.0)
+    def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
+        """Return this worker's counts, and 1: its gradients are of the sum of the loss, and servers divide."""
+        counts = loss_terms.total_counts(terms, own, self.optimizer.mesh)
+        return counts, dict.fromkeys(counts, 1.0)
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
         """Push the gradients and get the weights of the next step, which may not be the following one.
@@ -133,7 +122,7 @@ class WorkerTrainer(_PartTrainer):
                     self._is_meeting(step),
                     any(self._flags),
                     seconds,
-                    loss_terms.total_sums(gradients.terms, gradients.sums, self.replica)[name],
+                    loss_terms.total_sums(gradients.terms, gradients.sums, self.optimizer.mesh)[name],
                     gradients.counts[name],
                     *astuple(rates),
                 )
@@ -181,7 +170,7 @@ class WorkerTrainer(_PartTrainer):
         if not self._meets:
             return [False] * len(flags)
         flags, self._flags = self._flags, []
-        return super().agree(flags)
+        return on_any_rank(flags, self.mesh)
 
     def locate_not_finite(self) -> str | None:
         """Return None: workers do not skip the same steps, and do not run them again together."""
@@ -214,23 +203,25 @@ class WorkerTrainer(_PartTrainer):
             f"parameter servers: ranks {servers}; the layout is of the {self.mesh.world_size} workers",
         )
 
-    def run(self, loop: TrainingLoop) -> int:
-        """Run the loop, and tell the servers that it has ended."""
+    def learn_save_seconds(self) -> None:
+        """Learn from the servers for how long they expect to save. Called by all ranks of the run together."""
         self._estimated_save = max(all_gather_json(0.0, self.mesh.whole))
-        code = super().run(loop)
-        self.worker.ask(Message(END, code))
-        return code
 
 
 class ServerTrainer(_PartTrainer):
     """Trainer of a server: its optimizer has this server's shard of the weights and of the state. It runs no steps."""
 
     def __init__(
-        self, config: TaskConfig, task: Task, mesh: PartMesh, directory: AnyPath | None, sections: Sections | None
+        self,
+        config: TaskConfig,
+        task: Task,
+        synchronization: Synchronization,
+        directory: AnyPath | None = None,
+        sections: Sections | None = None,
     ) -> None:
         plain = _with(config, "optim", synchronization=SynchronizationConfig())
-        super().__init__(plain, task, mesh, directory, sections)
-        self.config, self.workers = config, _links(config, mesh)
+        super().__init__(plain, task, synchronization, directory, sections)
+        self.config, self.workers = config, _links(config, self.mesh.whole)
         self.listener: Callable[[str, int, int], None] | None = None
         """Function that is called for what the first server decides; see `Order`."""
 
@@ -266,14 +257,41 @@ class ServerTrainer(_PartTrainer):
                 self.checkpoints.settle(display)
         return said.getvalue()
 
-    def run(self, loop: TrainingLoop) -> int:
-        """Serve, instead of running the loop."""
+    def tell_save_seconds(self) -> None:
+        """Tell the workers for how long a save is expected to last. Called by all ranks of the run together."""
         all_gather_json(self.save_seconds(), self.mesh.whole)
+
+
+class WorkerLoop(TrainingLoop):
+    """Loop of a worker: it agrees with the others where all meet, and tells the servers when it has ended."""
+
+    trainer: WorkerTrainer
+
+    def run(self) -> int:
+        """Train until the run ends or is asked to stop. Returns the exit code of the program."""
+        self.trainer.learn_save_seconds()
+        code = super().run()
+        self.trainer.worker.ask(Message(END, code))
+        return code
+
+    def agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any worker, where all of them meet; otherwise False."""
+        return self.trainer.agree(flags)
+
+
+class ServerLoop(TrainingLoop):
+    """Loop of a server, which serves until the workers' loops have ended."""
+
+    trainer: ServerTrainer
+
+    def run(self) -> int:
+        """Serve. Returns the exit code of the program, as the workers have it."""
+        self.trainer.tell_save_seconds()
         with StopRequest() as stop:
-            loop.startup.over()
-            loop.log_progress("continues" if self.iteration else "begins")
-            code = self.serve(stop.local_request)
+            self.startup.over()
+            self.log_progress("continues" if self.trainer.iteration else "begins")
+            code = self.trainer.serve(stop.local_request)
             if code:
                 stop.answered()
-        loop.log_progress("stopped" if code else "finished")
+        self.log_progress("stopped" if code else "finished")
         return code

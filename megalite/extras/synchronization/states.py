@@ -6,19 +6,19 @@ its own, weights, moments (`Optimizer.replica`) and the residual of its sum, is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.config.synchronization import SynchronizationConfig
+from megalite.extras.synchronization import power
+from megalite.extras.synchronization.compressed import CompressedReduction, PackedSum
+from megalite.extras.synchronization.local_update import LocalUpdate, kept_names
+from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import BucketLayout
 from megalite.optim.replica import BucketState
-from megalite.synchronization import power
-from megalite.synchronization.compressed import CompressedReduction, PackedSum
-from megalite.synchronization.local_update import LocalUpdate, kept_names
-from megalite.synchronization.low_rank import LowRankReduction
 
 _OF_GRADIENTS = BucketState("residual", "sum", whole=True, per_use=True, among="shards")
 _VELOCITY = BucketState("velocity", "sum", whole=True, per_use=True, among="shards")
@@ -50,8 +50,8 @@ def bucket_states(config: SynchronizationConfig, zero_stage: int) -> Iterator[Bu
 
 
 def find_bucket_states(
-    states: Iterator[BucketState], buckets: Sequence[Bucket], exchange: LocalUpdate | None
-) -> dict[BucketState, list[list[Tensor]]]:
+    states: Iterable[BucketState], buckets: Sequence[Bucket], exchange: LocalUpdate | None
+) -> dict[BucketState, Sequence[Sequence[Tensor]]]:
     """Return the tensors of each kind of state, by bucket."""
     return {
         state: [_of_bucket(state, number, bucket, exchange) for number, bucket in enumerate(buckets)]

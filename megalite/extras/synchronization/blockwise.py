@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.synchronization.compressor import Compressor, Field
+from megalite.extras.synchronization.compressor import Compressor, Field
 from megalite_kernels.compression import BLOCK, dequantize_rows, quantize_rows
 
 SIGN_BLOCK = 2048  # elements that share a magnitude: 1.6 % more bytes than signs alone
