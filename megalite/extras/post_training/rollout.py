@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.errors import ConfigurationError
+from megalite.extras.post_training.log_probabilities import TokenOutputs, evaluating
 from megalite.inference import generation
 from megalite.inference.generation import Finish
 from megalite.inference.network import Network
@@ -29,7 +30,6 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
-from megalite.post_training.log_probabilities import TokenOutputs, evaluating
 
 
 @dataclass(frozen=True)

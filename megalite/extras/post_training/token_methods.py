@@ -11,12 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.inference.sampling import Sampling
-from megalite.parallel import collectives
-from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.mesh import ParallelMesh
-from megalite.post_training.export import export_weights
-from megalite.post_training.log_probabilities import (
+from megalite.extras.post_training.export import export_weights
+from megalite.extras.post_training.log_probabilities import (
     LossFunction,
     Multipliers,
     TokenOutputs,
@@ -24,15 +20,19 @@ from megalite.post_training.log_probabilities import (
     totals,
     with_loss,
 )
-from megalite.post_training.receivers import Receiver
-from megalite.post_training.reference import Reference, load_teacher
-from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
+from megalite.extras.post_training.receivers import Receiver
+from megalite.extras.post_training.reference import Reference, load_teacher
+from megalite.extras.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
+from megalite.extras.post_training.token_task import TokenTask
+from megalite.inference.sampling import Sampling
+from megalite.parallel import collectives
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.mesh import ParallelMesh
 from megalite.training.loss_terms import check_names
 from megalite.training.metrics import StepMetrics
 from megalite.training.module_task import Count
 from megalite.training.resume import open_initial_model
 from megalite.training.run import Run
-from megalite.training.token_task import TokenTask
 from megalite.training.trainer import Gradients
 from megalite.training.trainer import Trainer as TrainingState
 

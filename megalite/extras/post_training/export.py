@@ -26,13 +26,13 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
 from megalite.conversion.mapping import ToFiles, file_tensors
 from megalite.conversion.opened import logical_tensors
+from megalite.extras.post_training.receivers import FolderReceiver, Receiver, row_ranges
 from megalite.model.gpt import GPT
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.collectives import Pending, all_gather_json, launch
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
-from megalite.post_training.receivers import FolderReceiver, Receiver, row_ranges
 
 EXPORTING = "exporting the weights"
 

@@ -37,7 +37,7 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.shard_file import bytes_of
 from megalite.checkpoint.tensors import Kind
 from megalite.errors import CommunicationError
-from megalite.post_training.receivers import row_ranges
+from megalite.extras.post_training.receivers import row_ranges
 from megalite.small_files import MOST_AXES, parse_json
 
 SECONDS = 600.0

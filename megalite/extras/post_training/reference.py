@@ -17,6 +17,7 @@ from megalite.config import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
+from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
 from megalite.inference.network import check_layout, stage_parts
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, make_chunks
@@ -25,7 +26,6 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.stage import TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
-from megalite.post_training.log_probabilities import TokenOutputs, log_probabilities
 
 
 class FrozenNetwork:

@@ -12,6 +12,7 @@ from megalite.config import RunConfig
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, DataError
+from megalite.extras.post_training.log_probabilities import LOSS, LossFunction, with_loss
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
@@ -20,7 +21,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
-from megalite.post_training.log_probabilities import LOSS, LossFunction, with_loss
 from megalite.training import builder
 from megalite.training.builder import count_parameters
 from megalite.training.dataset_task import DatasetTask
