@@ -1,4 +1,4 @@
-"""How data-parallel ranks bring together what they learn: the seam at which a run may do it in another way."""
+"""The seam at which data-parallel ranks may bring together in another way what they learn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplicaExchange(Protocol):
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What an optimizer has beside its update rules."""
+    """State of an optimizer beside that of its update rules."""
 
     bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = field(default_factory=dict)
     """Extra state: for each bucket, one flat tensor per part (see `bucket_parts`)."""

@@ -39,7 +39,7 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
 
 
 class Summarized(Protocol):
-    """What a summary tells of a trainer."""
+    """Parts of a trainer that a summary describes."""
 
     config: TaskConfig
     task: Task
