@@ -143,7 +143,7 @@ class Trainer(TokenMethods):
         place = _place()
         if place.world_size > 1 or save is not None:
             report_uncaught()
-        self._startup = startup = Startup(place)
+        startup = Startup(place)
         workers = settings.pop("num_workers", None)
 
         def source(given: Any, shuffle: bool | None) -> SampleSource | None:
@@ -385,8 +385,7 @@ class Trainer(TokenMethods):
         if self._loop is None:
             display = self._display(None if last is None else max(last, 1))
             self._run.begin(self._loop_files.enter_context(display))
-            loop = TrainingLoop(self._trainer, display, self._startup)
-            self._loop = self._loop_files.enter_context(loop)
+            self._loop = self._loop_files.enter_context(self._run.loop(self._trainer, display))
         return self._loop
 
     def _display(self, steps: int | None = None) -> Display:

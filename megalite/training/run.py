@@ -27,7 +27,7 @@ from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.loop import metrics_path
+from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
@@ -151,7 +151,7 @@ class Run:
         with display:
             self.begin(display)
             if trainer is not None:
-                code = self._synchronization.loop(trainer, display, self.startup).run()
+                code = self.loop(trainer, display).run()
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
@@ -159,6 +159,10 @@ class Run:
             if code == EXIT_FINISHED:
                 self.finish(display, self.last)
         return code
+
+    def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
+        """Return the loop that runs the trainer of this rank."""
+        return self._synchronization.loop(trainer, display, self.startup)
 
     def finish(self, display: Display, last: int) -> None:
         """Show that the run is finished, and write DONE into its directory, so that scripts do not start it again.
