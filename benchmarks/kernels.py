@@ -36,8 +36,9 @@ from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, f
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
 from megalite_kernels.case import Case
-from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
+from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
 
 TARGET = 0.85

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.dropout import drop
+from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 

@@ -17,7 +17,7 @@ from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training import builder, summary
-from megalite.training.batches import BUSIEST, Cutting, to_micro_batches
+from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.experts import expert_loads, node_notes, with_dispatcher
 from megalite.training.flops import flops_per_token, peak_flops
@@ -61,7 +61,7 @@ class GPTTask(GPTNetworkTask):
         self.hidden_size = model.hidden_size
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
         self.tokens_per_sample = config.data.seq_length
-        self.cutting: Cutting = builder.make_cutting(config, mesh)
+        self.cutting = builder.make_cutting(config, mesh)
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 

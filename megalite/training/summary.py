@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,13 +22,11 @@ from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
+from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
-
-if TYPE_CHECKING:
-    from megalite.training.gpt_task import GPTTask
 
 _MATRICES = "matrices of layers"
 
@@ -65,7 +62,7 @@ def common_lines(trainer: Summarized) -> dict[str, object]:
     }
 
 
-def summary(trainer: Summarized, task: GPTTask) -> dict[str, object]:
+def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
     config, mesh, model = task.config, trainer.mesh, task.model
     measured, formula = measured_memory(trainer, task), expected_memory(trainer, task)
@@ -100,7 +97,7 @@ def _synchronization(trainer: Summarized) -> dict[str, object]:
     return {"exchange": line} if line else {}
 
 
-def _context(task: GPTTask) -> dict[str, object]:
+def _context(task: GPTNetworkTask) -> dict[str, object]:
     """Return what a context-parallel rank holds and computes of a sample, if several share it."""
     cutting, parallel, length = task.cutting, task.config.parallel, task.config.data.seq_length
     if cutting.ranks == 1:
@@ -117,7 +114,7 @@ def _context(task: GPTTask) -> dict[str, object]:
     }
 
 
-def _pipeline(trainer: Summarized, task: GPTTask) -> dict[str, object]:
+def _pipeline(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return the parts of the model on each rank of the pipeline, if there is more than one stage."""
     if trainer.schedules.stages.count == 1:
         return {}
@@ -160,7 +157,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
     return tensor.name if group.is_embedding_or_output or group.weight_decay else "norms and biases"
 
 
-def measured_memory(trainer: Summarized, task: GPTTask) -> memory.Memory:
+def measured_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
     """Add up this rank's parameters, gradients, optimizer state and peak of saved activations.
 
     A forward of each chunk over meaningless tokens measures the activations. All ranks run it.
@@ -211,7 +208,7 @@ def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     return peak_in_flight(actions, sizes)
 
 
-def expected_memory(trainer: Summarized, task: GPTTask) -> memory.Memory:
+def expected_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
     """Calculate this rank's memory by formula."""
     config = task.config
     activations = [

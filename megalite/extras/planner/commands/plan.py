@@ -201,7 +201,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     from megalite.extras.planner import scaling
     from megalite.extras.planner.layouts import AXES
     from megalite.extras.planner.neighbours import neighbours
-    from megalite.extras.planner.report import Results, explained, length_lines, misfits, missing, table
+    from megalite.extras.planner.report import Results, explained, length_lines, misfits, missing, scaling_lines, table
     from megalite.extras.planner.search import Found, search
 
     as_given = set(keep) == set(AXES)
@@ -235,7 +235,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     sizes = scaling.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
     if sizes:
         yield ""
-        yield from scaling.lines(sizes)
+        yield from scaling_lines(sizes)
     starts = commands_of(planner, best, argv)
     yield from ("", *starts)
     write_files(options, planner, Results(found, starts, notes, length, others, sizes))
