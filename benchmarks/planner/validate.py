@@ -1,4 +1,4 @@
-"""Validation of the planner on published runs; writes docs/planner_validation.md.
+"""Validation of the planner on published runs; writes planner_validation.md beside it.
 
     python -m benchmarks.planner.validate
 
@@ -38,7 +38,7 @@ from benchmarks.planner.tables import (
     unused,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner_validation.md"
+PAGE = Path(__file__).with_name("planner_validation.md")
 
 
 def page(fit: Fit, found: Sequence[Prediction]) -> str:

@@ -13,7 +13,9 @@ DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+    *sorted(
+        str(path.relative_to(ROOT)) for folder in ("docs", "benchmarks/planner") for path in ROOT.glob(f"{folder}/*.md")
+    ),
 )
 QUOTE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python\n", re.MULTILINE)

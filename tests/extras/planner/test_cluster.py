@@ -184,7 +184,7 @@ def test_file_of_another_kind_is_refused() -> None:
 def test_intervals_are_those_of_the_validation() -> None:
     """Compare the interval of each program with the page's, and megalite's, which nobody has measured, with the spread
     of the fitted factors and of the runs of one program."""
-    page = (Path(__file__).parents[3] / "docs" / "planner_validation.md").read_text()
+    page = (Path(__file__).parents[3] / "benchmarks" / "planner" / "planner_validation.md").read_text()
     rows = re.findall(r"^\| ([a-z0-9-]+) \| (1\.\d+) \|$", page, re.MULTILINE)
     stated = {name: float(factor) for name, factor in rows}
     assert len(stated) > 1
