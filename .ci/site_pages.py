@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "slurm/README.md": "slurm.md",
