@@ -1,4 +1,4 @@
-"""Validation of the planner on published runs; writes docs/planner_validation.md and the planner's intervals.toml.
+"""Validation of the planner on published runs; writes planner_validation.md beside it and the planner's intervals.toml.
 
     python -m benchmarks.planner.validate
 
@@ -32,7 +32,7 @@ from benchmarks.planner.tables import (
 )
 from megalite.extras.planner.intervals import FILE
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner_validation.md"
+PAGE = Path(__file__).with_name("planner_validation.md")
 
 
 def page(fit: Fit, found: Sequence[Prediction]) -> str:

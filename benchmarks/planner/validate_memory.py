@@ -1,4 +1,4 @@
-"""Validation of the dry run's memory on what Megatron-LM's functional tests measured; writes docs/memory_validation.md.
+"""Validation of the dry run's memory on what Megatron-LM's functional tests measured; writes memory_validation.md.
 
     python -m benchmarks.planner.validate_memory
 
@@ -25,7 +25,7 @@ from megalite.pipeline.schedules import SCHEDULES, orders_of
 from megalite.pipeline.stages import Stages
 from megalite.training.builder import model_dtype
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory_validation.md"
+PAGE = Path(__file__).with_name("memory_validation.md")
 MIB = 2**20
 FAR = 0.02
 _PRODUCTS, _PRODUCTS_OF_AMPERE = 32 * MIB, 8 * MIB + 128 * 1024

@@ -130,7 +130,9 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
 @pytest.mark.wide
 @pytest.mark.usefixtures("corpus_there")
 def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/operations.md").read_text()
+    (section,) = re.findall(r"^## Checks before a run\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         assert "well" in shell(block, checkout)

@@ -132,7 +132,7 @@ def test_an_interval_holds_the_runs_of_sources_that_gave_it_nothing() -> None:
 
 def test_the_planner_has_the_intervals_of_the_page() -> None:
     """Each of them holds nine runs of ten."""
-    page = (Path(__file__).parents[3] / "docs" / "planner_validation.md").read_text()
+    page = (Path(__file__).parents[3] / "benchmarks" / "planner" / "planner_validation.md").read_text()
     number = r"\| ([0-9.]+) \| ([0-9.]+)% "
     rows = re.findall(
         rf"^\| (dense|experts), (\S+(?: bits)?) \| ([A-Za-z, ]+) \| \d+ \| \d+ {number}{number}", page, re.M
