@@ -147,8 +147,7 @@ def unknown_covered(found: dict[Class, ClassErrors], own: Class, runs: Iterable[
 def as_toml(found: dict[Class, ClassErrors]) -> Iterator[str]:
     """Yield the lines of the table that the planner reads."""
     yield "# Written by python -m benchmarks.planner.validate: what published runs tell about the errors of"
-    yield "# predictions. benchmarks/planner/planner_validation.md has the shares of the runs of a class that its interval"
-    yield "# holds."
+    yield "# predictions. benchmarks/planner/planner_validation.md has the shares of the runs that an interval holds."
     yield "#   generations  GPU generations of which the class has runs"
     yield "#   within       nine times of ten, measured seconds are between the prediction / this and x this"
     yield "#   unmeasured   the same around the prediction times `centre`, for a program of which no run is measured"

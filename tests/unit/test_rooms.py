@@ -1,4 +1,4 @@
-"""Refusals of `make lint`: files that import each other in a circle, and rooms with more lines than their budget."""
+"""Files that `make lint` refuses: those that import each other in a circle, and rooms over their budget of lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACK = {
     "types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.types.first import Name",
     "straight": "",
 }
-"""Import by which a file closes a circle, by room."""
+"""Ways by which a file imports the one that imports it, by room."""
 
 
 def test_files_that_import_each_other_are_named(tmp_path: Path) -> None:
