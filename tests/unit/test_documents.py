@@ -31,12 +31,15 @@ def is_quoted(quote: str, source: str) -> bool:
     return re.search("^" + ".*?^".join(map(re.escape, parts)), source, re.MULTILINE | re.DOTALL) is not None
 
 
-def test_the_tour_quotes_word_for_word() -> None:
-    tour = (ROOT / "docs/tour.md").read_text()
-    quotes = QUOTE.findall(tour)
-    assert len(quotes) == len(FENCE.findall(tour)) > 0, "each quotation begins with its file: `path.py`:"
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_code_is_quoted_word_for_word(page: str) -> None:
+    text = (ROOT / page).read_text()
+    quotes = QUOTE.findall(text)
+    assert quotes
+    if page == "docs/tour.md":
+        assert len(quotes) == len(FENCE.findall(text)), "each quotation begins with its file: `path.py`:"
     wrong = [f"{file}:\n{quote}" for file, quote in quotes if not is_quoted(quote, (ROOT / file).read_text())]
-    assert not wrong, "docs/tour.md quotes what is not there (any more):\n\n" + "\n".join(wrong)
+    assert not wrong, f"{page} quotes what is not there (any more):\n\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
