@@ -53,8 +53,8 @@ class Synchronization:
 
     Attributes:
         mesh: the mesh of the ranks that run each step together, and add up its counts and sums.
-        replica: the mesh of the ranks that have the same weights: all of them, unless replicas update their own.
-        replicas: the number of blocks of data-parallel ranks with weights and state of their own.
+        replica_mesh: the mesh of the ranks that have the same weights: all of them, unless replicas update their own.
+        replicas: the number of blocks of data-parallel ranks whose weights and state a checkpoint has apart.
         bucket_states: the kinds of extra state with one number per element of a bucket.
     """
 
@@ -62,7 +62,7 @@ class Synchronization:
     bucket_states: Sequence[BucketState] = ()
 
     def __init__(self, mesh: ParallelMesh) -> None:
-        self.mesh = self.replica = mesh
+        self.mesh = self.replica_mesh = mesh
 
     def options(self, plain: DataParallel) -> DataParallel:
         """Return the options of data parallelism, with the reduction of the gradients."""

@@ -82,7 +82,7 @@ class Trainer:
         directory: AnyPath | None = None,
         sections: Sections | None = None,
     ) -> None:
-        mesh, replica = synchronization.mesh, synchronization.replica
+        mesh, replica = synchronization.mesh, synchronization.replica_mesh
         self.config, self.task, self.mesh, self.directory = config, task, mesh, directory
         self.sections = sections if sections is not None else Sections()
         self.dtype = builder.model_dtype(config)

@@ -158,7 +158,7 @@ def covering_pairs(missing: set[Target], met: Callable[[Pair], set[Target]], mos
     while missing:
         pair, covered = max(candidates, key=lambda candidate: len(candidate[1] & missing) / candidate[0].ranks)
         if not covered & missing:
-            break  # test_every_value_is_saved_and_loaded reports it
+            break  # the tests of what is met report it
         pairs.append(pair)
         missing = missing - covered
     return pairs
@@ -362,7 +362,7 @@ def check_by_world_size(rank_pools: RankPools, pairs: Sequence[Pair], folder: Pa
         check(rank_pools, [pair for pair in pairs if pair.loading.world_size == size], folder / str(size))
 
 
-def test_every_value_is_saved_and_loaded() -> None:
+def test_every_value_is_saved_or_loaded() -> None:
     assert not ANY_SIDE.difference(*(pair.values() for pair in few_pairs()))
 
 

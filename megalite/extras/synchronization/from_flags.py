@@ -56,8 +56,8 @@ class LessCommunication(RunSynchronization):
         if self._chosen.has_replicas:
             self.trainer = LocalUpdateTrainer
             self.replicas = self._chosen.replicas(mesh.size("dp"))
-            self.replica = mesh.replica(self.replicas)
-            at, size = self.replica.coordinate("dp"), self.replica.size("dp")
+            self.replica_mesh = mesh.replica(self.replicas)
+            at, size = self.replica_mesh.coordinate("dp"), self.replica_mesh.size("dp")
             self._counterparts = mesh.group_of(mesh.ranks("dp")[at::size])
 
     def options(self, plain: DataParallel) -> DataParallel:
@@ -97,7 +97,7 @@ class LessCommunication(RunSynchronization):
         if chosen.has_replicas:
             others = self._counterparts
             sums = sums_over_replicas(chosen, shards, others)
-            exchange = LocalUpdate(chosen, shards, others, self.replica.device, sums)
+            exchange = LocalUpdate(chosen, shards, others, self.replica_mesh.device, sums)
             replica = Replica(others.rank, others.size, "average")
         buckets = [shard.bucket for shard in shards]
         kept = states.find_bucket_states(self.bucket_states, buckets, exchange)
@@ -137,7 +137,7 @@ class ParameterServers(RunSynchronization):
         workers = mesh.world_size - servers
         if mesh.rank < workers:
             super().__init__(PartMesh(mesh, 0, workers))
-            self.replica = self.mesh.replica(workers)
+            self.replica_mesh = self.mesh.replica(workers)
             self.trainer, self.loop = WorkerTrainer, WorkerLoop
         else:
             super().__init__(PartMesh(mesh, workers, servers))

@@ -163,7 +163,10 @@ class WorkerTrainer(_PartTrainer):
         return due or self.evaluation_due(step) or step == self.iterations
 
     def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Keep the flags of this rank until all workers meet; then return for each whether it is set on any of them."""
+        """Keep the flags of this rank until all workers meet; then return for each whether it is set on any of them.
+
+        The first flag asks for a stop, as servers may, too.
+        """
         stop, *others = flags
         flags = [stop or self._server_stops, *others]
         self._flags = [new or kept for new, kept in zip(flags, self._flags or flags, strict=True)]
