@@ -14,7 +14,7 @@
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
 # make kills    200 kills of ranks at random moments: who is named, how soon all have ended, and that no bit is lost
-# make lint     style, types, the direction of imports, and the links of the documentation
+# make lint     style, types, the direction of imports, the sizes of rooms, and the links of the documentation
 # make docs     the documentation as a site, in site/; a link or a page that is missing is an error
 # make setup    only the environment, in .venv
 #
@@ -89,7 +89,7 @@ test-extras: .venv/installed-test
 	$(PYTEST) $(SHARED) -m 'extra and not wide and not slow' tests/extras
 
 test-wide: .venv/installed-test
-	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow'
+	$(PYTEST) $(SHARED) $(PYTEST_TURN) -m 'wide and not slow' --ignore=tests/fuzz
 
 test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
@@ -117,7 +117,7 @@ compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
 
 fuzz: .venv/installed-test
-	.venv/bin/python -m pytest -m '' -k nothing_that_was_found tests/fuzz
+	$(PYTEST) --numprocesses=$(WORKERS) --dist=load -m '' tests/fuzz
 	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(REPORT),--report)
 
@@ -136,6 +136,7 @@ lint: .venv/installed-test
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/python -m tests.rooms
 	.venv/bin/mkdocs build --strict
 	@if command -v shellcheck >/dev/null; then \
 		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh examples/kubernetes/*.sh slurm/*.sh slurm/*.sbatch; \

@@ -12,9 +12,14 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "slurm/README.md": "slurm.md",
+    "benchmarks/planner/recipes.md": "recipes.md",
+    "benchmarks/planner/planner_validation.md": "planner_validation.md",
+    "benchmarks/planner/memory_validation.md": "memory_validation.md",
+    "benchmarks/planner/predictions.md": "predictions.md",
 }
 """Pages outside of docs/, with their names on the site."""
 _FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)

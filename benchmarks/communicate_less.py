@@ -18,6 +18,9 @@ import torch
 
 from benchmarks.cpu_step import measure, quartiles, ratios
 from benchmarks.results import write_results
+from megalite.extras.synchronization import power
+from megalite.extras.synchronization.low_rank import LowRankReduction
+from megalite.extras.synchronization.methods import make_compressor
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.layout import BucketLayout, Slot
 from megalite.optim.reduction import ReductionGroups
@@ -25,9 +28,6 @@ from megalite.parallel.mesh import Group, ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
-from megalite.synchronization import power
-from megalite.synchronization.low_rank import LowRankReduction
-from megalite.synchronization.methods import make_compressor
 
 ELEMENTS, RATIO = 2**24, 0.01
 MATRICES, ROWS, COLUMNS, RANK = 8, 2048, 1024, 4

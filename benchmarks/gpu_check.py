@@ -22,7 +22,6 @@ import datetime
 import itertools
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -53,6 +52,7 @@ from benchmarks.gpu_operations import (
     time_fused_attention,
 )
 from benchmarks.gpu_shapes import LAYERS_OF_8B, LLAMA_1B, SMALL, Shape
+from benchmarks.gpu_state import card_name
 from benchmarks.gpu_training import TOLERANCE, check_checkpoints, compare
 from benchmarks.results import PACKAGES, RESULTS, versions
 from megalite_kernels.cases import cases
@@ -75,8 +75,12 @@ class Report:
     @property
     def path(self) -> Path:
         """One file for each part and kind of GPU."""
-        card = torch.cuda.get_device_name() if self.gpu and torch.cuda.is_available() else self.device
-        return self.directory / f"gpu_check_{self.part}_{re.sub('[^a-z0-9]+', '-', card.lower())}.json"
+        return self.directory / f"gpu_check_{self.part}_{self.card}.json"
+
+    @property
+    def card(self) -> str:
+        """Kind of GPU, as a part of the name of a file."""
+        return card_name(torch.cuda.get_device_name() if self.gpu and torch.cuda.is_available() else self.device)
 
     def tell(self, part: str, row: object, words: str) -> None:
         """Add a row to a part's."""
@@ -159,7 +163,7 @@ def check_benchmark(report: Report) -> None:
     tiny = "" if report.gpu else "--device cpu --tokens 3 --repeats 2 --rivals torch --only 2048"
     until = ["--minutes", str(report.minutes), "--results", str(report.directory)]
     code = kernels.main([*tiny.split(), *until])
-    report.tell("benchmark", {"exit code": code}, f"see {report.directory / 'kernels.csv'}")
+    report.tell("benchmark", {"exit code": code}, f"see {report.directory / f'kernels_{report.card}.csv'}")
     if code:
         report.fail("benchmark: an operation failed")
 

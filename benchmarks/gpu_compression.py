@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from megalite.synchronization.methods import make_compressor
+from megalite.extras.synchronization.methods import make_compressor
 from megalite_kernels.measure import Step, time_interleaved
 
 COPIES = {"int8 pack": 3.0, "int8 restore": 3.0, "threshold pack": 3.0, "threshold restore": 3.0}

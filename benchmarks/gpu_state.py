@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import statistics
 import subprocess
@@ -16,6 +17,11 @@ FIGURES = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 REASONS = "clocks_event_reasons.active"
 """Bits that say why clocks are lowered."""
 MILLISECONDS = 500
+
+
+def card_name(name: str) -> str:
+    """Return the name of a device as a part of the name of a file."""
+    return re.sub("[^a-z0-9]+", "-", name.lower())
 
 
 class Sample(NamedTuple):

@@ -5,7 +5,7 @@
 In bf16, at sizes far beyond the caches; variants run in turns on inputs of their own, and a figure is the median, with
 quartiles. A rival that computes something else is left out. The share is of the bandwidth that a plain copy reaches
 here, over the bytes that the operation cannot but read and write. Writes
-benchmarks/results/kernels.json, .csv and .svg. Rivals that are not installed are a note. `--device cpu --tokens 8`
+benchmarks/results/kernels_CARD.json, .csv and .svg. Rivals that are not installed are a note. `--device cpu --tokens 8`
 tries the command where there is no GPU.
 
 Exit code 0; 1: an operation of megalite's failed; 2: there is no GPU.
@@ -31,13 +31,14 @@ from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
 from benchmarks.errors import largest, relative
-from benchmarks.gpu_state import sampled, summary
+from benchmarks.gpu_state import card_name, sampled, summary
 from benchmarks.kernel_rivals import RIVALS, Functions, available, difference, function_for, own_inputs, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
 from megalite_kernels.case import Case
-from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
+from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, all_times, case_step, copy_rate, traffic
 
 TARGET = 0.85
@@ -216,8 +217,9 @@ def judge(of_a_copy: float, target: float | None, times_faster: float) -> str:
 
 def write(rows: Sequence[Row], figures: Mapping[str, Any], directory: Path) -> None:
     """All that has been measured so far."""
-    write_results("kernels", {**figures, "rows": [asdict(row) for row in rows]}, directory)
-    with open(directory / "kernels.csv", "w", newline="", encoding="utf-8") as file:
+    contents = {**figures, "rows": [asdict(row) for row in rows]}
+    path = write_results("kernels", contents, directory, of=card_name(figures["device"]))
+    with open(path.with_suffix(".csv"), "w", newline="", encoding="utf-8") as file:
         table = csv.writer(file)
         table.writerow(Row.__dataclass_fields__)
         table.writerows(asdict(row).values() for row in rows)
@@ -225,7 +227,7 @@ def write(rows: Sequence[Row], figures: Mapping[str, Any], directory: Path) -> N
     for row in rows:
         groups.setdefault(f"{row.operation}, {row.direction}", {})[row.implementation] = row.of_a_copy
     title = f"Share of a copy's bandwidth ({figures['copy_gigabytes_per_second']:.0f} GB/s), {figures['device']}"
-    (directory / "kernels.svg").write_text(bar_chart(title, groups, TARGET, f"{TARGET:.0%}"))
+    path.with_suffix(".svg").write_text(bar_chart(title, groups, TARGET, f"{TARGET:.0%}"))
 
 
 def measure_all(

@@ -70,10 +70,16 @@ def _addmm(
     return out
 
 
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
+    groups = (len(offs),) if right.dim() == 2 else ()  # of columns of the one and rows of the other, else of rows
+    return left.new_empty(*groups, len(left), right.shape[-1])
+
+
 SHORT: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
     "addmm.dtype_out": _addmm,
+    "_grouped_mm": _grouped_mm,
 }

@@ -17,8 +17,11 @@ PACKAGES = "torch", "triton", "numpy", "megatron-core", "liger-kernel"
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESULTS) -> Path:
-    """Write the figures of a benchmark and say on what they were measured; the path written to."""
+def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESULTS, of: str = "") -> Path:
+    """Write the figures of a benchmark and say on what they were measured; the path written to.
+
+    `of`: what there is a file of its own for, such as a kind of GPU.
+    """
     result = {
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "cpu": _cpu(),
@@ -27,7 +30,7 @@ def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESUL
         "versions": versions(PACKAGES),
         **figures,
     }
-    path = directory / f"{name}.json"
+    path = directory / f"{name}{of and '_' + of}.json"
     directory.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path

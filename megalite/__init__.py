@@ -17,6 +17,8 @@ if os.path.isfile(os.path.join(_KERNELS, "megalite_kernels", "__init__.py")) and
 if TYPE_CHECKING:
     from megalite.config.model import ModelConfig as GPTConfig
     from megalite.errors import MegaliteError
+    from megalite.extras.post_training.receivers import SGLangReceiver, VLLMReceiver
+    from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
     from megalite.library.experts import Experts
     from megalite.library.layers import (
         ColumnParallelLinear,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
     from megalite.parallel.stage import LossTerm, StageOutput, TensorSpec
-    from megalite.post_training.receivers import SGLangReceiver, VLLMReceiver
-    from megalite.post_training.weight_link import LinkReceiver, receive_weights
 
 __all__ = [
     "LAMB",
@@ -83,7 +83,7 @@ _MODULES = {
     "GPTConfig": "config.model",
     "LayerNorm": "library.layers",
     "Layout": "library.settings",
-    "LinkReceiver": "post_training.weight_link",
+    "LinkReceiver": "extras.post_training.weight_link",
     "Lion": "library.settings",
     "LossTerm": "parallel.stage",
     "MegaliteError": "errors",
@@ -93,17 +93,17 @@ _MODULES = {
     "RMSNorm": "library.layers",
     "RowParallelLinear": "library.layers",
     "StageOutput": "parallel.stage",
-    "SGLangReceiver": "post_training.receivers",
+    "SGLangReceiver": "extras.post_training.receivers",
     "SyncBatchNorm": "modules.batch_norm",
     "TensorSpec": "parallel.stage",
     "Trainer": "library.trainer",
-    "VLLMReceiver": "post_training.receivers",
+    "VLLMReceiver": "extras.post_training.receivers",
     "VocabParallelEmbedding": "library.layers",
     "gather_sequence": "library.layers",
     "split_sequence": "library.layers",
     "token_positions": "library.layers",
     "vocab_parallel_cross_entropy": "library.layers",
-    "receive_weights": "post_training.weight_link",
+    "receive_weights": "extras.post_training.weight_link",
 }
 _OTHER_NAMES = {"GPTConfig": "ModelConfig"}
 

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 _ENTRY_POINTS = {
+    "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
     "run_alone": "megalite.extras.planner.alone:run_alone",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
 }

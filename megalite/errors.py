@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+
 EXIT_FINISHED = 0
 EXIT_CONFIGURATION = 64
 EXIT_INTERNAL = 70
@@ -63,3 +65,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | BrokenPipeError):
         return EXIT_RESUMABLE
     return EXIT_CONFIGURATION if isinstance(error, ModuleNotFoundError) else EXIT_INTERNAL
+
+
+def code_in(word: str, otherwise: int) -> int:
+    """Return the exit code in a rank's message "RANK CODE", or `otherwise` if the message is not valid."""
+    code = word.split(" ")[1:2]
+    return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0], re.ASCII) else otherwise

@@ -167,15 +167,17 @@ class Fit:
                     slopes[row, column] = (math.log(self.seconds(run, moved)) - predicted[row]) / _STEP
         return predicted, slopes
 
-    def without(self, source: str) -> dict[int, float]:
-        """Return predictions of the runs of a source, fitted to the others and one run of each of its programs."""
+    def without(self, source: str) -> dict[int, tuple[float, float]]:
+        """Return predictions of the runs of a source, fitted to the others and one run of each of its programs, each
+        with the factor of its program in that fit."""
         own = [index for index, run in enumerate(self.runs) if run.source == source]
         kept = np.ones(len(self.runs))
         kept[own] = 0.0
         for program in {self.runs[index].program for index in own}:
             kept[self._kept([index for index in own if self.runs[index].program == program])] = 1.0
         logs = self.solved(kept)
-        return {self.runs[index].number: self.seconds(self.runs[index], logs) for index in own if not kept[index]}
+        found = [(self.runs[index], float(logs[self.program[index]])) for index in own if not kept[index]]
+        return {run.number: (self.seconds(run, logs), run.stack.factor * math.exp(log)) for run, log in found}
 
     def _kept(self, rows: Sequence[int]) -> int:
         """Return the run of the middle size, by predicted seconds of a sample."""

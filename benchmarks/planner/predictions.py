@@ -1,4 +1,4 @@
-"""Predictions of runs that nobody has published yet, with the date on which they were made: docs/predictions.md.
+"""Predictions of runs that nobody has published yet, with the date on which they were made: predictions.md.
 
     python -m benchmarks.planner.predictions
 
@@ -19,7 +19,7 @@ from megalite.extras.planner.cluster import find_cluster, find_stack
 from megalite.extras.planner.plan import Planner, with_vocabulary
 from megalite.extras.planner.step import StepTime
 
-PAGE = Path(__file__).parents[2] / "docs" / "predictions.md"
+PAGE = Path(__file__).with_name("predictions.md")
 _LLAMA = (
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --group-query-attention "
     "--num-query-groups 8 --untie-embeddings-and-output-weights --vocab-size 128255 --seq-length 8192"
@@ -122,7 +122,7 @@ def section(date: datetime.date) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for run in RUNS:
         found = predicted(run)
-        least, most = found.interval
+        least, most = found.interval.least, found.interval.most
         yield (
             f"| {run.name} | {run.gpus:,} {run.cluster} | {run.stack} | `{run.layout}` | {run.batch} | "
             f"{found.seconds:.2f} ({least:.2f} to {most:.2f}) | {found.tokens_per_second:,.0f} | "

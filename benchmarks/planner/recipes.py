@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner.recipes
 
-Writes docs/recipes.md. The flags of a recipe are those of `pretrain_gpt.py`.
+Writes recipes.md beside it. The flags of a recipe are those of `pretrain_gpt.py`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megalite.extras.planner.flags import layout_flags
 from megalite.extras.planner.plan import GIB, Planner
 from megalite.extras.planner.search import search
 
-PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+PAGE = Path(__file__).with_name("recipes.md")
 _HEAD = """\
 # Recipes
 
 Written by `python -m benchmarks.planner.recipes`: the fastest layout that fits, as `megalite-plan` finds it
 (`docs/planner.md`), of models on usual machines. Memory is that of the fullest rank, confirmed by a dry run. Times are
-predicted, none of them is measured; `docs/planner_validation.md` tells how far such predictions are off. All in bf16,
-with fp32 sums of gradients and fp32 optimizer state.
+predicted, none of them is measured; `benchmarks/planner/planner_validation.md` tells how far such predictions are off.
+All in bf16, with fp32 sums of gradients and fp32 optimizer state.
 """
 _LLAMA = """--swiglu --disable-bias-linear --position-embedding-type rope --normalization RMSNorm
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16"""

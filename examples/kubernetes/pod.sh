@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run torchrun in a pod with several GPUs, and end with the code that says what to start again (docs/stopping.md).
+# Run torchrun in a pod with several GPUs, and end with the code that says what to start again (docs/operations.md).
 #
 #   MEGALITE_EXIT_FILE=/runs/ends/NAME bash examples/kubernetes/pod.sh TORCHRUN'S ARGUMENTS
 #

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.dropout import drop
+from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 
@@ -42,7 +43,7 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
 
 
 Mask = Tensor | BlockMask | None
-"""The keys that each query sees, made by `dense_mask` or `block_mask`. None is causal over all keys."""
+"""The keys that each query sees, made by `dense_mask`, `as_addend` or `block_mask`. None is causal over all keys."""
 
 
 def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
@@ -56,6 +57,19 @@ def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None
     whole = torch.arange(first.shape[1], device=first.device)
     queries, keys = (whole if places is None else places for places in (queries, keys))
     return ((keys <= queries.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
+
+
+def takes_addend(device: torch.device, dtype: torch.dtype, cap: float | None, dropout: float) -> bool:
+    """Tell if `attention` adds a dense mask to the scores, in torch's operator: `as_addend` then makes it once."""
+    return cap is None and (dropout == 0.0 or draws_its_own(device, dtype, cap))
+
+
+def as_addend(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a dense mask as numbers that are added to the scores, 0 and -inf, in the dtype of the queries.
+
+    Each call of torch's operator would make them from a bool mask, and keep them for its backward.
+    """
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def block_mask(first: Tensor, queries: Tensor | None = None, keys: int | None = None) -> BlockMask:
@@ -123,7 +137,7 @@ def attention(
         query: [batch, heads, queries, width].
         key: [batch, groups, keys, width].
         value: [batch, groups, keys, width].
-        mask: the keys that each query sees.
+        mask: the keys that each query sees; made by `as_addend` only if `takes_addend`.
         scale: factor of the scores; None for 1 / sqrt(width).
         cap: soft cap of the scores; None for no cap.
         dropout: dropout of the probabilities, whose rows are [heads * queries]. Not supported with a block mask

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from megalite_kernels.attention import Kept, attention_with_lse
+from megalite_kernels.attention import Kept, as_addend, attention_with_lse
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.torch_internals import flash_attention, flash_attention_gradients
 
@@ -113,9 +113,7 @@ def takes_flash(query: Tensor, mask: PartMask, cap: float | None, kept: Kept | N
 
 def _additive(mask: PartMask, query: Tensor) -> Tensor | None:
     """Return a dense mask as numbers to add to the scores: 0, or -inf for keys that are not seen."""
-    if not isinstance(mask, Tensor):
-        return None
-    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, -torch.inf)
+    return as_addend(mask, query.dtype) if isinstance(mask, Tensor) else None
 
 
 def _plain(mask: PartMask, query: Tensor, key: Tensor) -> Tensor | BlockMask | None:

@@ -18,17 +18,22 @@ from torch import Tensor
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.case import Case, dtype_names
 from megalite_kernels.compression import compact, dequantize_rows, quantize_rows
-from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
-from megalite_kernels.dropout import DropoutMask, drop
-from megalite_kernels.exact_sum import DIGIT_BITS, UNIT_BITS, exact_digits, exact_digits_reference
+from megalite_kernels.cross_entropy import gradient_, statistics
+from megalite_kernels.digits import DIGIT_BITS, UNIT_BITS
+from megalite_kernels.dropout import drop
+from megalite_kernels.dropout_mask import DropoutMask
+from megalite_kernels.exact_sum import exact_digits, exact_digits_reference
 from megalite_kernels.expert_cases import expert_cases
+from megalite_kernels.formats import FORMATS
 from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import BLOCK, Quantized
 from megalite_kernels.norm import norm, residual_norm
-from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, update_
-from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.optimizer import update_
+from megalite_kernels.quantization import dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
+from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # 12288 is GPT-3's: its backward has the most sums per program

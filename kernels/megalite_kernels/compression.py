@@ -12,8 +12,9 @@ import itertools
 import torch
 from torch import Tensor
 
+from megalite_kernels.formats import FORMATS
 from megalite_kernels.implementation import current, on_gpu
-from megalite_kernels.quantization import FORMATS, block_scales, inverses
+from megalite_kernels.quantization import block_scales, inverses
 
 BLOCK = 256
 PIECE = 1 << 16  # elements that the references process at once on a CPU, so that they stay in the cache
@@ -83,7 +84,7 @@ def quantize_rows(values: Tensor, codes: Tensor, scales: Tensor, residual: Tenso
         return quantize_rows_reference(values, codes, scales, residual)
     from megalite_kernels.compression_kernels import launch_quantize_rows
 
-    return launch_quantize_rows(values, codes, scales, residual)
+    return launch_quantize_rows(values, codes, scales, residual, BLOCK)
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor, values: Tensor) -> None:
@@ -92,7 +93,7 @@ def dequantize_rows(codes: Tensor, scales: Tensor, values: Tensor) -> None:
         return dequantize_rows_reference(codes, scales, values)
     from megalite_kernels.compression_kernels import launch_dequantize_rows
 
-    return launch_dequantize_rows(codes, scales, values)
+    return launch_dequantize_rows(codes, scales, values, BLOCK)
 
 
 def compact(values: Tensor, thresholds: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.compression import BLOCK
+from megalite_kernels.formats import FORMATS, storage
 from megalite_kernels.launch import tile, unit
-from megalite_kernels.quantization import FORMATS, storage
 from megalite_kernels.quantization_kernels import TILE, dequantized, quantized
 
 COMPACTED = 4096  # elements per tile of the compaction
@@ -132,27 +131,27 @@ def _write_passed(
 # ------------------------------------------------------------------------------------------------- launchers
 
 
-def launch_quantize_rows(values: Tensor, codes: Tensor, scales: Tensor, residual: Tensor | None) -> None:
+def launch_quantize_rows(values: Tensor, codes: Tensor, scales: Tensor, residual: Tensor | None, block: int) -> None:
     values = values.contiguous()
     parts, length = values.shape
-    shape, units = tile(BLOCK, largest=TILE), (unit(length), unit(codes.stride(0)))
+    shape, units = tile(block, largest=TILE), (unit(length), unit(codes.stride(0)))
     if values.numel():
         _quantize_rows[(-(-scales.shape[1] // shape.rows), parts)](
             *(values, codes.view(storage(codes.dtype)), scales, values if residual is None else residual),
             *(length, length // units[0], codes.stride(0) // units[1], scales.stride(0), *FORMATS[codes.dtype]),
-            *(residual is not None, length % BLOCK == 0, *units, shape.rows, BLOCK),
+            *(residual is not None, length % block == 0, *units, shape.rows, block),
             num_warps=shape.warps,
         )
 
 
-def launch_dequantize_rows(codes: Tensor, scales: Tensor, values: Tensor) -> None:
+def launch_dequantize_rows(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> None:
     parts, length = values.shape
-    shape, units = tile(BLOCK, largest=TILE), (unit(length), unit(codes.stride(0)))
+    shape, units = tile(block, largest=TILE), (unit(length), unit(codes.stride(0)))
     if values.numel():
         _dequantize_rows[(-(-scales.shape[1] // shape.rows), parts)](
             *(codes.view(storage(codes.dtype)), scales, values),
             *(length, length // units[0], codes.stride(0) // units[1], scales.stride(0), *FORMATS[codes.dtype][:2]),
-            *(length % BLOCK == 0, *units, shape.rows, BLOCK),
+            *(length % block == 0, *units, shape.rows, block),
             num_warps=shape.warps,
         )
 

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.cross_entropy import Columns, LossOptions
 from megalite_kernels.launch import Tile, as_rows, tile
+from megalite_kernels.loss_options import Columns, LossOptions
 
 STATISTICS_COLUMNS = 2048  # per iteration, while the load of the next ones is in flight
 GRADIENT_COLUMNS = 4096  # per program

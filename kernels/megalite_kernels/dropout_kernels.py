@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.dropout import GROUP, DropoutMask
+from megalite_kernels.dropout_mask import GROUP, DropoutMask
 
 COUNTERS = 256
 """Counters per program."""

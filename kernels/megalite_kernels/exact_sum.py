@@ -12,17 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megalite_kernels.digits import DIGIT_BITS, DIGITS, HIGHEST_EXPONENT, LOWEST_EXPONENT, MANTISSA_BITS, UNIT_BITS
 from megalite_kernels.implementation import current
 
-MANTISSA_BITS = 53
-LOWEST_EXPONENT, HIGHEST_EXPONENT = -1073, 1024  # exponents that frexp returns
-UNIT_BITS = MANTISSA_BITS - LOWEST_EXPONENT
 EXPONENTS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 INFINITIES, NANS, COLUMNS = EXPONENTS, EXPONENTS + 1, EXPONENTS + 2
 """Columns of the table beside those of the exponents, with the numbers of infinities and of NaNs."""
-DIGIT_BITS, PIECE_BITS = 32, 16
-DIGITS = -(-(HIGHEST_EXPONENT + 64 + UNIT_BITS) // DIGIT_BITS)
-"""Digits of a sum: enough for 2**64 numbers of the largest size."""
+PIECE_BITS = 16
 HALF_BITS = 26
 """Number of bits in the lower half of a mantissa. Sums of 2**36 halves do not overflow int64."""
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.exact_sum import DIGIT_BITS, DIGITS, UNIT_BITS
+from megalite_kernels.digits import DIGIT_BITS, DIGITS, UNIT_BITS
 from megalite_kernels.launch import unit
 
 TILE = 1024  # numbers that a program loads at once

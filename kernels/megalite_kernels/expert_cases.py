@@ -13,7 +13,8 @@ from torch import Tensor
 from megalite_kernels.case import Case, dtype_names
 from megalite_kernels.grouped import add_grouped_products, grouped_product, scale_gradients_
 from megalite_kernels.permutation import Permutation, group_rows, permute, unpermute
-from megalite_kernels.routing import RoutingRule, choose_experts, routing_weights
+from megalite_kernels.routing import choose_experts, routing_weights
+from megalite_kernels.routing_rule import RoutingRule
 
 # Experts and rules: Mixtral's, a softmax over all experts before the choice, and DeepSeek-V3's.
 ROUTING = (

@@ -46,4 +46,4 @@ def sums_of_squares(values: Tensor) -> Tensor:
         raise ValueError("a flat buffer must be contiguous")
     from megalite_kernels.optimizer_kernels import launch_sums_of_squares
 
-    return launch_sums_of_squares(values)
+    return launch_sums_of_squares(values, BLOCK)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megalite_kernels import launch
-from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.formats import FORMATS
+from megalite_kernels.quantization import dequantize, quantize
 
 BLOCK = 256  # elements that share a scale
 

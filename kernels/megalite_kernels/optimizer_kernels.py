@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.l2_norm import BLOCK as NORM_BLOCK
+from megalite_kernels.formats import FORMATS
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.master_weights import bits_of
 from megalite_kernels.moments import BLOCK, Quantized
-from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment
-from megalite_kernels.quantization import FORMATS
 from megalite_kernels.quantization_kernels import dequantized, quantized
+from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
 NORM_BLOCKS = 64  # blocks of `l2_norm` per program
 
@@ -245,14 +244,12 @@ def launch_update_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> No
         )
 
 
-def launch_sums_of_squares(values: Tensor) -> Tensor:
+def launch_sums_of_squares(values: Tensor, block: int) -> Tensor:
     elements, each = values.numel(), unit(values.numel())
-    blocks = -(-elements // NORM_BLOCK)
+    blocks = -(-elements // block)
     sums, scales = (torch.empty(blocks, dtype=torch.float32, device=values.device) for _ in range(2))
     if elements:
-        size = NORM_BLOCKS * NORM_BLOCK
+        size = NORM_BLOCKS * block
         programs, warps = -(-blocks // NORM_BLOCKS), tile(size, largest=size).warps
-        _sum_squares[(programs,)](
-            values, sums, scales, elements // each, each, NORM_BLOCKS, NORM_BLOCK, num_warps=warps
-        )
+        _sum_squares[(programs,)](values, sums, scales, elements // each, each, NORM_BLOCKS, block, num_warps=warps)
     return sums / scales.double().square_()

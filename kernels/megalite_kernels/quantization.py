@@ -20,41 +20,14 @@ would be subnormal in fp32 is dequantized to zeros.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.formats import FORMATS, storage
 from megalite_kernels.implementation import current
 
 GROUP = 8  # elements that share a counter
-
-
-class Format(NamedTuple):
-    """Parameters of an 8-bit number format.
-
-    Attributes:
-        mantissa: number of bits of the mantissa.
-        lowest: lowest exponent.
-        largest: value of the largest code.
-    """
-
-    mantissa: int
-    lowest: int
-    largest: float
-
-
-FORMATS = {
-    torch.int8: Format(7, 7, 127.0),
-    torch.float8_e4m3fn: Format(3, -6, 448.0),
-    torch.float8_e5m2: Format(2, -14, 57344.0),
-}
-
-
-def storage(format: torch.dtype) -> torch.dtype:
-    """Return the integer dtype in which kernels see codes. Triton supports fp8 only on some GPUs."""
-    return torch.int8 if format == torch.int8 else torch.uint8
 
 
 # ------------------------------------------------------------------------------------------------- the reference

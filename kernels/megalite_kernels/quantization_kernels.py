@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite_kernels.formats import FORMATS, storage
 from megalite_kernels.launch import tile
-from megalite_kernels.quantization import FORMATS, storage
 
 TILE = 2048  # elements per tile; also the largest block
 

@@ -15,37 +15,12 @@ The weights of the chosen experts, before the scaling factor:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels.implementation import current
-
-ScoreFunction = Literal["softmax", "sigmoid"]
-SMALLEST_SUM = 1e-20
-"""Added to the sum of sigmoids, as in DeepSeek-V3 and Megatron-LM."""
-
-
-@dataclass(frozen=True)
-class RoutingRule:
-    """Rule by which each token chooses `topk` experts and weighs them. `group_scores`: see above."""
-
-    topk: int
-    score_function: ScoreFunction = "softmax"
-    pre_softmax: bool = False
-    scaling_factor: float = 1.0
-    groups: int = 1
-    group_topk: int = 1
-    group_scores: int = 1
-
-    @property
-    def unrestricted(self) -> RoutingRule:
-        """The rule that chooses by score alone, without groups; without a bias, the score function changes nothing."""
-        return RoutingRule(self.topk)
-
+from megalite_kernels.routing_rule import SMALLEST_SUM, RoutingRule, ScoreFunction
 
 # ------------------------------------------------------------------------------------------------- the references
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.launch import as_rows
-from megalite_kernels.routing import SMALLEST_SUM, RoutingRule
+from megalite_kernels.routing_rule import SMALLEST_SUM, RoutingRule
 
 ELEMENTS = 2048  # logits per program
 WARPS = 4

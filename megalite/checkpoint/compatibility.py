@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_type_hints
 
-from megalite.config.model import ModelConfig, model_problems
+from megalite.config.model import ModelConfig
 from megalite.config.run import fields_by_name, fits, section_types
+from megalite.config.validate_model import model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 from megalite.storage import AnyPath

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -27,6 +27,7 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import Rounded, View
 from megalite.optim.replica import ANCHOR, BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
+from megalite.optim.synchronization import RankStates
 from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -57,9 +58,6 @@ class Contents:
 
 ContentsAt = Callable[[ParallelMesh], Contents]
 """Function that builds the contents of a rank on the meta device, given the mesh of that rank."""
-
-RankStates = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of a rank's private state, by name."""
 
 
 class Plan:

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from megalite.config.fields import needs
-
-if TYPE_CHECKING:
-    from megalite.config.model import ModelConfig
-
-MOST_EXPERTS = 2**20
-"""Upper bound for the experts of a layer. Numbers up to 2^24 are exact in fp32, in which they travel between ranks."""
+from megalite.config.model import ModelConfig
 
 
 def expert_problems(model: ModelConfig) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from megalite.config.fields import (
     NonNegativeInt,
@@ -13,12 +13,6 @@ from megalite.config.fields import (
     ShareAboveZero,
     ShareBelowOne,
 )
-from megalite.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from megalite.config.run import TaskConfig
-
-AnyConfig = TypeVar("AnyConfig", bound="TaskConfig")
 
 Compression = Literal[
     "none",
@@ -93,6 +87,12 @@ class SynchronizationConfig:
     """Time for which a step waits for late workers after the first one, in units of the median time of a gradient."""
 
     @property
+    def is_plain(self) -> bool:
+        """True if in each step the backend sums all gradients over all ranks at once."""
+        sums = self.all_reduce_algorithm == "backend" and self.sites == 1 and not self.compresses
+        return sums and not self.has_replicas and not self.has_servers
+
+    @property
     def compresses(self) -> bool:
         return any(name != "none" for name in self.gradient_compression)
 
@@ -140,36 +140,3 @@ class SynchronizationConfig:
         if not self.has_replicas:
             return 1
         return self.sites if self.sites > 1 else data_parallel_size
-
-
-def with_sites(config: AnyConfig, world_size: int, node_ranks: int | None) -> AnyConfig:
-    """Return the configuration with a site per node, if it asks for sums within nodes, then between them.
-
-    If all data-parallel ranks are on one node, there is nothing between nodes, and the backend sums.
-
-    Args:
-        config: the configuration.
-        world_size: the number of ranks.
-        node_ranks: the number of ranks on this rank's node; None: it is not known.
-
-    Raises:
-        ConfigurationError: the nodes do not have equal numbers of data-parallel ranks.
-    """
-    chosen, parallel = config.synchronization, config.parallel
-    by_node = chosen.all_reduce_algorithm == "hierarchical" and chosen.sites == 1 and not chosen.has_replicas
-    of_stage, uneven = divmod(world_size, parallel.pipeline_model_parallel_size)
-    node_ranks = 1 if world_size == 1 else node_ranks
-    if not by_node or uneven or node_ranks is None:  # the validation tells why not
-        return config
-    widths = (parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
-    if node_ranks % of_stage == 0:
-        sites = 1
-    elif of_stage % node_ranks == 0 and all(world_size // width % (of_stage // node_ranks) == 0 for width in widths):
-        sites = of_stage // node_ranks
-    else:
-        raise ConfigurationError(
-            f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal "
-            "numbers of data-parallel ranks: give --sites"
-        )
-    algorithm: Algorithm = "hierarchical" if sites > 1 else "backend"
-    return replace(config, synchronization=replace(chosen, sites=sites, all_reduce_algorithm=algorithm))

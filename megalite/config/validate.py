@@ -12,21 +12,21 @@ from megalite.config.checkpoint import CheckpointConfig, checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
-from megalite.config.model import (
-    LEAST_ITEM_BYTES,
-    MAX_BYTES,
-    ModelConfig,
-    idle_positions,
-    network_problems,
-    relation_problems,
-)
+from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
-from megalite.config.synchronization import with_sites
+from megalite.config.sites import with_sites
 from megalite.config.training import training_length_problems, training_problems
+from megalite.config.validate_model import (
+    LEAST_ITEM_BYTES,
+    MAX_BYTES,
+    idle_positions,
+    network_problems,
+    relation_problems,
+)
 from megalite.config.validate_rates import rate_problems
 from megalite.config.validate_synchronization import synchronization_problems
 from megalite.errors import ConfigurationError

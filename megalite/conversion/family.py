@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
-from megalite.config.model import model_problems, number_problems
+from megalite.config.validate_model import model_problems, number_problems
 from megalite.conversion.config_keys import Json, Keys, prediction_layers
 from megalite.conversion.folder_keys import Fates
 from megalite.conversion.mapping import Rule

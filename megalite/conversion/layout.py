@@ -9,8 +9,8 @@ import torch
 from megalite.checkpoint import Contents, Plan
 from megalite.checkpoint.manifest import is_optimizer_state
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
-from megalite.config.model import uneven_widths
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
+from megalite.config.validate_model import uneven_widths
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import make_chunks
 from megalite.optim.buckets import DataParallel

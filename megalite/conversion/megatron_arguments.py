@@ -11,9 +11,9 @@ from megalite.config import ModelConfig
 from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
 from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.model import model_problems, number_problems
 from megalite.config.run import fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
+from megalite.config.validate_model import model_problems, number_problems
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 

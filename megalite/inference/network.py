@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.model import uneven_widths
 from megalite.config.pipeline_layout import StageLayers
+from megalite.config.validate_model import uneven_widths
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
 from megalite.model.cache import KeyValueCache

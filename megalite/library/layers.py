@@ -32,7 +32,7 @@ from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal, Sharding
-from megalite_kernels.cross_entropy import LossOptions
+from megalite_kernels.loss_options import LossOptions
 from megalite_kernels.norm import norm
 
 MATRIX = "rows columns -> 1 rows columns"

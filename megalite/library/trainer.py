@@ -22,9 +22,11 @@ from megalite.config.model import ModelConfig
 from megalite.config.training import TrainingConfig
 from megalite.data.sample_source import SampleSource
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
+from megalite.extras.post_training.export import export_tensors
+from megalite.extras.post_training.token_methods import TokenMethods
+from megalite.extras.post_training.token_task import TokenTask
 from megalite.library.configuration import configured, evaluation_batches
 from megalite.library.settings import Layout, Optimizer
-from megalite.library.token_methods import TokenMethods
 from megalite.lifecycle.common_end import CommonEnd
 from megalite.lifecycle.failure import leave_code, report_uncaught
 from megalite.lifecycle.startup import Startup
@@ -32,7 +34,6 @@ from megalite.modules.records import decays as decays_by_shape
 from megalite.modules.sequences import SequenceDims
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
-from megalite.post_training.export import export_tensors
 from megalite.process.ending import at_exit
 from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
@@ -44,7 +45,6 @@ from megalite.training.metrics import StepMetrics
 from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
 from megalite.training.run import Run
 from megalite.training.task import Task
-from megalite.training.token_task import TokenTask
 from megalite.training.trainer import ENDLESS, Gradients
 from megalite.watchdog.sections import EVALUATION
 
@@ -143,7 +143,7 @@ class Trainer(TokenMethods):
         place = _place()
         if place.world_size > 1 or save is not None:
             report_uncaught()
-        self._startup = startup = Startup(place)
+        startup = Startup(place)
         workers = settings.pop("num_workers", None)
 
         def source(given: Any, shuffle: bool | None) -> SampleSource | None:
@@ -385,8 +385,7 @@ class Trainer(TokenMethods):
         if self._loop is None:
             display = self._display(None if last is None else max(last, 1))
             self._run.begin(self._loop_files.enter_context(display))
-            loop = TrainingLoop(self._trainer, display, self._startup)
-            self._loop = self._loop_files.enter_context(loop)
+            self._loop = self._loop_files.enter_context(self._run.loop(self._trainer, display))
         return self._loop
 
     def _display(self, steps: int | None = None) -> Display:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import signal
 import sys
@@ -30,7 +29,15 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.atomic_files import write_at_once
-from megalite.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
+from megalite.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERNAL,
+    EXIT_RESUMABLE,
+    FileError,
+    MegaliteError,
+    code_in,
+    exit_code_of,
+)
 from megalite.process.bounded import aside, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
@@ -260,12 +267,6 @@ def report(store: Store | None, message: str, code: int) -> int:
                     return code_in(first, EXIT_INTERNAL)
         _speak(message, code, rank=0)
     return code
-
-
-def code_in(word: str, otherwise: int) -> int:
-    """Return the exit code in a rank's message "RANK CODE", or `otherwise` if the message is not valid."""
-    code = word.split(" ")[1:2]
-    return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0], re.ASCII) else otherwise
 
 
 def _wait_for_report(store: Store, seconds: float) -> None:

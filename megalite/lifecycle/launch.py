@@ -42,9 +42,15 @@ def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     backend = _backend(parallel, mesh)
     if backend == "nccl" and not (where.type == "cuda" and dist.is_nccl_available()):
         raise ConfigurationError(f"--distributed-backend nccl connects only GPUs, but this run is on {where}: use gloo")
-    if backend == "gloo" and where.type == "cuda" and parallel.pipeline_model_parallel_size > 1:
-        raise ConfigurationError("--distributed-backend gloo cannot send from GPU to GPU, as stages must: use nccl")
+    if where.type == "cuda":
+        require_sends(backend, parallel.pipeline_model_parallel_size)
     return mesh
+
+
+def require_sends(backend: str, stages: int) -> None:
+    """Raise ConfigurationError if a communication library cannot send between the GPUs of so many stages."""
+    if backend == "gloo" and stages > 1:
+        raise ConfigurationError("--distributed-backend gloo cannot send from GPU to GPU, as stages must: use nccl")
 
 
 def come_together(

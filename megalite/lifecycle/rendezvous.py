@@ -15,8 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError
-from megalite.lifecycle.failure import code_in
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError, code_in
 from megalite.process.bounded import aside, within
 from megalite.process.host import listen, require_open_files
 from megalite.process.launchers import attempt, hosted_by_launcher

@@ -28,7 +28,8 @@ from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite.parallel.transfer import exchange_rows_async
 from megalite_kernels.attention import Kept, Mask
 from megalite_kernels.attention_parts import attend, part_gradients
-from megalite_kernels.dropout import DropoutMask, kept_reference
+from megalite_kernels.dropout import kept_reference
+from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.products import rounded
 
 

@@ -28,7 +28,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.parallel.stage_module import StageModule
-from megalite_kernels.attention import Mask, block_mask, dense_mask, goes_in_blocks
+from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask, goes_in_blocks, takes_addend
 
 HIDDEN_STATES = "hidden_states"
 LOGITS = "logits"
@@ -211,11 +211,17 @@ class GPT(StageModule):
         first = first_visible(micro_batch, window)
         if self._goes_in_blocks(first.device, micro_batch.layout.length):
             return block_mask(first.expand(len(micro_batch.tokens), -1))
-        return dense_mask(first)
+        mask = dense_mask(first)
+        if takes_addend(first.device, self.dtype, self.config.attn_logit_softcapping, self._attention_dropout):
+            return as_addend(mask, self.dtype)  # once for all layers
+        return mask
 
     def _goes_in_blocks(self, device: torch.device, run: int) -> bool:
-        dropout = self.config.attention_dropout if self.training else 0.0
-        return goes_in_blocks(device, self.dtype, run, self.config.head_dim, dropout)
+        return goes_in_blocks(device, self.dtype, run, self.config.head_dim, self._attention_dropout)
+
+    @property
+    def _attention_dropout(self) -> float:
+        return self.config.attention_dropout if self.training else 0.0
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         terms = NO_SUMS

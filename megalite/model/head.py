@@ -19,7 +19,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Sharding
 from megalite.parallel.stage import LossTerm
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.cross_entropy import LossOptions
+from megalite_kernels.loss_options import LossOptions
 
 
 def _valid_tokens(micro_batch: MicroBatch) -> Tensor:

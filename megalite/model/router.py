@@ -30,7 +30,8 @@ from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 from megalite.parallel.state import State
 from megalite.parallel.tally import Tally
 from megalite_kernels.permutation import occurrences
-from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
+from megalite_kernels.routing import choose_experts, routing_probabilities, routing_weights
+from megalite_kernels.routing_rule import RoutingRule
 
 Z_LOSS, ENTROPY = "moe_z_loss", "router_entropy"
 """Names of loss terms; those of the balancing losses are in `BALANCING_LOSSES`."""

@@ -18,7 +18,8 @@ from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment
 from megalite.optim.update_rule import UpdateRule
 from megalite_kernels.implementation import current
-from megalite_kernels.optimizer import SGD, AdamW, Flat, update_
+from megalite_kernels.optimizer import update_
+from megalite_kernels.updates import SGD, AdamW, Flat
 
 WIDENED_ELEMENTS = 1 << 22
 """Number of gradients that are converted at a time to the dtype of the masters, for a fused kernel.

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
@@ -31,8 +30,8 @@ from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
-from megalite.optim.replica import BucketState, Replica
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
+from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
 from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.collectives import Pending
@@ -58,16 +57,6 @@ class StepResult:
         return not math.isfinite(self.gradient_norm)
 
 
-class ReplicaExchange(Protocol):
-    """Exchange of weights between replicas that otherwise update their own."""
-
-    def agreed(self, is_finite: bool) -> bool:
-        """Return True if the gradients of all replicas are finite. Otherwise all of them skip the step."""
-
-    def advance(self) -> bool:
-        """Exchange what is due after the update of a step, or after a skipped one; True if weights have changed."""
-
-
 class Optimizer:
     """Distributed optimizer: update rules on flat shards, with clipping by the global norm.
 
@@ -85,6 +74,7 @@ class Optimizer:
         reduces_each_micro_batch: bool = False,
         module_states: Sequence[State] = (),
         tallies: Sequence[Tally] = (),
+        synchronization: Synchronization | None = None,
     ) -> None:
         """Allocate the optimizer state.
 
@@ -98,6 +88,7 @@ class Optimizer:
                 step. The value is the same on all ranks, including ranks whose stages have no parameters.
             module_states: state of the network's modules.
             tallies: tallies of the network's modules.
+            synchronization: has the update rules and the extra state; None: that of plain data parallelism.
         """
         self.buckets, self.mesh, self.config, self.options = buckets, mesh, config, options
         self.frozen = frozen
@@ -111,17 +102,12 @@ class Optimizer:
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
-        self.bucket_states: dict[BucketState, Sequence[Sequence[Tensor]]] = {}
-        """Extra state: for each bucket, one flat tensor per part (see `bucket_parts`)."""
-        self.rank_states: dict[str, Tensor] = {}
-        """State that differs between stages and tensor-parallel ranks and is equal over data-parallel ranks; saved by
-        the first of these; kept unchanged if the checkpoint has none that fits."""
-        self.replica: Replica | None = None
-        """This rank's replica, if each replica has weights and state of its own."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
-        self.rules = make_rules(self.shards, mesh, config)
-        self.exchange: ReplicaExchange | None = None
-        """Exchange with other replicas, which have optimizers of their own; None: all ranks have the same weights."""
+        self.synchronization = synchronization or Synchronization(mesh)
+        self.rules = self.synchronization.rules(make_rules(self.shards, mesh, config), self.shards)
+        extra = self.synchronization.extra_state(self.shards)
+        self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
+        self.replica, self.exchange = extra.replica, extra.exchange
 
     @property
     def state_kinds(self) -> set[str]:
@@ -363,6 +349,7 @@ def make_optimizer(
     *,
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
+    synchronization: Synchronization | None = None,
 ) -> Optimizer:
     """Move the parameters of `networks` into flat buckets and return this rank's part of the optimizer.
 
@@ -373,6 +360,7 @@ def make_optimizer(
         options: the options of data parallelism.
         blocks: the blocks of each network, in order of execution. ZeRO 3 needs them.
         set_values: sets the initial values of a parameter. None: the parameters already have them.
+        synchronization: that of the ranks; None: plain data parallelism.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     frozen = make_frozen_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
@@ -388,4 +376,5 @@ def make_optimizer(
         reduces_each_micro_batch=each or any(bucket.zero_stage >= 2 for bucket in (*buckets, *frozen)),
         module_states=list(states_of(nn.ModuleList(networks))),
         tallies=tallies_of(nn.ModuleList(networks)),
+        synchronization=synchronization,
     )

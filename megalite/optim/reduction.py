@@ -30,9 +30,9 @@ class ReductionGroups:
 class Reduction:
     """Sum of a bucket's gradients from its uses in one chunk, by the collectives of the backend.
 
-    Subclasses (`megalite/synchronization/`) send fewer bytes, or send them in another way. A step calls `begin` once,
-    or once per micro-batch under ZeRO 2 and 3, then `sum_over_instances`, then `complete`, then, if the step is not
-    skipped, `apply`, and under ZeRO 0 `begin_gather`.
+    Subclasses (`megalite/extras/synchronization/`) send fewer bytes, or send them in another way. A step calls `begin`
+    once, or once per micro-batch under ZeRO 2 and 3, then `sum_over_instances`, then `complete`, then, if the step is
+    not skipped, `apply`, and under ZeRO 0 `begin_gather`.
     """
 
     own_slice = False

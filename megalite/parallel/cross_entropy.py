@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
-from megalite_kernels.cross_entropy import Columns, LossOptions, combined, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import combined, gradient_, losses, statistics
 from megalite_kernels.launch import as_rows
+from megalite_kernels.loss_options import Columns, LossOptions
 
 
 def vocab_parallel_cross_entropy(

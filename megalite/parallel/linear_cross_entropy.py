@@ -27,8 +27,9 @@ from megalite.parallel.parameter import (
     accumulate_grad,
     is_deferred,
 )
-from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import gradient_, losses, statistics
 from megalite_kernels.implementation import on_gpu
+from megalite_kernels.loss_options import Columns, LossOptions
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
 """On a GPU: the most logits per chunk, and the fewest tokens per chunk. Fewer tokens do not keep a GPU busy."""

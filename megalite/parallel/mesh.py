@@ -6,7 +6,7 @@ import copy
 import datetime
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -132,8 +132,6 @@ class ParallelMesh:
         self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._coordinates = self.coordinates_of(rank)
-        self.counterparts = Group((rank,), 0)
-        """Ranks at this rank's position in each replica, if this is the mesh of a replica."""
 
     def size(self, *axes: str) -> int:
         """Return the product of the sizes of `axes`."""
@@ -157,7 +155,7 @@ class ParallelMesh:
         """Return the mesh of this rank's replica: of the `count` equal blocks of data-parallel ranks, the one that has
         this rank.
 
-        A replica has all pipeline stages. Its ranks keep their numbers. All ranks call this method together.
+        A replica has all pipeline stages. Its ranks keep their numbers.
 
         Raises:
             ValueError: the data-parallel sizes, dense and expert, are not divisible by the count.
@@ -178,7 +176,6 @@ class ParallelMesh:
             for axes, view in self._views.items()
         }
         inner._coordinates = inner.coordinates_of(self.rank)
-        inner.counterparts = self.group_of(self.ranks("dp")[inner._coordinates["dp"] :: inner._sizes["dp"]])
         return inner
 
     def at(self, rank: int) -> ParallelMesh:
@@ -305,16 +302,3 @@ class UnconnectedMesh(ParallelMesh):
         self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None
     ) -> dist.ProcessGroup | None:
         return None
-
-
-class PartMesh(ParallelMesh):
-    """Mesh of consecutive ranks of a run, which are data-parallel and are numbered from 0, as in a run of their own."""
-
-    def __init__(self, whole: ParallelMesh, first: int, count: int) -> None:
-        super().__init__(rank=whole.rank - first, world_size=count, device=whole.device, timeout=whole._timeout)
-        self.whole, self.first = whole, first
-        self.waits, self.traffic = whole.waits, whole.traffic
-
-    def _cached_group(self, kind: Kind, ranks: tuple[int, ...], timeout: datetime.timedelta | None = None) -> Group:
-        group = self.whole._cached_group(kind, tuple(self.first + rank for rank in ranks), timeout)
-        return replace(group, ranks=ranks)

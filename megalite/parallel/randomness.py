@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megalite.parallel.device import default_generator
 from megalite.parallel.sequence import Runs
-from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.dropout import drop
+from megalite_kernels.dropout_mask import DropoutMask
 
 SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
 """Number of each site in the key. Each pair of a layer and a site must be unique."""

@@ -34,6 +34,7 @@ from megalite.optim.buckets import DataParallel, ParameterBucket
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.inside import Inside
@@ -48,7 +49,6 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
-from megalite.training.synchronization import make_rules_of, optimizer_config, planned_states, reduction_of
 
 
 def make_loader(
@@ -214,28 +214,33 @@ def make_plan(
     chunks_at: Callable[[ParallelMesh], Sequence[StageModule]],
     mesh: ParallelMesh,
     stages: Stages,
+    synchronization: Synchronization | None = None,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
-    `chunks_at`: returns the stages of a rank, given the mesh of that rank.
+    Args:
+        chunks_at: returns the stages of a rank, given the mesh of that rank.
+        mesh: the mesh of all ranks.
+        synchronization: that of the ranks; None: plain data parallelism.
     """
+    synchronization = synchronization or Synchronization(mesh)
+    options = synchronization.options(data_parallel(config, mesh, stages))
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = chunks_at(mesh)
         blocks = [chunk.blocks() for chunk in chunks]
-        return Contents.of(chunks, mesh, data_parallel(config, mesh, stages), blocks=blocks)
+        of_rank = synchronization.options(data_parallel(config, mesh, stages))
+        return Contents.of(chunks, mesh, of_rank, blocks=blocks)
 
-    options = data_parallel(config, mesh, stages)
-    planned = planned_states(config, mesh)
     return Plan(
         mesh,
         contents_at,
-        optimizer_config(config),
+        synchronization.hyperparameters(config.optimizer),
         zero_stage=options.zero_stage,
         instances=options.instances,
-        bucket_states=planned.bucket_states,
-        rank_states=planned.rank_states,
-        replicas=planned.replicas,
+        bucket_states=synchronization.bucket_states,
+        rank_states=synchronization.rank_states,
+        replicas=synchronization.replicas,
     )
 
 
@@ -247,23 +252,26 @@ def make_optimizer(
     set_values: Callable[[Parameter], None] | None,
     *,
     allow_unused: bool | None = None,
+    synchronization: Synchronization | None = None,
 ) -> Optimizer:
     """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard.
 
     Args:
         set_values: sets the initial values of a parameter. None: the parameters already have them.
         allow_unused: that of the task.
+        synchronization: that of the ranks; None: plain data parallelism.
     """
-    optimizer = optim.make_optimizer(
+    synchronization = synchronization or Synchronization(mesh)
+    options = replace(data_parallel(config, mesh, stages), allow_unused=allow_unused)
+    return optim.make_optimizer(
         chunks,
         mesh,
-        optimizer_config(config),
-        replace(data_parallel(config, mesh, stages), allow_unused=allow_unused),
+        synchronization.hyperparameters(config.optimizer),
+        synchronization.options(options),
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=set_values,
+        synchronization=synchronization,
     )
-    make_rules_of(config, optimizer)
-    return optimizer
 
 
 def gradient_dtype(config: TaskConfig) -> torch.dtype:
@@ -296,16 +304,13 @@ def data_parallel(config: TaskConfig, mesh: ParallelMesh, stages: Stages) -> Dat
     if bucket_size is None and parallel.overlap_grad_reduce:
         # Without overlap, several buckets have no advantage over one.
         bucket_size = default_bucket_size(mesh.size("dp", "cp"))
-    dtype = gradient_dtype(config)
     return DataParallel(
-        gradient_dtype=dtype,
+        gradient_dtype=gradient_dtype(config),
         zero_stage=parallel.zero_stage,
         instances=config.synchronization.instances(parallel.num_distributed_optimizer_instances),
         bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
-        fragments=config.synchronization.local_update_fragments,
-        reduction=reduction_of(config, mesh, dtype),
     )
 
 

@@ -24,8 +24,7 @@ from megalite.parallel.nested import map_tensors
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.training import builder, memory, summary
-from megalite.training.task import Figures, Loader, Task
-from megalite.training.trainer import Trainer
+from megalite.training.task import Figures, Loader, Summarized, Task
 
 
 @dataclass
@@ -179,7 +178,7 @@ class DatasetTask(Task):
             "samples_per_second_per_device": per_second / self.mesh.world_size,
         }
 
-    def lines(self, trainer: Trainer, micro_batch: Any) -> dict[str, object]:
+    def lines(self, trainer: Summarized, micro_batch: Any) -> dict[str, object]:
         """Return the lines of the summary on the layout and the memory, measured by a forward on a micro-batch."""
         measured = summary.measured_by(trainer, micro_batch)
         kinds = {f"  {kind}": memory.in_words(size) for kind, size in asdict(measured).items()}

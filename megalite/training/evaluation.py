@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 from megalite.modules.stage import items_of
@@ -31,12 +30,9 @@ def evaluate(
     `should_stop` is called between batches and must return the same value on all ranks. Returns None if the
     evaluation was stopped.
     """
-    trainer.network.eval()
     task, mesh, batch_size = trainer.task, trainer.mesh, trainer.evaluation_batch_size
     sums, counts = NO_SUMS, NO_SUMS
-    local_update = trainer.local_update
-    same_weights = nullcontext() if local_update is None else local_update.with_anchor()
-    with trainer.unchanged(), same_weights, loader or task.evaluation_loader(test=test) as loader:
+    with trainer.evaluating(), loader or task.evaluation_loader(test=test) as loader:
         wanted = (trainer.config.training.eval_iters if batches is None else batches) * batch_size
         samples = wanted if loader.length is None else min(wanted, loader.length)
         for start in range(0, samples, batch_size):

@@ -18,6 +18,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
 from megalite.training import builder
+from megalite.training.batches import Cutting
 from megalite.training.kernels import compile_layers
 from megalite.training.resume import open_initial_model
 from megalite.training.task import Task
@@ -31,6 +32,8 @@ class GPTNetworkTask(Task):
     """The network, with the size of its vocabulary."""
     chunks: list[GPT]
     """This rank's stages; empty before they are made."""
+    cutting: Cutting = Cutting()
+    """Division of samples among context-parallel ranks."""
 
     def stages(self) -> Stages:
         return builder.make_stages(self.config)

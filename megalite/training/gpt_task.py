@@ -17,15 +17,14 @@ from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training import builder, summary
-from megalite.training.batches import BUSIEST, Cutting, to_micro_batches
+from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.experts import expert_loads, node_notes, with_dispatcher
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.metrics import THROUGHPUT
 from megalite.training.routing_recorder import RoutingRecorder
-from megalite.training.task import Figures
-from megalite.training.trainer import Trainer
+from megalite.training.task import Figures, Summarized
 
 
 @dataclass
@@ -62,7 +61,7 @@ class GPTTask(GPTNetworkTask):
         self.hidden_size = model.hidden_size
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
         self.tokens_per_sample = config.data.seq_length
-        self.cutting: Cutting = builder.make_cutting(config, mesh)
+        self.cutting = builder.make_cutting(config, mesh)
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 
@@ -111,7 +110,7 @@ class GPTTask(GPTNetworkTask):
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def summary(self, trainer: Trainer) -> dict[str, object]:
+    def summary(self, trainer: Summarized) -> dict[str, object]:
         return summary.summary(trainer, self)
 
     def notes(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.lifecycle.control_files import ControlFiles
 from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
-from megalite.parallel import collectives
+from megalite.parallel.collectives import on_any_rank
 from megalite.process.signals import StopRequest
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
@@ -65,42 +65,13 @@ class TrainingLoop:
         self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
 
     def run(self) -> int:
-        """Train until the run ends or is requested to stop. Returns the exit code of the program."""
+        """Train until the run ends or is asked to stop. Returns the exit code of the program."""
         with self:
             while not self.is_over:
                 if not self.advance():
                     return EXIT_RESUMABLE
             self.finish()
         return EXIT_FINISHED
-
-    def __enter__(self) -> TrainingLoop:
-        trainer = self.trainer
-        with ExitStack() as stack:
-            if trainer.checkpoints is not None:
-                stack.callback(trainer.checkpoints.close)
-            self._writer = stack.enter_context(_metrics_writer(trainer))
-            trainer.expected_records = None  # the file has been checked
-            if self._writer.note is not None:
-                self.display.message(self._writer.note)
-            with self.sections(START):
-                self._on_any_rank(False)  # a barrier: until all ranks get here, a stop is handled by `Startup`
-            stack.enter_context(self._stop)
-            self.startup.over()
-            self.log_progress("continues" if trainer.iteration else "begins")
-            stack.enter_context(trainer.loader)
-            stack.callback(self._profiler.over)
-            if self.config.training.manual_gc:
-                gc.disable()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    @property
-    def is_over(self) -> bool:
-        """True if the last step and its evaluation are done."""
-        return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
 
     def advance(self, step: Callable[[], StepMetrics] | None = None) -> bool:
         """Run a step, then an evaluation and a save if they are due. Called by all ranks together.
@@ -109,18 +80,15 @@ class TrainingLoop:
             step: runs the step; None for `Trainer.step`.
 
         Returns:
-            False if the run was requested to stop: it is saved then, and no more steps may follow.
+            False if the run was asked to stop: it is saved then, and no more steps may follow.
         """
         trainer = self.trainer
         if not trainer.evaluation_left:
             self._step(step or trainer.step)
         if trainer.evaluation_due(trainer.iteration):
             self._validate()
-        with self.sections(AGREEMENT):
-            agreed = self._agree()
-        if trainer.checkpoints is not None:
-            with self.sections(SAVE):
-                trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+        agreed = self._agree()
+        self._continue_save(agreed)
         if agreed.profile:
             self._profiler.ask(trainer.iteration)
         if agreed.stop and trainer.iteration < trainer.iterations:
@@ -137,11 +105,47 @@ class TrainingLoop:
         self._settle()
         self.log_progress("finished")
 
+    @property
+    def is_over(self) -> bool:
+        """True if the last step and its evaluation are done."""
+        return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
+
+    def __enter__(self) -> TrainingLoop:
+        trainer = self.trainer
+        with ExitStack() as stack:
+            if trainer.checkpoints is not None:
+                stack.callback(trainer.checkpoints.close)
+            self._writer = stack.enter_context(_metrics_writer(trainer))
+            trainer.expected_records = None  # the file has been checked
+            if self._writer.note is not None:
+                self.display.message(self._writer.note)
+            with self.sections(START):
+                on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
+            stack.enter_context(self._stop)
+            self.startup.over()
+            self.log_progress("continues" if trainer.iteration else "begins")
+            stack.enter_context(trainer.loader)
+            stack.callback(self._profiler.over)
+            if self.config.training.manual_gc:
+                gc.disable()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
     def _step(self, step: Callable[[], StepMetrics]) -> None:
         number = self.sections.step = self.trainer.iteration + 1
         with self._profiler.step(number), self.sections(STEP):
             metrics = step()
         self._pace = self._pace.after(metrics.iteration_time_s)
+        self._report(metrics)
+        self._raise_if_diverged()
+        if self._collects_garbage_now():
+            gc.collect()
+
+    def _report(self, metrics: StepMetrics) -> None:
+        """Record a step and show it, with what else was asked for."""
         timing = self._timing() if self._every(self.config.watchdog.timing_interval) else None
         figures = {} if timing is None else timing.figures()
         if self.config.logging.log_world_size_to_tensorboard:
@@ -155,17 +159,18 @@ class TrainingLoop:
         if drawn is not None:
             self.display.message(drawn)
         self._tell_empty()
+
+    def _raise_if_diverged(self) -> None:
+        """Say where a step that was skipped was not finite. Raises MegaliteError after too many of them."""
         report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
-                f"{metrics.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an "
+                f"{self.trainer.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an "
                 f"earlier checkpoint{f'. The last of them: {report}' if report else ''}"
             )
         if report is not None:
             self.display.message(f"WARNING: {report}")
-        if self._collects_garbage_now():
-            gc.collect()
 
     def _validate(self) -> None:
         """Evaluate. If the run is stopped during the evaluation, the resumed run evaluates before its first step."""
@@ -173,7 +178,7 @@ class TrainingLoop:
 
         def stopped() -> bool:
             """Tell whether any rank must stop. The evaluation after the last step is never ended early."""
-            return trainer.iteration < trainer.iterations and self._on_any_rank(self._told_to_stop())[0]
+            return trainer.iteration < trainer.iterations and on_any_rank([self._told_to_stop()], self.mesh)[0]
 
         with self.sections(EVALUATION):
             means = evaluate(trainer, should_stop=stopped)
@@ -219,6 +224,12 @@ class TrainingLoop:
             self.trainer.save(self.display, last=last)
         self.saved = self.trainer.iteration
 
+    def _continue_save(self, agreed: _Agreed) -> None:
+        """Continue a save in the background."""
+        if self.trainer.checkpoints is not None:
+            with self.sections(SAVE):
+                self.trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+
     def _settle(self) -> None:
         if self.trainer.checkpoints is not None:
             with self.sections(SAVE):
@@ -252,8 +263,9 @@ class TrainingLoop:
         """Combine the requests and the save status of all ranks, in one all-reduce per step."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving
-        asked, *others = self.trainer.agree(flags)
+        with self.sections(AGREEMENT):
+            flags = self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving
+            asked, *others = self.agreed(flags)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 
     def _told_to_stop(self) -> bool:
@@ -273,9 +285,9 @@ class TrainingLoop:
         self._why = why_stop(left, self._pace.step, evaluation, trainer.save_seconds()) or ""
         return bool(self._why)
 
-    def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on any rank."""
-        return collectives.on_any_rank(flags, self.mesh)
+    def agreed(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank. Called after each step."""
+        return on_any_rank(flags, self.mesh)
 
     # ------------------------------------------------------------------------------------------------ records
 

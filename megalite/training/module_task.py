@@ -36,7 +36,7 @@ from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.training.builder import count_parameters
 from megalite.training.dataset_task import DatasetTask
-from megalite.training.trainer import Trainer
+from megalite.training.task import Summarized
 
 Function = Callable[[Any, Any], Any]
 """Function from a network's outputs and a batch to a sum over the batch, or to sums by name."""
@@ -328,7 +328,7 @@ class ModuleTask(DatasetTask):
 
     # ------------------------------------------------------------------------------------------------ reports
 
-    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+    def summary(self, trainer: Summarized) -> Mapping[str, object]:
         names = " + ".join(type(module).__name__ for module in self._modules)
         lines = {"model": f"{count_parameters(trainer.chunks, self.mesh):,} parameters: {names}"}
         return lines if self._example is None else {**lines, **self.lines(trainer, self._example)}

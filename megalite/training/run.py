@@ -31,7 +31,7 @@ from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.synchronization import part_mesh
+from megalite.training.synchronization import make_synchronization
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -94,8 +94,8 @@ class Run:
                 if self.directory is not None:
                     self._notes += stack.enter_context(checkpoint.only_run(self.directory, mesh))
                     self._notes += ControlFiles(self.directory, mesh).clear(self.startup.preexisting_stop)
-                self._part = part_mesh(config, mesh)
-                self.task = self._make_task(self._part)
+                self._synchronization = make_synchronization(config, mesh)
+                self.task = self._make_task(self._synchronization.mesh)
                 self._begin()
             self._stack = stack.pop_all()
         return self
@@ -109,7 +109,8 @@ class Run:
         """Build the trainer, and load the newest checkpoint that is whole."""
         config, mesh = self.config, self.mesh
         resume_point = find_resume_point(config.checkpoint, mesh)
-        build = cache(partial(make_trainer(config), config, self.task, self._part, self.directory, self.sections))
+        chosen = self._synchronization
+        build = cache(partial(chosen.trainer, config, self.task, chosen, self.directory, self.sections))
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
             """Return the last step, and the trainer that continues the run, or None if the run has finished."""
@@ -150,7 +151,7 @@ class Run:
         with display:
             self.begin(display)
             if trainer is not None:
-                code = trainer.run(TrainingLoop(trainer, display, self.startup))
+                code = self.loop(trainer, display).run()
             else:
                 assert self._loaded is not None
                 at = checkpoint.iteration_of(self._loaded)
@@ -158,6 +159,10 @@ class Run:
             if code == EXIT_FINISHED:
                 self.finish(display, self.last)
         return code
+
+    def loop(self, trainer: Trainer, display: Display) -> TrainingLoop:
+        """Return the loop that runs the trainer of this rank."""
+        return self._synchronization.loop(trainer, display, self.startup)
 
     def finish(self, display: Display, last: int) -> None:
         """Show that the run is finished, and write DONE into its directory, so that scripts do not start it again.
@@ -193,15 +198,6 @@ def _has_finished(path: AnyPath, metrics: AnyPath | None, last: int, mesh: Paral
         has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
     )
     return bool(collectives.all_gather_json(finished, mesh)[0])
-
-
-def make_trainer(config: TaskConfig) -> type[Trainer] | Callable[..., Trainer]:
-    """Return what makes the trainer of this rank from its configuration, its task, its mesh and the directory."""
-    if not config.synchronization.has_servers:
-        return Trainer
-    from megalite.training.parameter_server import make_trainer
-
-    return make_trainer
 
 
 def _record_run(directory: AnyPath, config: TaskConfig) -> None:

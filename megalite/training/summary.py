@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,18 +22,16 @@ from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.synchronization import synchronization_line
-from megalite.training.trainer import ENDLESS, Trainer
+from megalite.training.gpt_network import GPTNetworkTask
+from megalite.training.task import Summarized
+from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current
-
-if TYPE_CHECKING:
-    from megalite.training.gpt_task import GPTTask
 
 _MATRICES = "matrices of layers"
 
 
-def layout_line(trainer: Trainer) -> str:
+def layout_line(trainer: Summarized) -> str:
     """Return the layout as text: the parallel axes, what is sharded, and the micro-batches of a step."""
     parallel = trainer.config.parallel
     zero_stage = max(
@@ -48,7 +45,7 @@ def layout_line(trainer: Trainer) -> str:
     return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
 
 
-def training_line(trainer: Trainer) -> str:
+def training_line(trainer: Summarized) -> str:
     """Return the length of the run as text."""
     batch, tokens = trainer.batch_size, trainer.task.tokens_per_sample
     growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
@@ -56,7 +53,7 @@ def training_line(trainer: Trainer) -> str:
     return f"{steps} of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
 
 
-def common_lines(trainer: Trainer) -> dict[str, object]:
+def common_lines(trainer: Summarized) -> dict[str, object]:
     """Return the last lines of the summary of any task."""
     return {
         "device": f"{trainer.mesh.world_size} x {device.device_name(trainer.mesh.device)}",
@@ -65,7 +62,7 @@ def common_lines(trainer: Trainer) -> dict[str, object]:
     }
 
 
-def summary(trainer: Trainer, task: GPTTask) -> dict[str, object]:
+def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
     config, mesh, model = task.config, trainer.mesh, task.model
     measured, formula = measured_memory(trainer, task), expected_memory(trainer, task)
@@ -92,12 +89,15 @@ def summary(trainer: Trainer, task: GPTTask) -> dict[str, object]:
     }
 
 
-def _synchronization(trainer: Trainer) -> dict[str, object]:
-    line = synchronization_line(trainer.config, trainer.optimizer)
-    return {} if line is None else {"exchange": line}
+def _synchronization(trainer: Summarized) -> dict[str, object]:
+    optimizer = trainer.optimizer
+    flats = [flat for buckets in optimizer.bucket_states.values() for bucket in buckets for flat in bucket]
+    kept = sum(values.nbytes for values in (*flats, *optimizer.rank_states.values()))
+    line = optimizer.synchronization.description(kept)
+    return {"exchange": line} if line else {}
 
 
-def _context(task: GPTTask) -> dict[str, object]:
+def _context(task: GPTNetworkTask) -> dict[str, object]:
     """Return what a context-parallel rank holds and computes of a sample, if several share it."""
     cutting, parallel, length = task.cutting, task.config.parallel, task.config.data.seq_length
     if cutting.ranks == 1:
@@ -114,7 +114,7 @@ def _context(task: GPTTask) -> dict[str, object]:
     }
 
 
-def _pipeline(trainer: Trainer, task: GPTTask) -> dict[str, object]:
+def _pipeline(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return the parts of the model on each rank of the pipeline, if there is more than one stage."""
     if trainer.schedules.stages.count == 1:
         return {}
@@ -130,7 +130,7 @@ def _experts(model: ModelConfig) -> str:
     return f"; {layers} layers have {model.num_experts} experts, of which a token uses {model.moe_router_topk}"
 
 
-def _optimizer(trainer: Trainer) -> dict[str, object]:
+def _optimizer(trainer: Summarized) -> dict[str, object]:
     """Return the parameters that Muon updates, and those that it leaves to adam."""
     if trainer.config.optimizer.optimizer != "muon":
         return {}
@@ -157,7 +157,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
     return tensor.name if group.is_embedding_or_output or group.weight_decay else "norms and biases"
 
 
-def measured_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
+def measured_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
     """Add up this rank's parameters, gradients, optimizer state and peak of saved activations.
 
     A forward of each chunk over meaningless tokens measures the activations. All ranks run it.
@@ -180,7 +180,7 @@ def measured_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
     return measured_by(trainer, micro_batch)
 
 
-def measured_by(trainer: Trainer, micro_batch: object) -> memory.Memory:
+def measured_by(trainer: Summarized, micro_batch: object) -> memory.Memory:
     """Add up this rank's memory, with the activations of a forward of each chunk over this micro-batch, which leaves no
     trace.
     """
@@ -202,13 +202,13 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
     }
 
 
-def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
+def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
     actions = trainer.schedules.training(trainer.num_micro_batches(trainer.batch_size.final))
     return peak_in_flight(actions, sizes)
 
 
-def expected_memory(trainer: Trainer, task: GPTTask) -> memory.Memory:
+def expected_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
     """Calculate this rank's memory by formula."""
     config = task.config
     activations = [

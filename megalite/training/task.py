@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch
 
 from megalite.checkpoint import Manifest
+from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import ConfigurationError
@@ -17,11 +20,9 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.parallel.stage_module import StageModule
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-
-if TYPE_CHECKING:
-    from megalite.training.trainer import Trainer
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
@@ -35,6 +36,27 @@ class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
 
     def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> Sequence[MicroBatch]:
         """Return the micro-batches of the step that starts at global sample `consumed_samples`, on the device."""
+
+
+class Summarized(Protocol):
+    """Parts of a trainer that a summary describes."""
+
+    config: TaskConfig
+    task: Task
+    mesh: ParallelMesh
+    directory: AnyPath | None
+    dtype: torch.dtype
+    chunks: Sequence[StageModule]
+    optimizer: Optimizer
+    schedules: ProvedSchedules
+    batch_size: GlobalBatchSize
+    iterations: int
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Return the number of micro-batches per rank in a step of `batch_size` samples."""
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Undo what a forward within the block changes in the network."""
 
 
 class Task(ABC):
@@ -155,7 +177,7 @@ class Task(ABC):
     # ------------------------------------------------------------------------------------------------ reports
 
     @abstractmethod
-    def summary(self, trainer: Trainer) -> Mapping[str, object]:
+    def summary(self, trainer: Summarized) -> Mapping[str, object]:
         """Return names and values to show before the first step. Called by all ranks together."""
 
     def notes(self) -> tuple[str, ...]:

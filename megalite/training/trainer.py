@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -22,12 +22,10 @@ from megalite.errors import ConfigurationError
 from megalite.modules.forward_state import Copies
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
-from megalite.optim.replica import ANCHOR
 from megalite.optim.statistics import zeros_in_gradients
+from megalite.optim.synchronization import Synchronization
 from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.collectives import on_any_rank
-from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
@@ -43,12 +41,8 @@ from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.synchronization import exchange_notes, make_local_update, register_states, replica_mesh
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
-
-if TYPE_CHECKING:
-    from megalite.training.loop import TrainingLoop
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
@@ -84,19 +78,16 @@ class Trainer:
         self,
         config: TaskConfig,
         task: Task,
-        mesh: ParallelMesh,
+        synchronization: Synchronization,
         directory: AnyPath | None = None,
         sections: Sections | None = None,
     ) -> None:
+        mesh, replica = synchronization.mesh, synchronization.replica_mesh
         self.config, self.task, self.mesh, self.directory = config, task, mesh, directory
         self.sections = sections if sections is not None else Sections()
         self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
         stages = task.stages()
-        self.replica = replica = replica_mesh(config, mesh)
-        """Mesh of the ranks that have the same weights: all of them, unless replicas update their own."""
-        self.together = mesh
-        """Mesh of the ranks that run each step together, and add up its counts and sums."""
         self.chunks = task.make_chunks(replica, stages)
         self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
@@ -104,10 +95,14 @@ class Trainer:
         self._before: Copies | None = None
         """Copies of what forward may change, from before the step that is running."""
         self.optimizer = builder.make_optimizer(
-            config, self.chunks, replica, stages, task.set_values, allow_unused=task.allow_unused
+            config,
+            self.chunks,
+            replica,
+            stages,
+            task.set_values,
+            allow_unused=task.allow_unused,
+            synchronization=synchronization,
         )
-        self.local_update = self.optimizer.exchange = make_local_update(config, self.optimizer)
-        register_states(config, self.optimizer, self.local_update)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
@@ -137,7 +132,7 @@ class Trainer:
         self._load_notes: tuple[str, ...] = ()
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
-        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages)
+        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages, synchronization)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
@@ -171,9 +166,7 @@ class Trainer:
         batch_size = sum(len(each.sample_ids) for each in micro_batches) * self.mesh.size("dp")
         micro_batches = self.task.begin_step(micro_batches, self.consumed_samples)
         terms = self.terms if terms is None else terms
-        own_counts = loss_terms.counted(terms, micro_batches, self.mesh.device)
-        counts = loss_terms.total_counts(terms, own_counts, self.together)
-        divisors = self._divisors(terms, own_counts, counts)
+        counts, divisors = self._counts(terms, loss_terms.counted(terms, micro_batches, self.mesh.device))
 
         self.network.train()
         loss_scale = self.loss_scale.value
@@ -187,13 +180,13 @@ class Trainer:
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
         return Gradients(began, bytes_sent, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
 
-    def _divisors(self, terms: Sequence[LossTerm], own: TermSums, counts: Totals) -> Totals:
-        """Return the counts by which this rank's gradients are divided, and begin the step of a replica."""
-        if self.local_update is None:
-            return counts
-        of_replica = loss_terms.total_counts(terms, own, self.replica)
-        self.local_update.begin_step(self.iteration, of_replica[terms[0].name])
-        return of_replica if self.local_update.is_local else counts
+    def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
+        """Return the counts of the terms over the global batch, and those by which gradients are divided: the same.
+
+        `own`: the counts on this rank.
+        """
+        counts = loss_terms.total_counts(terms, own, self.mesh)
+        return counts, counts
 
     def update(self, gradients: Gradients, figures: Mapping[str, float] = MappingProxyType({})) -> StepMetrics:
         """Update the weights by the gradients of `forward_backward`. Called by all ranks together.
@@ -246,6 +239,13 @@ class Trainer:
         """Undo what a forward within the block changes in the network: it is not that of a step."""
         return nullcontext() if self._forward_state is None else self._forward_state.unchanged()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Let the network evaluate within the block. What its forward changes there is undone."""
+        self.network.eval()
+        with self.unchanged():
+            yield
+
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
         number = self.num_micro_batches(self.batch_size.at(self.consumed_samples))
@@ -294,14 +294,6 @@ class Trainer:
             )
         return whole
 
-    def agree(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is set on any rank. Called after each step."""
-        return on_any_rank(flags, self.mesh)
-
-    def run(self, loop: TrainingLoop) -> int:
-        """Run the loop. Returns the exit code of the program."""
-        return loop.run()
-
     def evaluation_due(self, iteration: int) -> bool:
         """Tell if a validation is due after this step."""
         due = iteration % self.config.training.eval_interval == 0 or iteration == self.iterations
@@ -313,8 +305,6 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
-        if self.local_update is not None:
-            self.local_update.before_save()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(
@@ -344,8 +334,6 @@ class Trainer:
             check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             self.task.check_compatible(path, described)
-        if self.local_update is not None:
-            self.local_update.before_load()
         state = checkpoint.load(
             path,
             self.network,
@@ -358,11 +346,6 @@ class Trainer:
             optional=self.task.optional_tensors(path, described),
         )
         self.task.loaded()
-        if self.local_update is not None:
-            names = described.tensors if resume_point.optimizer else ()
-            anchor, exchanged = (any(f"optimizer/{name}/" in each for each in names) for name in (ANCHOR, "exchanged"))
-            at = state.iteration if resume_point.position else 0
-            self.local_update.after_load(at, has_anchor=anchor, has_exchanged=exchanged)
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
@@ -398,8 +381,6 @@ class Trainer:
         with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
-        if self.local_update is not None:
-            self.local_update.begin()
         self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
 
     # ------------------------------------------------------------------------------------------------ metrics
@@ -449,7 +430,7 @@ class Trainer:
             figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
-            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.replica)
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.optimizer.mesh)
         return figures
 
     def summary(self) -> Mapping[str, object]:
@@ -463,5 +444,4 @@ class Trainer:
         most = max(self.batch_size.sizes) // (self.config.training.micro_batch_size * self.mesh.size("dp"))
         sums = builder.gradient_notes(self.config, most)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        exchanges = exchange_notes(self.config.synchronization, self.iterations)
-        return (*rates, *sums, *self._load_notes, *saves, *profile, *exchanges, *self.task.notes())
+        return (*rates, *sums, *self._load_notes, *saves, *profile, *self.task.notes())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megalite.parallel import collectives
 from megalite.torch_internals import flight_records, groups_and_members, sequence_number
-from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.snapshot import COMPLETED, GroupRecord, Operation, Snapshot
 
 KEPT = 100  # collectives of each group in a snapshot
 

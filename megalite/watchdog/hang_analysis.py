@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 
 from megalite.process.place import ranks_by_value, ranks_text
-from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.snapshot import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
 

@@ -25,12 +25,13 @@ from megalite.process.host import host_name, kill_sibling, process_space, start_
 from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals, last_words
-from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
+from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.hang_report import death, hang
 from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
 from megalite.watchdog.monitor import ANSWER_SECONDS, WARNING_SECONDS, Monitor, warn_of_silence
 from megalite.watchdog.secret import GIVE_SECRET, find_secret, make_secret
 from megalite.watchdog.sections import Limits, OpenSection, Sections
+from megalite.watchdog.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store

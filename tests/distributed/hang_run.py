@@ -24,7 +24,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.stages import Stages
 from megalite.watchdog.flight_recorder import snapshot
-from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
+from megalite.watchdog.hang_dump import RankDump, write_dump
+from megalite.watchdog.snapshot import Snapshot
 
 WIDTH = 64
 

@@ -16,6 +16,18 @@ from megalite.checkpoint.tensors import Kind
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import CheckpointError
+from megalite.extras.post_training import receivers
+from megalite.extras.post_training.export import export_weights
+from megalite.extras.post_training.log_probabilities import (
+    LOSS,
+    Multipliers,
+    TokenOutputs,
+    log_probabilities,
+    totals,
+    with_loss,
+)
+from megalite.extras.post_training.reference import Reference, load_teacher
+from megalite.extras.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
 from megalite.inference.sampling import Sampling
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -26,18 +38,6 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
-from megalite.post_training import receivers
-from megalite.post_training.export import export_weights
-from megalite.post_training.log_probabilities import (
-    LOSS,
-    Multipliers,
-    TokenOutputs,
-    log_probabilities,
-    totals,
-    with_loss,
-)
-from megalite.post_training.reference import Reference, load_teacher
-from megalite.post_training.rollout import Rollout, generate, log_probability_difference, to_micro_batches
 from tests.distributed import layout_cell
 from tests.distributed.layout_cell import Cell, model_config, rates
 from tests.distributed.layout_run import (

@@ -99,6 +99,7 @@ def assert_same(found: Any, expected: np.ndarray | None, size: int | None) -> No
         assert np.array_equal(found[sample], expected[sample])
 
 
+@pytest.mark.wide
 @few
 @given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
 def test_samples_with_weights(

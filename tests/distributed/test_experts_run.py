@@ -269,6 +269,7 @@ def other_choices(folder: Path) -> None:
         records.write(sample, chosen)
 
 
+@pytest.mark.wide
 def test_other_choices_train_the_same_on_every_layout(
     rank_pools: RankPools, tmp_path: Path, recorded: tuple[Path, list[float]]
 ) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.watchdog.hang_analysis import Diagnosis, missing
-from megalite.watchdog.hang_dump import Dumps, Snapshot, read_dumps
+from megalite.watchdog.hang_dump import Dumps, read_dumps
+from megalite.watchdog.snapshot import Snapshot
 from tests.harness.job import Job
 
 SCRIPT = Path(__file__).with_name("hang_run.py")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite_kernels.dropout import DropoutMask, kept_reference
+from megalite_kernels.dropout import kept_reference
+from megalite_kernels.dropout_mask import DropoutMask
 from tests.distributed.layout_cell import LAYERS, LAYOUT_FACTORS, RECOMPUTE, SEQUENCE, Cell, make_cell
 from tests.distributed.layout_expected import Result, assert_as_expected, on_ranks, run
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes

@@ -94,8 +94,9 @@ def test_parameters_after_steps_are_the_oracles_on_pairs(world_size: int, rank_p
 @pytest.mark.wide
 @pytest.mark.parametrize("world_size", [6, 8])
 def test_parameters_after_steps_on_many_ranks_are_the_oracles(world_size: int, rank_pools: RankPools) -> None:
+    """Check a third of the rows that cover every pair of factors."""
     found = covering_array(FACTORS, valid, cost=lambda row: 1 + ranks(row))
-    check(rank_pools, [row for row in found if ranks(row) == world_size], STEPS_OF_MANY)
+    check(rank_pools, [row for row in found if ranks(row) == world_size][::3], STEPS_OF_MANY)
 
 
 @pytest.mark.slow

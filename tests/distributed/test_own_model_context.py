@@ -73,6 +73,7 @@ def gpt(layout: Mapping[str, Any], **options: Any) -> list[tuple[float, float]]:
     return [(record["lm_loss"], record["grad_norm"]) for record in records]
 
 
+@pytest.mark.wide
 def test_a_gpt_trains_on_samples_of_its_own_that_are_cut(rank_pools: RankPools) -> None:
     (wanted,) = rank_pools(1).run(gpt, {})
     split = {"tp": 2, "sequence_parallel": True, "cp": 2}

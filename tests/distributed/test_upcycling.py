@@ -22,6 +22,7 @@ from megalite.training.display import Display
 from megalite.training.gpt_task import GPTTask
 from megalite.training.resume import saved_fields
 from megalite.training.run import Run
+from megalite.training.synchronization import make_synchronization
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import Sections
 from tests.distributed.layout_expected import assemble, on_ranks
@@ -45,7 +46,7 @@ def begun(flags: str) -> Trainer:
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     place = Place(rank, rank, size)
     run = Run(config, lambda mesh: GPTTask(config, open_data(config), mesh), place, Startup(place))
-    run.mesh, run._part, run.sections = mesh, mesh, Sections()
+    run.mesh, run._synchronization, run.sections = mesh, make_synchronization(config, mesh), Sections()
     run.task = GPTTask(config, open_data(config), mesh)
     run._begin()
     assert run.trainer is not None

@@ -95,6 +95,7 @@ def test_what_is_saved_in_the_background_is_what_is_saved_at_once(run: Run, whol
     assert metrics(directory) == metrics(whole)
 
 
+@pytest.mark.wide
 def test_so_are_files_for_torch(run: Run, whole: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = [*CONSTANT, "--save", directory, "--async-save", "--resume", "auto", "--save-interval", 2]

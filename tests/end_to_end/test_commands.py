@@ -124,13 +124,15 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
     assert len(blocks) == 2
     for block in blocks:
         shell(block, tmp_path)
-    assert (tmp_path / "run/kernels/kernels.svg").exists()
+    assert (tmp_path / "run/kernels/kernels_cpu.svg").exists()
 
 
 @pytest.mark.wide
 @pytest.mark.usefixtures("corpus_there")
 def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/operations.md").read_text()
+    (section,) = re.findall(r"^## Checks before a run\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
     for block in blocks:
         assert "well" in shell(block, checkout)
@@ -313,7 +315,8 @@ def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 2
 
 
-@pytest.mark.parametrize("program", ["training", pytest.param("generation", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("program", ["training", "generation"])
 def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(
     program: str, checkout: Path, request: pytest.FixtureRequest
 ) -> None:

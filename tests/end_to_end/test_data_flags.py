@@ -111,6 +111,7 @@ def test_another_batch_size_trains_on_as_many_samples(run: Run, tmp_path: Path) 
     assert [line["consumed_samples"] for line in metrics(tmp_path / "run")] == [4, 8, 12, 20, 28, 36]
 
 
+@pytest.mark.wide
 def test_a_resume_with_other_data_is_told(corpus: Path, run: Run, tmp_path: Path) -> None:
     course = (*GPT2, "--save", tmp_path / "run", "--save-interval", 100, "--split", "1,0,0", "--eval-iters", 0)
 

@@ -255,6 +255,7 @@ def test_a_rank_that_dies_is_named_though_the_launcher_ends_the_others(tmp_path:
     campaign.disturb(Fault("forward", 3, 2, "kill"), launcher=True)
 
 
+@pytest.mark.wide
 def test_a_rank_that_dies_while_tokens_travel_to_experts_is_named(tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "ep")
     campaign.disturb(Fault("exchange", 1, 2, "kill"))
@@ -276,7 +277,8 @@ def test_a_rank_that_dies_while_keys_and_values_travel_is_named(tmp_path: Path) 
     campaign.assert_unbroken()
 
 
-@pytest.mark.parametrize("phase", ["group", pytest.param("meeting", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("phase", ["group", "meeting"])
 def test_rank_0_is_named_and_killed_where_it_is_suspended_before_the_first_step(phase: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     campaign.disturb(Fault(phase, 0, 0, "stop"))

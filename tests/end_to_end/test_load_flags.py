@@ -162,6 +162,7 @@ def test_a_new_optimizer_goes_on_with_the_weights_alone(run: Run, tmp_path: Path
     assert iterations(second) == [3]
 
 
+@pytest.mark.wide
 def test_a_checkpoint_says_what_the_schedule_is(run: Run, tmp_path: Path) -> None:
     """Flags say something else, and a run without a checkpoint follows them."""
     keeps = (*GPT2, "--use-checkpoint-opt-param-scheduler")

@@ -74,6 +74,7 @@ def test_a_skipped_step_tells_and_the_run_goes_on_as_if_it_had_not(run_spoiled: 
     assert_same_checkpoint(tmp_path / "told" / "iter_0000005", tmp_path / "silent" / "iter_0000005")
 
 
+@pytest.mark.wide
 def test_a_run_that_has_diverged_tells_where_it_last_did(run_spoiled: SpoiledRun) -> None:
     """This holds in fp16 too, where a dynamic loss scale could shrink for ever: the unscaled loss is not finite."""
     flags = words(

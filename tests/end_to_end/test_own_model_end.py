@@ -12,6 +12,7 @@ import pytest
 from megalite.errors import EXIT_FATAL
 from tests.end_to_end.runs import ROOT
 from tests.harness.job import run_script
+from tests.harness.wide import wide_except
 
 PROGRAM = """
 import sys, torch, megalite
@@ -47,15 +48,7 @@ def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        (),
-        *(
-            pytest.param(words, marks=pytest.mark.wide)
-            for words in (("notebook",), ("train",), ("train", "async_save"))
-        ),
-    ],
-    ids=" ".join,
+    "words", wide_except([(), ("notebook",), ("train",), ("train", "async_save")], [()]), ids=" ".join
 )
 def test_what_a_loop_has_trained_is_saved_when_the_program_ends(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = program(tmp_path, *words)

@@ -45,9 +45,8 @@ def reached(output: str) -> list[str]:
     return re.findall(r"(?:loss|reward|accuracy|is|in) -?([0-9.]+)", output)
 
 
-@pytest.mark.parametrize(
-    "example", [DPO, *(pytest.param(e, marks=pytest.mark.wide) for e in (VIT, RESNET, TRANSLATE, GRPO))]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("example", [DPO, VIT, RESNET, TRANSLATE, GRPO])
 def test_an_example_reaches_what_it_states(example: str, tmp_path: Path) -> None:
     assert reached(forked(tmp_path, example))
 
@@ -64,9 +63,9 @@ def test_an_example_reaches_it_on_a_pipeline(tmp_path: Path) -> None:
         pytest.param(VIT, ["zero=3"], 2, id="vit-zero3"),
         pytest.param(TRANSLATE, ["pp=4"], 4, id="translate-pp4", marks=pytest.mark.slow),
         pytest.param(VIT, ["pp=2", "stages_per_rank=2"], 2, id="vit-interleaved"),
-        pytest.param(RESNET, ["pp=2"], 2, id="resnet-pp2"),
+        pytest.param(RESNET, ["pp=2"], 2, id="resnet-pp2", marks=pytest.mark.slow),
         pytest.param(DPO, ["zero=3"], 2, id="dpo-zero3"),
-        pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2"),
+        pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2", marks=pytest.mark.slow),
         pytest.param(GRPO, ["zero=3"], 2, id="grpo-zero3"),
     ],
 )
@@ -76,7 +75,7 @@ def test_an_example_reaches_it_on_several_ranks(example: str, layout: list[str],
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "example", [VIT, DPO, *(pytest.param(e, marks=pytest.mark.slow) for e in (RESNET, TRANSLATE, GRPO))]
+    "example", [VIT, *(pytest.param(e, marks=pytest.mark.slow) for e in (DPO, RESNET, TRANSLATE, GRPO))]
 )
 def test_an_example_gives_the_same_numbers_again(example: str) -> None:
     assert reached(run(example)) == reached(run(example))

@@ -74,6 +74,7 @@ KILLED = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("flags", "rank", "ranks", "stage"), KILLED)
 def test_a_rank_that_is_killed_ends_the_others(
     flags: str, rank: int, ranks: int, stage: str, spawn: Spawn, tmp_path: Path
@@ -113,6 +114,7 @@ def assert_names(error: str, stage: str) -> None:
     assert "another rank has ended" in error
 
 
+@pytest.mark.wide
 def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path: Path) -> None:
     narrow = "{name: tensor[:, :, :8] for name, tensor in forward(self, inputs, micro_batch).tensors.items()}"
     fault = f"return StageOutput({narrow})"
@@ -168,6 +170,7 @@ def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
     assert output.read_text().startswith("<svg")
 
 
+@pytest.mark.wide
 def test_a_time_line_changes_nothing_else_and_one_of_a_step_that_has_gone_by_is_told(run: Run, tmp_path: Path) -> None:
     flags, world_size, _ = PIPELINES["zb-v"]
     course = (*FOUR_LAYERS, *words(flags), "--fp64", "--lr-decay-style", "constant", "--resume", "auto")

@@ -42,6 +42,7 @@ def test_chosen_steps_of_chosen_ranks_are_traced_by_flags(place: str, run: Run, 
             assert b"Input Dims" in file.read()
 
 
+@pytest.mark.wide
 def test_a_file_asks_for_the_next_steps(start: Start, tmp_path: Path) -> None:
     flags = [*GPT2, "--train-iters", 10000, "--pytorch-profiler-collect-callstack", "--save", tmp_path]
     (tmp_path / "PROFILE").touch()  # of an earlier run

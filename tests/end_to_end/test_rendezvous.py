@@ -116,7 +116,7 @@ def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
     expected = "error on rank 1: (rank 0 has not connected, or hangs, for .* s, at )?the store at .*"
     *before, last = job.stderr(1).splitlines()
     assert re.match(expected, last)
-    assert all(re.match(r"waiting for the store at \S+ \(.*\) to open, for \d s so far", line) for line in before)
+    assert all(re.match(r"waiting for the store at \S+ \(.*\) to open, for \d+ s so far", line) for line in before)
 
 
 @pytest.mark.wide
@@ -208,6 +208,7 @@ if os.environ["RANK"] == "0":
         assert said_by(job, 0) == []
 
 
+@pytest.mark.wide
 def test_ranks_that_differ_in_the_watchdog_are_told_so(tmp_path: Path) -> None:
     entry = tmp_path / "entry.py"
     flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "4"]

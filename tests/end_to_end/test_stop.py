@@ -110,7 +110,8 @@ def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) 
     assert len(list(tmp_path.glob("iter_*"))) == 3
 
 
-@pytest.mark.parametrize("file", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["file", "signal"])
+@pytest.mark.wide
+@pytest.mark.parametrize("file", [True, False], ids=["file", "signal"])
 def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     file: bool, start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
     assert metrics(directory) == metrics(whole)
 
 
+@pytest.mark.wide
 def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: Path) -> None:
     """There is one line at the start if somebody else has changed the file, otherwise none."""
     flags = [*GPT2, "--lr-decay-style", "constant", "--eval-iters", 1, "--eval-interval", 2]

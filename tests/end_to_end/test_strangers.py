@@ -43,6 +43,7 @@ def greets_as_a_monitor(port: int) -> bool:
             return False
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc")
 def test_a_run_that_strangers_talk_to_still_names_and_ends_a_rank_that_is_stopped(tmp_path: Path) -> None:
     flags = words("--train-iters 10000 --lr-decay-style constant --watchdog-min-seconds 2 --tp 2")

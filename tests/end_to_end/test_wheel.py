@@ -28,6 +28,8 @@ commands = [entry for entry in distribution("megalite").entry_points if callable
 assert len(commands) > 5
 assert all((Path(sys.prefix) / "bin" / entry.name).exists() for entry in commands)
 assert "torch" not in sys.modules
+missing = [name for name in sys.argv[1:] if not (Path(megalite.__file__).parent / name).exists()]
+assert not missing, missing
 """
 
 
@@ -66,7 +68,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_both_packages_and_all_commands_are_in_it(programs: Path, tmp_path: Path) -> None:
-    looked = run(programs / "python", "-c", LOOK, directory=tmp_path)
+    tables = [path.relative_to(ROOT / "megalite") for path in (ROOT / "megalite").rglob("*.toml")]
+    assert tables
+    looked = run(programs / "python", "-c", LOOK, *tables, directory=tmp_path)
     assert looked.returncode == 0, looked.stderr
 
 

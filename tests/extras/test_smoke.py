@@ -1,4 +1,4 @@
-"""One test of each room of extras, for `make test`; the others run with `make check ROOM=`, and all of them in CI."""
+"""A test or two of each room of extras, for `make test`; `make check ROOM=` runs those of a room, CI all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.distributed.post_training_run import policy_steps
 from tests.end_to_end.runs import ROOT, words
 from tests.extras.post_training.test_layouts import BASE, expected
+from tests.extras.synchronization import test_checkpoints
 from tests.extras.synchronization.test_compression import EXACT, assert_same
 from tests.extras.synchronization.test_local_update import run
 from tests.harness.job import Job
@@ -66,6 +67,11 @@ def test_the_doctor_finds_two_ranks_well(spawn: Callable[..., Job], tmp_path: Pa
 def test_compression_that_leaves_out_nothing_is_plain(rank_pools: RankPools) -> None:
     plain = rank_pools(2).run(run, "", 3)
     assert_same(rank_pools(2).run(run, f"--gradient-compression {EXACT['topk']}", 3), plain)
+
+
+def test_replicas_with_weights_of_their_own_are_resumed(rank_pools: RankPools, tmp_path: Path) -> None:
+    """The trainer of local updates stands in place of the plain one."""
+    test_checkpoints.test_a_resumed_run_has_the_same_bits("diloco", rank_pools, tmp_path)
 
 
 def test_a_loss_function_is_trained_on(rank_pools: RankPools) -> None:

@@ -52,7 +52,8 @@ _DIGITS = 64
 
 def conversations() -> dict[str, Sequence[Any]]:
     """The valid ones, by their files."""
-    from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
+    from megalite.watchdog.hang_dump import RankDump
+    from megalite.watchdog.snapshot import GroupRecord, Operation, Snapshot
 
     place = {"section": "optimizer", "step": 8}
     stacks = 'thread MainThread:\n  File "pretrain.py", line 7, in step\n\nthread loader:\n  File "a.py", line 1, in b'
@@ -265,10 +266,11 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
     a proper rank afterwards. `patience`: seconds for what comes unless edits have spoiled it."""
     from megalite.process.place import Place
     from megalite.watchdog import monitor as monitor_file
-    from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
+    from megalite.watchdog.hang_dump import RankDump
     from megalite.watchdog.link import Peer, connect
     from megalite.watchdog.secret import Secret
     from megalite.watchdog.sections import Limits
+    from megalite.watchdog.snapshot import GroupRecord, Operation, Snapshot
 
     _set(monitor_file, ANSWER_SECONDS=patience, _TOGETHER_SECONDS=0.0, _TICK_SECONDS=0.005)
     said: list[str] = []

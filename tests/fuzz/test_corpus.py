@@ -38,7 +38,7 @@ SLOW = [
 QUICK = [path for path in CORPUS if path not in (*STRANGERS, *SLOW)]
 
 
-@pytest.mark.wide  # `make fuzz` has all
+@pytest.mark.wide  # `make fuzz` runs it, as all of this folder
 @pytest.mark.parametrize("part", range(3))
 def test_nothing_that_was_found_comes_back(part: int, tmp_path: Path) -> None:
     assert in_clean_process(_replay, QUICK[part::3], tmp_path) == []
@@ -103,6 +103,7 @@ def _judge(names: list[str], folder: Path) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.wide
 def test_the_rule_finds_each_fault(tmp_path: Path) -> None:
     found = in_clean_process(_judge, list(PROGRAMS), tmp_path)
     assert found == {name: fault for name, (_, fault) in PROGRAMS.items()}

@@ -7,9 +7,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath
 from megalite.training.data import RunData
 from megalite.training.gpt_task import GPTTask
+from megalite.training.synchronization import make_trainer
 from megalite.training.trainer import Trainer
 
 
 def gpt_trainer(config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> Trainer:
     """Return the trainer of a run that pre-trains a GPT."""
-    return Trainer(config, GPTTask(config, data, mesh), mesh, directory)
+    return make_trainer(config, GPTTask(config, data, mesh), mesh, directory)

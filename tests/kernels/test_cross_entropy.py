@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels import cross_entropy
-from megalite_kernels.cross_entropy import Columns, LossOptions, combined, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import combined, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, use
+from megalite_kernels.loss_options import Columns, LossOptions
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import only_programs
 

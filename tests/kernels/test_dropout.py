@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megalite_kernels import dropout_kernels
-from megalite_kernels.dropout import GROUP, LEVELS, DropoutMask, drop, kept_reference
+from megalite_kernels.dropout import drop, kept_reference
 from megalite_kernels.dropout_kernels import COUNTERS
+from megalite_kernels.dropout_mask import GROUP, LEVELS, DropoutMask
 from megalite_kernels.implementation import Kernels, use
 from tests.harness.close import assert_bits_equal
 from tests.kernels.cells import cells, named

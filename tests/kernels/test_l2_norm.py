@@ -72,6 +72,7 @@ def test_a_slice_has_its_own_sums_and_what_is_not_flat_is_refused() -> None:
         sums_of_squares(values[::2])
 
 
+@pytest.mark.wide
 def test_elements_lie_beyond_2_to_the_31() -> None:
     """Memory is taken only where it is touched."""
     torch.use_deterministic_algorithms(False)  # fresh memory is left alone

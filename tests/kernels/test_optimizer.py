@@ -13,7 +13,8 @@ from megalite_kernels import optimizer
 from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized
-from megalite_kernels.optimizer import SGD, AdamW, Flat, update_
+from megalite_kernels.optimizer import update_
+from megalite_kernels.updates import SGD, AdamW, Flat
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs
 

@@ -8,14 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.quantization import (
-    FORMATS,
-    dequantize,
-    dequantize_reference,
-    philox,
-    quantize,
-    quantize_reference,
-)
+from megalite_kernels.formats import FORMATS
+from megalite_kernels.quantization import dequantize, dequantize_reference, philox, quantize, quantize_reference
 from megalite_kernels.quantization_kernels import dequantized, quantized
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written, only_programs

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.routing import RoutingRule, choose_experts, routing_probabilities, routing_weights
+from megalite_kernels.routing import choose_experts, routing_probabilities, routing_weights
+from megalite_kernels.routing_rule import RoutingRule
 from tests.kernels.cells import cells, named
 from tests.kernels.interpreter import nan_is_written
 

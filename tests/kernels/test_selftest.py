@@ -16,7 +16,7 @@ from megalite_kernels import cases, measure, selftest
 from megalite_kernels.case import Case
 from megalite_kernels.moments import Quantized
 from megalite_kernels.norm import norm
-from megalite_kernels.optimizer import Flat, Moment
+from megalite_kernels.updates import Flat, Moment
 
 PLAIN = next(case for case in cases.cases() if case.name == "rms_norm 128 float32")
 UPDATES = [case for case in cases.cases() if case.name.startswith(("adamw", "sgd"))]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -51,8 +52,9 @@ def main() -> None:
         verdicts = []
         with _servers() as servers, ThreadPoolExecutor(WORKERS) as workers:
             _check_tests(whole, chosen, servers, workers)
-            for mutant, verdict in zip(chosen, workers.map(partial(_verdict, whole, servers), chosen), strict=True):
-                print(f"{verdict or 'caught':8}  {mutant.fault}  ({mutant.test})", flush=True)
+            found = workers.map(partial(_verdict, whole, servers), chosen)
+            for mutant, (verdict, seconds) in zip(chosen, found, strict=True):
+                print(f"{verdict or 'caught':8} {seconds:5.1f} s  {mutant.fault}  ({mutant.test})", flush=True)
                 verdicts.append(verdict)
     if any(verdicts):
         sys.exit(f"{sum(map(bool, verdicts))} of {len(chosen)} mutants were not caught")
@@ -72,8 +74,13 @@ def _check_tests(whole: Path, chosen: list[Mutant], servers: _Servers, workers: 
             sys.exit(f"the named tests do not pass on the tree as it is\n{output.read_text(errors='replace')}")
 
 
-def _verdict(whole: Path, servers: _Servers, mutant: Mutant) -> str:
-    """Empty where the named test fails on the mutant, else what happened."""
+def _verdict(whole: Path, servers: _Servers, mutant: Mutant) -> tuple[str, float]:
+    """Return nothing where the named test fails on the mutant, else what happened; and the seconds that it took."""
+    begin = time.monotonic()
+    return _run(whole, servers, mutant), time.monotonic() - begin
+
+
+def _run(whole: Path, servers: _Servers, mutant: Mutant) -> str:
     with tempfile.TemporaryDirectory(dir=whole.parent) as directory:
         tree = shutil.copytree(whole, Path(directory) / "tree", copy_function=os.link)
         mutant.apply(tree)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +106,33 @@ def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | No
     for ours, reference in zip(*found, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
     assert graphs["unique_graphs"] == 1
+
+
+def test_a_mask_is_made_once_for_all_layers_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, batch = network(replace(GEMMA, attn_logit_softcapping=None)), micro_batch(12)
+    given: list[Tensor] = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _noted(given))
+    found = []
+    for addend in (True, False):
+        if not addend:
+            monkeypatch.setattr("megalite.model.gpt.takes_addend", lambda *about: False)
+        loss = loss_of(made, batch)
+        found.append([loss, *torch.autograd.grad(loss, list(made.parameters()))])
+    layers = len(given) // 2
+    assert {each.dtype for each in given[:layers]} == {torch.float64}
+    assert len({each.data_ptr() for each in given[:layers]}) == len(made.windows) < layers
+    assert all(map(torch.equal, *found))
+
+
+def _noted(given: list[Tensor]) -> Callable[..., Tensor]:
+    """Return torch's operator, which notes its masks."""
+    operator = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*parts: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        given.append(attn_mask)
+        return operator(*parts, attn_mask=attn_mask, **options)
+
+    return attend
 
 
 @pytest.mark.parametrize(

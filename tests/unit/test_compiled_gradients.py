@@ -40,7 +40,8 @@ from megalite.parallel.sharding import LogicalTensor, Normal
 from megalite.parallel.tally import Tally
 from megalite.training.kernels import compile_layers
 from megalite_kernels.activation import exact_geglu, geglu, swiglu
-from megalite_kernels.dropout import DropoutMask, drop
+from megalite_kernels.dropout import drop
+from megalite_kernels.dropout_mask import DropoutMask
 from megalite_kernels.norm import norm, residual_norm
 from megalite_kernels.permutation import group_rows, permute, unpermute
 from megalite_kernels.rotary import rotary_embedding

@@ -13,7 +13,7 @@ from torch import Tensor, randn
 from megalite.config import ModelConfig
 from megalite.config.activations import ACTIVATIONS, FLAGS, MEGATRON_ALONE, Activation, flags_by_megatron, megatron_of
 from megalite.config.megatron_flags import tables
-from megalite.config.model import model_problems
+from megalite.config.validate_model import model_problems
 from megalite_kernels.activation import FUNCTIONS
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)

@@ -183,7 +183,8 @@ def test_what_megatron_core_saves_is_read(
         assert (b"linear_fc1.weight_w" in described) == (form == "per layer" and model.swiglu)
 
 
-@pytest.mark.parametrize("form", ["stacked", pytest.param("legacy", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("form", ["stacked", "legacy"])
 def test_two_tensor_parallel_ranks_save_and_load(
     form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
 ) -> None:

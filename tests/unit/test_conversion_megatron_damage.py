@@ -134,7 +134,7 @@ def test_what_names_no_tokenizer_is_left_out() -> None:
 
 def test_a_model_that_is_too_large_for_its_files_is_not_made(tmp_path: Path) -> None:
     folder = write(random_model(GPT2), tmp_path)
-    for sizes in ({"num_layers": 9_999}, {"hidden_size": 2**20}, {"max_position_embeddings": 10**9}):
+    for sizes in ({"hidden_size": 2**20}, {"max_position_embeddings": 10**9}, {"num_layers": 9_999}):
         arguments = Namespace(**SMALL | {"max_position_embeddings": 4} | sizes)
         torch.save({"args": arguments}, folder / "common.pt")
         with pytest.raises(CheckpointError, match="too few for the model that it describes"):

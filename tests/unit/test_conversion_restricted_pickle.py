@@ -311,6 +311,7 @@ def of_one_hash(count: int) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.wide
 def test_keys_that_are_compared_in_pairs_are_few() -> None:
     for keys in (range(10_001), [(number,) for number in range(10_001)], of_one_hash(60_000)):
         entries = b"".join(pickle.dumps(key, 2)[2:-1] + b"N" for key in keys)  # a dict of the last would take minutes

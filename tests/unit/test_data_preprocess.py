@@ -307,7 +307,7 @@ def test_a_worker_that_is_suspended_is_named_and_goes_on(tmp_path: Path, monkeyp
     done, *_ = preprocessing.preprocess([str(source)], str(tmp_path / "c"), BYTES, 1, 1000)
     assert done.documents == len(TEXTS)
     (worker,) = suspended
-    waits = rf"waiting for the text from {re.escape(str(source))}:1 on, for \d s so far"
+    waits = rf"waiting for the text from {re.escape(str(source))}:1 on, for \d+ s so far"
     named = rf"{waits}: process {worker} is suspended, and goes on after kill -CONT {worker}"
     assert any(re.fullmatch(named, line) for line in said), said
 

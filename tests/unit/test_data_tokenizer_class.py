@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,8 @@ def test_tokens_are_those_of_the_class_or_refused(tmp_path: Path, of_class: str)
     accepted = set[str]()
     for kind in KINDS:
         for template in (False, True):
-            for more in (
-                {},
-                {"add_bos_token": True},
-                {"add_bos_token": False},
-                {"add_eos_token": True},
-                {"legacy": True},
-            ):
+            # Options act after what the kinds differ in: each kind has one of them.
+            for more in (OPTIONS[0], OPTIONS[1 + KINDS.index(kind) % (len(OPTIONS) - 1)]):
                 folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class} | more, template=template)
                 same = is_the_same(folder)
                 assert same is not False, (kind, template, more)
@@ -150,6 +146,7 @@ def test_tokens_that_a_class_adds_by_itself_are_named_or_refused(tmp_path: Path,
 
 @pytest.mark.wide
 def test_a_type_of_model_decides_with_the_class(tmp_path: Path) -> None:
+    kinds = itertools.cycle(("bytes", "bytes NFC", "qwen NFC", "prepend", "gemma"))
     for model_type in (
         "mistral",
         "olmo2",
@@ -165,9 +162,10 @@ def test_a_type_of_model_decides_with_the_class(tmp_path: Path) -> None:
         "code_llama",
     ):
         for of_class in (None, "PreTrainedTokenizerFast", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer"):
-            for kind in ("bytes", "bytes NFC", "qwen NFC", "prepend", "gemma"):
-                folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class}, model_type)
-                assert is_the_same(folder) is not False, (model_type, of_class, kind)
+            kind = next(kinds)
+            folder = write(tmp_path / "folder", kind, {"tokenizer_class": of_class}, model_type)
+            assert is_the_same(folder) is not False, (model_type, of_class, kind)
+        next(kinds)  # five classes and five kinds: otherwise a class would always have the same one
     assert is_the_same(write(tmp_path / "folder", "prepend", {"tokenizer_class": "LlamaTokenizer"}, "mistral"))
     assert is_the_same(write(tmp_path / "folder", "qwen NFC", {"tokenizer_class": "LlamaTokenizerFast"}, "qwen2"))
 
@@ -195,7 +193,7 @@ def test_every_type_of_model_that_transformers_knows_has_its_class(
     assert len(models) > 800
     for said in (None, "LlamaTokenizer", "PreTrainedTokenizerFast", "New"):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": said} if said else {}))
-        for model in models:
+        for model in models if said is None else models[:: len(models) // 50]:
             (tmp_path / "config.json").write_text(json.dumps(model))
             taken.clear()
             transformers.AutoTokenizer.from_pretrained(tmp_path)

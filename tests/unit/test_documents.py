@@ -11,9 +11,12 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = (
     "README.md",
+    "AGENTS.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+    *sorted(
+        str(path.relative_to(ROOT)) for folder in ("docs", "benchmarks/planner") for path in ROOT.glob(f"{folder}/*.md")
+    ),
 )
 QUOTE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python\n", re.MULTILINE)
@@ -28,12 +31,15 @@ def is_quoted(quote: str, source: str) -> bool:
     return re.search("^" + ".*?^".join(map(re.escape, parts)), source, re.MULTILINE | re.DOTALL) is not None
 
 
-def test_the_tour_quotes_word_for_word() -> None:
-    tour = (ROOT / "docs/tour.md").read_text()
-    quotes = QUOTE.findall(tour)
-    assert len(quotes) == len(FENCE.findall(tour)) > 0, "each quotation begins with its file: `path.py`:"
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+def test_code_is_quoted_word_for_word(page: str) -> None:
+    text = (ROOT / page).read_text()
+    quotes = QUOTE.findall(text)
+    assert quotes
+    if page == "docs/tour.md":
+        assert len(quotes) == len(FENCE.findall(text)), "each quotation begins with its file: `path.py`:"
     wrong = [f"{file}:\n{quote}" for file, quote in quotes if not is_quoted(quote, (ROOT / file).read_text())]
-    assert not wrong, "docs/tour.md quotes what is not there (any more):\n\n" + "\n".join(wrong)
+    assert not wrong, f"{page} quotes what is not there (any more):\n\n" + "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,19 @@ def test_files_and_tests_that_are_named_exist(document: str) -> None:
     for path, test in PATH.findall((ROOT / document).read_text()):
         assert (ROOT / path).exists(), f"{document} names {path}"
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{document} names {path}::{test}"
+
+
+def test_the_page_for_agents_names_what_exists() -> None:
+    page = (ROOT / "AGENTS.md").read_text()
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", page, re.MULTILINE))
+    paths = set(re.findall(r"(?<![\w./-])((?:[\w-]+/)+[\w.-]*|[\w-]+\.(?:md|py|toml|yml))(?![\w/])", page))
+    modules = set(re.findall(r"python -m ((?:megalite|tests)[\w.]*)", page))
+    assert targets >= named > {"setup", "check", "test", "lint"}
+    assert {"CONTRIBUTING.md", "tests/oracle.py", "megalite/config/", "pyproject.toml"} <= paths
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    assert modules
+    assert not [name for name in modules if not list(ROOT.glob(name.replace(".", "/") + "*"))]
 
 
 def test_the_readme_tells_how_many_lines_there_are() -> None:

@@ -11,8 +11,9 @@ import pytest
 from megalite.process.place import Place
 from megalite.watchdog import flight_recorder
 from megalite.watchdog.flight_recorder import group_records
-from megalite.watchdog.hang_dump import GroupRecord, Operation, read_dumps
+from megalite.watchdog.hang_dump import read_dumps
 from megalite.watchdog.sections import Limits, Sections
+from megalite.watchdog.snapshot import GroupRecord, Operation
 from megalite.watchdog.watchdog import Watchdog
 
 

@@ -220,9 +220,14 @@ def test_an_operation_that_cannot_be_timed_is_wrong(monkeypatch: pytest.MonkeyPa
     assert (code, found["wrong"]) == (1, ["benchmark: an operation failed"])
 
 
-@pytest.mark.wide  # trainings in processes of their own, one of them compiled
-def test_small_networks_train_at_two_depths_beside_the_rival(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.wide  # trainings in processes of their own
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_small_networks_train_at_two_depths_beside_the_rival(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(gpu_speed, "ROUNDS", 1)
+    if not compiled:
+        monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     code, found = run(monkeypatch, tmp_path, {"layers": gpu_check.check_layers})
     assert code == 0
     product, *rows = found["layers"]

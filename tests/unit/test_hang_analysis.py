@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_analysis import Diagnosis, missing
-from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.snapshot import COMPLETED, GroupRecord, Operation, Snapshot
 
 
 def operation(number: int, name: str = "all_reduce", size: int = 4, state: str = "scheduled") -> Operation:

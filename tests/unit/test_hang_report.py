@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot, read_dumps, write_dump
+from megalite.watchdog.hang_dump import RankDump, read_dumps, write_dump
+from megalite.watchdog.snapshot import GroupRecord, Operation, Snapshot
 from tests.harness.tool import Ended, run_tool
 from tests.unit.test_flight_recorder import entry
 

@@ -24,8 +24,8 @@ TINY = ["--device", "cpu", "--tokens", "3", "--repeats", "2", "--only", "rms_nor
 def run(directory: Path, *more: str, code: int = 0) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """The table, and all figures."""
     assert kernels.main([*TINY, "--results", str(directory), *more]) == code
-    with open(directory / "kernels.csv", encoding="utf-8") as file:
-        return list(csv.DictReader(file)), json.loads((directory / "kernels.json").read_text())
+    with open(directory / "kernels_cpu.csv", encoding="utf-8") as file:
+        return list(csv.DictReader(file)), json.loads((directory / "kernels_cpu.json").read_text())
 
 
 def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: 
         assert 0 < float(row["lower_quartile"]) <= float(row["milliseconds"]) <= float(row["upper_quartile"])
     assert len(figures["rows"]) == len(table)
     assert not figures["notes"]
-    words = [element.text for element in ElementTree.fromstring((tmp_path / "kernels.svg").read_text()).iter()]
+    words = [element.text for element in ElementTree.fromstring((tmp_path / "kernels_cpu.svg").read_text()).iter()]
     assert "rms_norm 2048 bfloat16, backward" in words
 
 
@@ -129,7 +129,7 @@ def test_bars_are_as_long_as_their_shares() -> None:
 def test_torchs_own_update_is_a_rival_of_what_it_can_keep(tmp_path: Path) -> None:
     tiny = [*TINY[:-1], "adamw", "--rivals", "torch", "--results", str(tmp_path)]
     assert kernels.main(tiny) == 0
-    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
     assert {row["operation"] for row in rows if row["implementation"] == "PyTorch"} == {
         "adamw float32",
         "adamw bfloat16/float32",

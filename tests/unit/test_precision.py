@@ -48,6 +48,7 @@ from megalite.training.loss_terms import counted
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention
 from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.loss_options import Columns, LossOptions
 from megalite_kernels.rotary import rotary_embedding
 from tests.harness.close import assert_rounded_once
 from tests.harness.stages import LOSS, as_stage
@@ -213,8 +214,8 @@ def test_softmax_of_attention(cap: float | None, dtype: torch.dtype) -> None:
 
 
 TERMS = {
-    "plain": cross_entropy.LossOptions(),
-    "all terms": cross_entropy.LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=20.0),
+    "plain": LossOptions(),
+    "all terms": LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=20.0),
 }
 
 
@@ -238,8 +239,8 @@ def test_losses_of_tokens(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_parts_of_a_vocabulary_are_merged_in_fp32(ranks: int) -> None:
     logits, labels = (4.0 * numbers(20, 12 * ranks)).bfloat16(), torch.arange(20) % (12 * ranks)
-    columns = [cross_entropy.Columns.of_rank(rank, 12, 12 * ranks) for rank in range(ranks)]
-    options = cross_entropy.LossOptions(label_smoothing=0.1)
+    columns = [Columns.of_rank(rank, 12, 12 * ranks) for rank in range(ranks)]
+    options = LossOptions(label_smoothing=0.1)
     parts = zip(logits.chunk(ranks, 1), columns, strict=True)
     found = cross_entropy.combined(
         torch.stack([cross_entropy.statistics(part.contiguous(), labels, c, options) for part, c in parts])

@@ -82,7 +82,7 @@ lock, c = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 c.pthread_mutex_lock(lock)
 c.pthread_mutex_lock(lock)  # for ever, and no signal interrupts it
 """
-    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run([sys.executable, "-c", program], timeout=30, check=False, stdout=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stdout) == (85, "farewell\n")
 
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from megalite.watchdog.hang_dump import Dumps, GroupRecord, Operation, RankDump, Snapshot
+from megalite.watchdog.hang_dump import Dumps, RankDump
 from megalite.watchdog.hang_report import death, hang, hang_report
 from megalite.watchdog.link import Peer, alarm_of
+from megalite.watchdog.snapshot import GroupRecord, Operation, Snapshot
 
 LATE = {"overdue": ["step", 61.0, 60.0]}
 

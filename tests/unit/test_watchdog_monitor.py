@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -388,15 +388,22 @@ def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> No
 def test_of_more_answers_than_can_be_read_in_time_the_number_is_told(
     watch: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reads, sent = Event(), Event()
+
     def slowly(values: dict[str, Any]) -> RankDump:
+        reads.set()
+        assert sent.wait(SECONDS)
         time.sleep(0.5)
         return RankDump.of(values)
 
     monkeypatch.setattr(monitor_file, "RankDump", SimpleNamespace(of=slowly))
     watched = watch((HERE,) * 8)
     watched.ranks[1].link.send(**LATE)
-    for rank in watched.ranks[:-1]:
+    watched.ranks[0].answer()
+    assert reads.wait(SECONDS)
+    for rank in watched.ranks[1:-1]:  # while the first answer is read, so that all of these are there at once
         rank.answer()
+    sent.set()
     assert watched.ranks[0].wait_for("end")
     assert re.search(r"the answers of \d of 8 ranks could not be read in time", watched.message)
     assert "rank 7 (process 1007 on n7) has not answered" in watched.message
@@ -656,6 +663,7 @@ def test_a_communication_that_fails_while_rank_0_is_suspended_names_it(monkeypat
         watchdog._take({"first": asdict(peer_of(0)), "speaks": True, "age": 0.0})
         monkeypatch.setattr(watchdog, "_end", lambda *_, **__: setattr(watchdog, "_leaving", True))
         watchdog._thread.start()
+        monkeypatch.setattr(watchdog_file, "ignore_stop_signals", lambda: None)  # those of the tests are to end them
         watchdog._await_verdict(CommunicationError("a collective failed"))
     (message,) = said
     assert ": a collective failed" in message

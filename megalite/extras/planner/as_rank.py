@@ -16,11 +16,12 @@ from megalite.config import RunConfig
 from megalite.config.validate import resolve
 from megalite.extras.planner.dry_run import DryTask
 from megalite.model.batch import MicroBatch
+from megalite.optim.elementwise import require_backend
 from megalite.parallel import device as devices
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite.parallel.parameter import Parameter
-from megalite.training.kernels import choose_kernels
-from megalite.training.trainer import Trainer
+from megalite.training.kernels import choose_kernels, require_equal_dropout
+from megalite.training.synchronization import make_trainer
 
 STEPS = 11
 """Number of steps; the first one, in which kernels are compiled, is not counted."""
@@ -82,14 +83,19 @@ def clock(device: torch.device) -> Callable[[], float]:
 
 
 def run_as_rank(config: RunConfig, world_size: int, rank: int, steps: int = STEPS) -> AsRank:
-    """Run steps of a rank on this device. Raises ConfigurationError if the configuration does not fit the ranks."""
+    """Run steps of a rank on this device.
+
+    Raises ConfigurationError if the configuration does not fit the ranks or the device.
+    """
     config = resolve(config, world_size)
+    require_backend(config.optimizer)
     choose_kernels(config.kernels)
     device = devices.local_device(0)
+    require_equal_dropout(config, device)
     devices.activate(device)
     torch.manual_seed(config.training.seed)
     mesh = UnconnectedMesh(rank=rank, world_size=world_size, device=device, **config.parallel.mesh_sizes)
-    trainer = Trainer(config, RandomTask(config, mesh), mesh)
+    trainer = make_trainer(config, RandomTask(config, mesh), mesh)
     times, now = [], clock(device)
     for _ in range(steps):
         devices.synchronize(device)

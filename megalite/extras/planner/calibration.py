@@ -78,6 +78,7 @@ def as_toml(cluster: Cluster, comment: str) -> str:
         multicast = ", multicast = true" if link.multicast else ""
         lines.append(f"{name} = {{ {ranks}alpha = {link.alpha:.6g}, beta = {link.beta:.6g}{multicast} }}")
     lines += ["", "[gpu]", f'name = "{gpu.name}"']
+    lines += [f'generation = "{gpu.generation}"'] if gpu.generation else []
     lines += [f"{name} = {getattr(gpu, name):.6g}" for name in numbers]
     lines += [f"peak = {table(iter(gpu.peak.items()))}", f"attention = {table(iter(gpu.attention.items()))}"]
     return "\n".join(lines) + "\n"

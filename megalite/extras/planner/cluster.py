@@ -48,6 +48,7 @@ class Gpu:
     share: float
     kernel: float
     launch: float
+    generation: str | None = None
 
     def peak_of(self, dtype: str) -> float:
         """Return the peak in FLOP/s of a dtype; that of float32 for one that is missing."""
@@ -70,13 +71,11 @@ class Stack:
 
     Attributes:
         low_precision: dtype of the products of layers, if it is another than that of the activations.
-        interval: what predicted seconds are multiplied by, at least and at most, to be those of nine runs of ten.
+        measured: whether published runs gave the factor, which is 1 otherwise.
     """
 
     name: str = "megalite"
     factor: float = 1.0
-    centre: float = 1.0
-    within: float = 1.25
     attention: str = "flash-2"
     hidden_tensor: float = 0.0
     hidden_expert: float = 0.0
@@ -86,8 +85,8 @@ class Stack:
     low_precision: str | None = None
 
     @property
-    def interval(self) -> tuple[float, float]:
-        return self.centre / self.within, self.centre * self.within
+    def measured(self) -> bool:
+        return self.name != Stack.name
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
     else:
         raise ConfigurationError(f"{where}: gpu is missing: give one of {', '.join(known)}, or a table")
     within = f"{where}: gpu"
-    _only(described, ("name", "peak", "attention", "node", "network", *_NUMBERS), within)
+    _only(described, ("name", "generation", "peak", "attention", "node", "network", *_NUMBERS), within)
     numbers = {each: _number(described, each, within) for each in _NUMBERS}
     tables: dict[str, dict[str, float]] = {}
     for key, needed, what in (("peak", "float32", "FLOP/s by dtype"), ("attention", "flash-2", "shares by kernel")):
@@ -177,7 +176,10 @@ def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
         if not isinstance(own, Mapping) or needed not in own:
             raise ConfigurationError(f"{within}.{key} is missing: give {what}, {needed} among them")
         tables[key] = {each: _number(own, each, f"{within}.{key}") for each in own}
-    gpu = Gpu(gpu_name, peak=tables["peak"], attention=tables["attention"], **numbers)
+    generation = described.get("generation")
+    if not isinstance(generation, str | None):
+        raise ConfigurationError(f"{within}.generation is {shown(generation)}: give a name, such as 'Hopper'")
+    gpu = Gpu(gpu_name, peak=tables["peak"], attention=tables["attention"], generation=generation, **numbers)
     links = {}
     for link in ("node", "network"):
         own = table.get(link, described.get(link))

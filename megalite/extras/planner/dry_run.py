@@ -21,6 +21,7 @@ from megalite.data.tokenizers.null import NullTokenizer
 from megalite.extras.planner.host_time import host_speed
 from megalite.extras.planner.recording import Recorder
 from megalite.extras.planner.records import Work
+from megalite.lifecycle.launch import require_sends
 from megalite.model.batch import MicroBatch
 from megalite.optim.buckets import Bucket
 from megalite.parallel.attention_plan import FirstKeys
@@ -34,9 +35,10 @@ from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData, known_vocabulary
 from megalite.training.gpt_task import GPTTask
+from megalite.training.kernels import require_equal_dropout
 from megalite.training.memory import Memory
 from megalite.training.summary import measured_memory
-from megalite.training.trainer import Trainer
+from megalite.training.synchronization import make_trainer
 from megalite_kernels.implementation import Kernels, current, use
 
 META = torch.device("meta")
@@ -123,15 +125,18 @@ def dry_run(config: RunConfig, world_size: int, rank: int, *, of_gpu: bool = Tru
     """Build a rank on the meta device, in place of a GPU or a CPU, and run one step of its list of actions, with the
     optimizer.
 
-    Raises ConfigurationError if the configuration does not fit the ranks, and DataError if the tokenizer is needed for
-    the size of the vocabulary and cannot be opened.
+    Raises ConfigurationError if the configuration does not fit the ranks or the device, and DataError if the tokenizer
+    is needed for the size of the vocabulary and cannot be opened.
     """
     config = resolve(config, world_size)
+    if of_gpu:
+        require_sends(config.parallel.distributed_backend or "nccl", config.parallel.pipeline_model_parallel_size)
     mesh = UnconnectedMesh(rank=rank, world_size=world_size, device=META, **config.parallel.mesh_sizes)
     recorder = Recorder()
     with planned_kernels(config.kernels, of_gpu=of_gpu), recorder:
+        require_equal_dropout(config, META)
         task = DryTask(config, mesh)
-        trainer = Trainer(config, task, mesh)
+        trainer = make_trainer(config, task, mesh)
         memory = measured_memory(trainer, task)
         recorder.forget()
         before = recorder.alive

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from megalite.config import RunConfig
 from megalite.config.experts import with_weights_of_sinkhorn
-from megalite.config.model import uneven_widths
 from megalite.config.parallel import STRATEGIES, ParallelConfig, ScheduleName
 from megalite.config.pipeline_layout import schedule_name, virtual_stages
+from megalite.config.validate_model import uneven_widths
 from megalite.errors import ConfigurationError
 
 Recompute = Literal["none", "selective", "full"]

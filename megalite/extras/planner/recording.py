@@ -30,6 +30,7 @@ from megalite.torch_internals import (
     storage_identity,
     tree_leaves,
 )
+from megalite_kernels.attention import as_addend
 from megalite_kernels.implementation import on_gpu
 from megalite_kernels.launch import recorded_launches
 
@@ -252,13 +253,13 @@ def fused_attention(
 ) -> Tensor:
     """Compute scaled_dot_product_attention by the operator that torch takes on the device that is planned.
 
-    With a mask, which torch adds to the scores as numbers, that of a GPU is the memory-efficient one. Where it lacks
-    shared keys and values (torch 2.11), torch repeats them, as is done here.
+    With a mask, which torch adds to the scores as numbers (a bool one it makes them from), that of a GPU is the
+    memory-efficient one. Where it lacks shared keys and values (torch 2.11), torch repeats them, as is done here.
     """
     if attn_mask is None:
         found = flash_operator(of_gpu=on_gpu(query))(query, key, value, dropout_p, is_causal, scale=scale)
     else:
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        bias = as_addend(attn_mask, query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         if on_gpu(query):
             heads, keeps = query.shape[1], torch.is_grad_enabled()
             key, value = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (key, value))

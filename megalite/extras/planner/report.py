@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.extras.planner.cost import Cost
 from megalite.extras.planner.goodput import Length
@@ -14,10 +14,8 @@ from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.neighbours import Neighbour
 from megalite.extras.planner.plan import GIB, Plan, Planner
 from megalite.extras.planner.savings import savings
+from megalite.extras.planner.scaling import Size, communication, computation, serial_fraction
 from megalite.extras.planner.search import Found
-
-if TYPE_CHECKING:
-    from megalite.extras.planner.scaling import Size
 
 ENTRIES = {
     "products": "matrix products",
@@ -181,6 +179,34 @@ def length_lines(length: Length, tokens: str | None, step: float) -> Iterator[st
         yield f"with failures {figures['days_with_failures']:,.1f} days"
 
 
+def scaling_lines(found: Sequence[Size]) -> Iterator[str]:
+    """Yield a table of the steps, Amdahl's fraction, and where communication overtakes computation."""
+    rows = []
+    begin = found[0]
+    for each in found:
+        same, strong = "-", "-"
+        if each.same is not None and begin.same is not None:
+            same = f"{each.same.total:.3f}"
+            strong = f"{begin.same.total * begin.gpus / (each.same.total * each.gpus):.0%}"
+        weak = f"{begin.grown.total / each.grown.total:.0%}"
+        exposed = "-" if each.same is None else f"{communication(each.same) / each.same.total:.0%}"
+        rows.append((f"{each.gpus}", same, strong, exposed, f"{each.grown.total:.3f}", weak))
+    header = ("#-GPUs", "step s, same batch", "efficiency", "messages", "step s, grown batch", "efficiency")
+    yield from lines_of(header, rows)
+    steps = [(each.gpus, each.same) for each in found if each.same is not None]
+    if len(steps) > 1:
+        fraction = serial_fraction([(gpus, cost.total) for gpus, cost in steps])
+        yield f"Amdahl's serial fraction with the same batch: {fraction:.4f} of the step on {steps[0][0]} GPUs"
+    over = next((gpus for gpus, cost in steps if communication(cost) > computation(cost)), None)
+    yield (
+        f"messages take longer than computation from {over} GPUs on"
+        if over is not None
+        else "messages take less time than computation on all of these"
+    ) + ", with the same batch"
+    if len(steps) < len(found):
+        yield "-: the batch is too small to be divided among so many GPUs in this layout"
+
+
 def missing(planner: Planner, found: Found) -> str:
     """Return what is missing if nothing fits, and what would save it."""
     nearest, gpus = found.nearest(planner), f"{planner.gpus:,} x {planner.cluster.gpu.name}"
@@ -217,7 +243,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "row": row(plan),
         "seconds": step.seconds,
-        "seconds_nine_times_of_ten": list(step.interval),
+        "seconds_nine_times_of_ten": [step.interval.least, step.interval.most],
+        "unknown_class": step.interval.unknown,
         "seconds_by_cause": {each.name: getattr(step.cost, each.name) for each in fields(Cost)},
         "tokens_per_second_per_gpu": step.tokens_per_second,
         "model_flops_per_gpu": step.flops,

@@ -3,13 +3,12 @@ that grows alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cost import Cost
 from megalite.extras.planner.plan import Plan, Planner
-from megalite.extras.planner.report import lines_of
 
 
 @dataclass(frozen=True)
@@ -67,31 +66,3 @@ def communication(cost: Cost) -> float:
 def computation(cost: Cost) -> float:
     """Return the seconds of kernels and of the optimizer."""
     return cost.products + cost.attention + cost.elementwise + cost.launch + cost.optimizer
-
-
-def lines(found: Sequence[Size]) -> Iterator[str]:
-    """Yield a table of the steps, Amdahl's fraction, and where communication overtakes computation."""
-    rows = []
-    begin = found[0]
-    for each in found:
-        same, strong = "-", "-"
-        if each.same is not None and begin.same is not None:
-            same = f"{each.same.total:.3f}"
-            strong = f"{begin.same.total * begin.gpus / (each.same.total * each.gpus):.0%}"
-        weak = f"{begin.grown.total / each.grown.total:.0%}"
-        exposed = "-" if each.same is None else f"{communication(each.same) / each.same.total:.0%}"
-        rows.append((f"{each.gpus}", same, strong, exposed, f"{each.grown.total:.3f}", weak))
-    header = ("#-GPUs", "step s, same batch", "efficiency", "messages", "step s, grown batch", "efficiency")
-    yield from lines_of(header, rows)
-    steps = [(each.gpus, each.same) for each in found if each.same is not None]
-    if len(steps) > 1:
-        fraction = serial_fraction([(gpus, cost.total) for gpus, cost in steps])
-        yield f"Amdahl's serial fraction with the same batch: {fraction:.4f} of the step on {steps[0][0]} GPUs"
-    over = next((gpus for gpus, cost in steps if communication(cost) > computation(cost)), None)
-    yield (
-        f"messages take longer than computation from {over} GPUs on"
-        if over is not None
-        else "messages take less time than computation on all of these"
-    ) + ", with the same batch"
-    if len(steps) < len(found):
-        yield "-: the batch is too small to be divided among so many GPUs in this layout"

@@ -12,6 +12,7 @@ from megalite.config import RunConfig
 from megalite.config.pipeline_layout import StageLayers, schedule_name, shape, stage_layers, virtual_stages
 from megalite.extras.planner.cost import Cost, Prices
 from megalite.extras.planner.data_parallel import DataParallel, Exchange
+from megalite.extras.planner.intervals import Interval, interval
 from megalite.extras.planner.memory import tied_elements
 from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.records import PartRecord
@@ -57,8 +58,7 @@ class StepTime:
     flops: float
     """Model FLOP/s per GPU, with causal attention."""
     mfu: float
-    interval: tuple[float, float]
-    """Seconds between which a measured step lies nine times of ten."""
+    interval: Interval
 
     @property
     def bubble(self) -> float:
@@ -120,8 +120,8 @@ class Step:
         vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
         flops = tokens * flops_per_token(config.model, vocabulary, config.data.seq_length)
         peak = self.prices.cluster.gpu.peak_of(config.training.dtype)
-        least, most = (cost.total * each for each in self.prices.stack.interval)
-        return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak, (least, most))
+        expected = interval(cost.total, config, self.prices.cluster, self.prices.stack)
+        return StepTime(cost.total, cost, tuple(self.stages), tokens, flops, flops / peak, expected)
 
     @property
     def idle(self) -> float:

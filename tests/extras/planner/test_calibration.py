@@ -28,6 +28,7 @@ def test_a_cluster_is_written_as_it_is_read(tmp_path: Path) -> None:
         path.write_text(as_toml(cluster, "a test"))
         found = find_cluster(str(path))
         assert found.gpu.peak == pytest.approx(cluster.gpu.peak)
+        assert found.gpu.generation == cluster.gpu.generation
         assert (found.node_ranks, found.nodes, found.hosts) == (cluster.node_ranks, cluster.nodes, cluster.hosts)
         for field in ("node", "network"):
             assert vars(getattr(found, field)) == pytest.approx(vars(getattr(cluster, field)))

@@ -81,6 +81,15 @@ def test_a_rack_is_many_hosts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "a failure every 500.0 hours: " in text
 
 
+def test_what_is_not_known_of_a_class_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, known = (shown(f"--gpus 8 --bf16 --cluster {each}", monkeypatch, capsys) for each in ("GB200", "H100-SXM"))
+    words = "nothing is known of runs of its class (dense, 16 bits, on Blackwell): the interval is the widest of all\n"
+    assert words in new
+    assert "nothing is known" not in known
+
+
 def test_with_too_many_failures_there_is_no_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.host_budget import FAMILIES, configuration, count, own_layers, own_update
+from benchmarks.quick_meta import SHORT
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
 from megalite.extras.planner.dry_run import dry_run, planned_kernels
@@ -110,6 +111,15 @@ def test_the_host_waits_in_the_listed_places_alone(ranks: int, flags: str) -> No
     found = dry_run(config_of(flags), ranks, 0)
     assert found.waits == ALLOWED[ranks, flags]
     assert not found.misplaced
+
+
+@pytest.mark.parametrize("shapes", [((64, 32), (4, 32, 16)), ((32, 64), (64, 16))], ids=["rows", "weight gradients"])
+def test_grouped_products_are_described_quickly_as_by_torch(shapes: tuple[tuple[int, ...], ...]) -> None:
+    left, right = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    theirs = torch.nn.functional.grouped_mm(left, right, offs=ends)
+    ours = SHORT["_grouped_mm"](left, right, ends)
+    assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -25,7 +25,16 @@ from megalite.extras.planner.layouts import AXES, Layout, layouts
 from megalite.extras.planner.least import Least
 from megalite.extras.planner.neighbours import changes, neighbours
 from megalite.extras.planner.plan import Plan, Planner
-from megalite.extras.planner.report import as_csv, as_json, memory_lines, neighbour_lines, row, table, time_lines
+from megalite.extras.planner.report import (
+    as_csv,
+    as_json,
+    memory_lines,
+    neighbour_lines,
+    row,
+    scaling_lines,
+    table,
+    time_lines,
+)
 from megalite.extras.planner.savings import savings
 from megalite.extras.planner.search import search
 from megalite.extras.planner.stage_layout import PartCosts, balanced
@@ -294,7 +303,7 @@ def test_growing_batches_keep_the_efficiency_and_equal_ones_lose_it() -> None:
     assert found[0].same is not None
     assert found[3].same.total > found[0].same.total / 8
     assert found[3].grown.total < 1.5 * found[0].grown.total
-    text = "\n".join(scaling.lines(found))
+    text = "\n".join(scaling_lines(found))
     assert "Amdahl's serial fraction" in text
     assert "too small" in text
     with pytest.raises(ConfigurationError, match=r"--scaling 3\.\.3"):

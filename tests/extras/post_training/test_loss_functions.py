@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.inference.sampling import Sampling
-from megalite.model.batch import MicroBatch
-from megalite.parallel.cross_entropy import vocab_parallel_entropy
-from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.randomness import RandomKey
-from megalite.parallel.sequence import SequenceLayout, zigzag
-from megalite.post_training.log_probabilities import LOSS, TokenOutputs, log_probabilities, with_loss
-from megalite.post_training.rollout import (
+from megalite.extras.post_training.log_probabilities import LOSS, TokenOutputs, log_probabilities, with_loss
+from megalite.extras.post_training.rollout import (
     Rollout,
     TrainedNetwork,
     generate,
     log_probability_difference,
     to_micro_batches,
 )
+from megalite.inference.sampling import Sampling
+from megalite.model.batch import MicroBatch
+from megalite.parallel.cross_entropy import vocab_parallel_entropy
+from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout, zigzag
 from tests.distributed.layout_cell import Cell
 from tests.distributed.post_training_run import Policy
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megalite.checkpoint.tensors import Kind
 from megalite.errors import CheckpointError, CommunicationError
-from megalite.post_training import receivers, weight_link
-from megalite.post_training.receivers import FolderReceiver, Receiver, SGLangReceiver, VLLMReceiver, row_ranges
-from megalite.post_training.weight_link import LinkReceiver, receive_weights
+from megalite.extras.post_training import receivers, weight_link
+from megalite.extras.post_training.receivers import FolderReceiver, Receiver, SGLangReceiver, VLLMReceiver, row_ranges
+from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
 
 SECRET = b"a secret of the run"
 TENSORS = {

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.extras.synchronization.all_reduce import RingReduction, TreeReduction
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.layout import BucketLayout, Slot
 from megalite.optim.reduction import Reduction, ReductionGroups
@@ -17,7 +18,6 @@ from megalite.parallel.mesh import Group, ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
-from megalite.synchronization.all_reduce import RingReduction, TreeReduction
 from tests.extras.synchronization.test_local_update import RATE, run
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.rank_pool import RankPools

@@ -14,9 +14,9 @@ from torch import Tensor
 from megalite.checkpoint import Candidates, load, read_manifest
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.synchronization.low_rank import LowRankReduction
 from megalite.training.data import open_data
 from megalite.training.display import Display
 from megalite.training.resume import ResumePoint

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization.methods import make_compressor
+from megalite.extras.synchronization.power import first_factor
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
-from megalite.synchronization.methods import make_compressor
-from megalite.synchronization.power import first_factor
 from megalite.training.data import open_data
 from tests.extras.synchronization.test_local_update import FLAGS, NETWORK, RATE, STEPS, Outcome, Tensors, loss_of, run
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close

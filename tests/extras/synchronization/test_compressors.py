@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.extras.synchronization import power
+from megalite.extras.synchronization.compressor import Compressor
+from megalite.extras.synchronization.hashing import mixed, positions
+from megalite.extras.synchronization.methods import make_compressor
 from megalite.optim.layout import BucketLayout, Slot
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
-from megalite.synchronization import power
-from megalite.synchronization.compressor import Compressor
-from megalite.synchronization.hashing import mixed, positions
-from megalite.synchronization.methods import make_compressor
 
 TO_THE_NEAREST = ("fp16", "bf16", "int8", "fp8")
 SPARSE = ("topk", "threshold", "dgc", "randomk")

@@ -9,10 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.config import RunConfig, resolve
-from megalite.config.synchronization import SynchronizationConfig, with_sites
+from megalite.config.sites import with_sites
+from megalite.config.synchronization import SynchronizationConfig
 from megalite.errors import ConfigurationError
-from megalite.synchronization.local_update import LocalUpdate
-from megalite.training.synchronization import exchange_notes
+from megalite.extras.synchronization.from_flags import LessCommunication
+from megalite.extras.synchronization.local_update import LocalUpdate
+from megalite.extras.synchronization.local_update_trainer import exchange_notes
+from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
+from megalite.training.synchronization import RunSynchronization, make_synchronization
 from tests.unit.test_config_validate import config_of, problems
 
 COMPRESSION = "--gradient-compression"
@@ -296,6 +300,24 @@ def test_what_no_exchange_takes_is_told(
     lost = steps - warmup - min(begun.values())
     (told,) = exchange_notes(config.synchronization, steps) or ("for 0 step",)
     assert f"for {lost} step" in told
+
+
+def test_what_is_plain_is_built_without_this_room() -> None:
+    plain = make_synchronization(config_of("--num-distributed-optimizer-instances 2"), ParallelMesh())
+    assert type(plain) is RunSynchronization
+
+
+@pytest.mark.parametrize(
+    "flags", [f"{COMPRESSION} int8", "--sites 2", "--all-reduce-algorithm ring", f"{LOCAL} --local-update-period 2"]
+)
+def test_each_method_is_found(flags: str) -> None:
+    mesh = UnconnectedMesh(rank=1, world_size=2)
+    assert type(make_synchronization(config_of(flags), mesh)) is LessCommunication
+
+
+def test_parameter_servers_are_not_for_a_rank_without_others() -> None:
+    with pytest.raises(ConfigurationError, match="needs a run, not --dry-run or --as-rank"):
+        make_synchronization(config_of("--asynchronous parameter-server"), UnconnectedMesh(rank=0, world_size=2))
 
 
 def test_without_its_flags_nothing_is_checked() -> None:

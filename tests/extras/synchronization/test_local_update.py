@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization.packer import key_of
+from megalite.extras.synchronization.power import matrices_of
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
-from megalite.synchronization.packer import key_of
-from megalite.synchronization.power import matrices_of
 from megalite.training.data import open_data
 from megalite.training.evaluation import evaluate
 from tests.distributed.layout_expected import on_ranks

@@ -22,16 +22,15 @@ from torch import Tensor
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.errors import CommunicationError
+from megalite.extras.synchronization.parameter_server import Link
+from megalite.extras.synchronization.parameter_server_order import END, PUSH, Command, Message, Order
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-from megalite.synchronization.parameter_server import Link
-from megalite.synchronization.parameter_server_order import END, PUSH, Command, Message, Order
 from megalite.torch_internals import default_store
 from megalite.training.data import open_data
 from megalite.training.gpt_task import GPTTask
 from megalite.training.metrics import StepMetrics
-from megalite.training.run import make_trainer
-from megalite.training.synchronization import part_mesh
+from megalite.training.synchronization import make_synchronization
 from megalite.training.trainer import Trainer
 from tests.distributed.test_trainer import BATCH, NETWORK
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER
@@ -79,8 +78,10 @@ def made(flags: str, steps: int = STEPS) -> Trainer:
     """Return the trainer of this rank."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(f"{FLAGS} --train-iters {steps} {flags}".split()).config, size)
-    mesh = part_mesh(config, ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes))
-    return make_trainer(config)(config, GPTTask(config, open_data(config), mesh), mesh)
+    mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
+    synchronization = make_synchronization(config, mesh)
+    task = GPTTask(config, open_data(config), synchronization.mesh)
+    return synchronization.trainer(config, task, synchronization)
 
 
 def run(

@@ -431,7 +431,7 @@ def test_random_scripts(text: str, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.wide
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_more_random_scripts(number: int, tmp_path: Path) -> None:
-    @settings(QUICK, max_examples=600)
+    @settings(QUICK, max_examples=300)
     @seed(number)
     @given(text=SCRIPTS)
     def compare(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Pages on other programs: each command runs on the files that the page shows, with the output that it shows."""
+"""The page on other programs: each command runs on the files of its section, with the output that this shows."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
 from megalite.extras.translation.commands import translate
 
-DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 FILE = re.compile(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^```bash\n(.*?)^```\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("name", ["from_megatron.md", "from_deepspeed.md", "from_fsdp.md"])
+@pytest.mark.parametrize("name", ["Megatron-LM", "DeepSpeed", "FSDP and Accelerate"])
 def test_commands_print_what_the_page_shows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (DOCS / name).read_text()
+    page = SECTIONS[name]
     monkeypatch.chdir(tmp_path)
     for file, content in FILE.findall(page):
         (tmp_path / file).write_text(content)
@@ -39,7 +40,7 @@ def test_commands_print_what_the_page_shows(
         assert capsys.readouterr().out.startswith(begin.removesuffix("...\n"))
 
 
-def test_roles_name_flags_that_exist() -> None:
+def test_tables_name_flags_that_exist() -> None:
     known = {name.replace("_", "-") for name in fields_by_name()}
-    flags = set(re.findall(r"--([a-z][a-z0-9-]+)", (DOCS / "roles.md").read_text()))
+    flags = set(re.findall(r"--([a-z][a-z0-9-]+)", SECTIONS["Horovod and TensorFlow"]))
     assert flags - known == {"standalone", "nproc-per-node", "nnodes"}

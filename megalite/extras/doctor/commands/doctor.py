@@ -6,7 +6,8 @@
 
 With --node only this node is checked, within a second or two. Without it, start this program as the run would be
 started, on all its ranks: all other flags are pretrain_gpt.py's, and may be omitted to check the nodes without a run.
-Exit codes: 0 well, perhaps with warnings; 93 sick; 64 flags, files or data are wrong. docs/doctor.md lists the checks.
+Exit codes: 0 well, perhaps with warnings; 93 sick; 64 flags, files or data are wrong. docs/operations.md lists the
+checks.
 """
 
 from __future__ import annotations

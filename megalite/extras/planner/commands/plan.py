@@ -199,10 +199,9 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
         ConfigurationError: nothing fits; the lines before say what is missing.
     """
     from megalite.extras.planner import scaling
-    from megalite.extras.planner.cluster import Stack
     from megalite.extras.planner.layouts import AXES
     from megalite.extras.planner.neighbours import neighbours
-    from megalite.extras.planner.report import Results, explained, length_lines, misfits, missing, table
+    from megalite.extras.planner.report import Results, explained, length_lines, misfits, missing, scaling_lines, table
     from megalite.extras.planner.search import Found, search
 
     as_given = set(keep) == set(AXES)
@@ -213,9 +212,11 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     best = found.plans[0]
     yield from table(found.plans)
     yield ""
-    least, most = best.step.interval
-    unmeasured = UNMEASURED if planner.prices.stack.name == Stack.name else ""
-    yield f"nine times of ten, a step of the first takes {least:.3f} to {most:.3f} s{unmeasured}"
+    expected = best.step.interval
+    unmeasured = "" if planner.prices.stack.measured else UNMEASURED
+    yield f"nine times of ten, a step of the first takes {expected.least:.3f} to {expected.most:.3f} s{unmeasured}"
+    if expected.unknown is not None:
+        yield f"nothing is known of runs of its class ({expected.unknown}): the interval is the widest of all"
     if not as_given:
         yield f"{found.counts['possible']:,} layouts of {planner.gpus:,} x {planner.cluster.gpu.name} were compared"
         yield from misfits(found)
@@ -234,7 +235,7 @@ def report(planner: Planner, options: Options, argv: Sequence[str], keep: Sequen
     sizes = scaling.sizes(planner, best, *two_numbers(options.scaling)) if options.scaling is not None else []
     if sizes:
         yield ""
-        yield from scaling.lines(sizes)
+        yield from scaling_lines(sizes)
     starts = commands_of(planner, best, argv)
     yield from ("", *starts)
     write_files(options, planner, Results(found, starts, notes, length, others, sizes))

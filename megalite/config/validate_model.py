@@ -1,0 +1,130 @@
+"""Rules of the network: its numbers, alone and together, and the widths that ranks split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megalite.config.activations import FLAGS
+from megalite.config.experts import expert_problems
+from megalite.config.fields import flag_of, needs, range_problems
+from megalite.config.model import ModelConfig, least_parameters
+from megalite.errors import ConfigurationError
+
+MAX_BYTES = 2**44
+"""Upper bound for the memory of a rank: 16 TiB, about a hundred times the memory of the largest GPU."""
+LEAST_ITEM_BYTES = 2
+"""Smallest size of a weight or an activation in bytes."""
+
+
+def number_problems(model: ModelConfig) -> list[str]:
+    """Return a line for each number of a network that is not possible, alone or together with others."""
+    return list(range_problems(model)) or list(network_problems(model))
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """Return the problems of a network that a file describes: of its numbers, or otherwise of their relations."""
+    return number_problems(model) or list(relation_problems(model))
+
+
+def relation_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each relation between the model's fields that does not hold, except for flags without effect."""
+    heads = model.num_attention_heads
+    if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
+        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads} (or --kv-channels)"
+    if model.group_query_attention and heads % model.num_query_groups:
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
+    if not model.group_query_attention and model.num_query_groups != 1:
+        yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
+    chosen = [flag for flag in FLAGS if getattr(model, flag)]
+    if model.activation.flags != set(chosen):
+        yield f"--{' and --'.join(chosen).replace('_', '-')} are different activations: choose one"
+    if model.window_size is None:
+        yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
+    yield from expert_problems(model)
+    try:
+        _ = model.layers
+    except ConfigurationError as error:
+        yield str(error)
+    yield from _rotary(model)
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    if model.position_embedding_type == "yarn":
+        yield from _yarn(model)
+    share, width, rotated = model.rotary_percent, model.head_dim, model.rotated_channels
+    if model.rotary and rotated < 2:
+        yield f"--rotary-percent {share} of {width} channels per head leaves no pair to rotate"
+    elif model.rotary and rotated % 2:
+        yield (
+            f"--rotary-percent {share} rotates {rotated} of {width} channels per head, which go in pairs: choose a "
+            "share of an even number"
+        )
+    if not model.use_rope_scaling:
+        return
+    if model.rotary_seq_len_interpolation_factor is not None:
+        yield "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one"
+    elif model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor:
+        yield (
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor} is not above "
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor}"
+        )
+
+
+def _yarn(model: ModelConfig) -> Iterator[str]:
+    original, slow = model.yarn_original_max_position_embeddings, model.yarn_beta_slow
+    if original is None:
+        yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
+    if model.rotary_base <= 1:
+        yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
+    if model.yarn_beta_fast <= slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
+    if original is not None and original < 2 * math.pi * slow:
+        yield f"nothing turns --yarn-beta-slow {slow} times over --yarn-original-max-position-embeddings {original}"
+
+
+def idle_positions(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each flag of positions without effect: it is for another kind of positions, or scales by 1."""
+    scalings = "use_rope_scaling rotary_seq_len_interpolation_factor"
+    if model.position_embedding_type != "yarn":
+        yield from needs(model, "yarn_* rotary_scaling_factor mscale mscale_all_dim", "--position-embedding-type yarn")
+    else:
+        factor = model.rotary_scaling_factor
+        if factor <= 1:
+            yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
+        yield from needs(model, scalings, "--position-embedding-type rope: YaRN is a scaling of its own")
+    if not model.rotary:
+        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base {scalings}"
+        yield from needs(model, names, "--position-embedding-type rope")
+    if not model.use_rope_scaling:
+        yield from needs(model, "rope_scaling_*", "--use-rope-scaling")
+
+
+def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
+    """Yield a line if the weights do not fit on so many ranks."""
+    if LEAST_ITEM_BYTES * least_parameters(model) // ranks > MAX_BYTES:
+        names = ["num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size"]
+        names += ["num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"]
+        if model.position_embedding_type == "learned_absolute":
+            names.append("max_position_embeddings")
+        sizes = {flag_of(name): getattr(model, name) for name in names}
+        flags = ", ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None)
+        holding = "a rank" if ranks == 1 else f"{ranks:,} ranks"
+        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {holding} can hold"
+
+
+def uneven_widths(model: ModelConfig, ranks: int) -> list[str]:
+    """Return a line for each width that so many tensor-parallel ranks cannot split evenly, each expert among them."""
+    widths = {"attention heads": model.num_attention_heads}
+    if model.has_dense_layers:
+        widths |= {"feed-forward width": model.ffn_size}
+    if model.num_experts is not None:
+        widths |= {"expert width": model.expert_ffn_size}
+        widths |= {"width of the shared experts": model.moe_shared_expert_intermediate_size or 0}
+    return [
+        f"--tensor-model-parallel-size {ranks} does not divide the {what}, {width}"
+        for what, width in widths.items()
+        if ranks < 1 or width % ranks
+    ]

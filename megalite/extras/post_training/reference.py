@@ -1,0 +1,116 @@
+"""Networks without gradients beside the one that is trained: DPO's reference, an earlier policy, a teacher.
+
+They are sharded by its rules, over the same ranks, under ZeRO 3 also over the data-parallel ones, and gathered block by
+block. They send hidden states over its links, and have neither gradients nor optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megalite.checkpoint import load_weights
+from megalite.config import ModelConfig
+from megalite.config.pipeline_layout import StageLayers
+from megalite.conversion.opened import OpenedModel
+from megalite.errors import ConfigurationError
+from megalite.extras.post_training.log_probabilities import TokenOutputs, log_probabilities
+from megalite.inference.network import check_layout, stage_parts
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT, make_chunks
+from megalite.model.head import LossConfig
+from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.parallel.stage import TensorSpec
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.schedules import Action
+
+
+class FrozenNetwork:
+    """Network without gradients on the ranks of the network that is trained. Its values are not set yet."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parts: Sequence[StageLayers],
+        trained: Sequence[GPT],
+        engine: PipelineEngine[MicroBatch],
+        optimizer: Optimizer,
+    ) -> None:
+        """Make this rank's stages, with the layers `parts`, beside those of the network that is trained."""
+        first, stages = trained[0], engine.stages
+        mesh, ranks = first.mesh, first.mesh.ranks("pp")
+        heads = [chunk.head for chunk in trained if chunk.head is not None]
+        self.chunks = make_chunks(
+            config,
+            mesh,
+            parts,
+            tuple(ranks[rank] for rank in stages.ends),
+            sequence_parallel=first.context.sequence_parallel,
+            loss=LossConfig(fused=any(head.output.fused for head in heads)),
+            dtype=first.dtype,
+            attention_ways=first.context.attention_ways,
+        )
+        self.network = nn.ModuleList(self.chunks).requires_grad_(False).eval()
+        blocks = [chunk.blocks() for chunk in self.chunks]
+        self.optimizer = make_optimizer(self.chunks, mesh, optimizer.config, optimizer.options, blocks=blocks)
+        """Holder of the network's parameters, all of them frozen."""
+        messages = tuple(tuple(_with_width(spec, config.hidden_size) for spec in border) for border in stages.messages)
+        self.engine = PipelineEngine(
+            self.chunks, replace(stages, messages=messages), engine.rank, engine.links, engine.device
+        )
+
+    def log_probabilities(
+        self, actions: Iterable[Action], micro_batches: Sequence[MicroBatch], *, entropies: bool = False
+    ) -> list[TokenOutputs]:
+        """Return the network's outputs for each micro-batch, as the function `log_probabilities` does."""
+        return log_probabilities(self.chunks, self.engine, actions, micro_batches, entropies=entropies)
+
+
+def _with_width(spec: TensorSpec, width: int) -> TensorSpec:
+    return replace(spec, shape=None if spec.shape is None else (*spec.shape[:-1], width))
+
+
+class Reference(FrozenNetwork):
+    """Copy of the network that is trained, with its current weights."""
+
+    def __init__(self, chunks: Sequence[GPT], engine: PipelineEngine[MicroBatch], optimizer: Optimizer) -> None:
+        """Copy this rank's stages. All ranks make it together."""
+        super().__init__(chunks[0].config, [chunk.stage_layers for chunk in chunks], chunks, engine, optimizer)
+        self._trained = optimizer
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the current weights of the network that is trained. All ranks call it together."""
+        self._trained.finish_parameter_gather()
+        for own, trained in zip(self.optimizer.frozen, self._trained.buckets, strict=True):
+            if own.zero_stage == 3:
+                own.parameter_shard.copy_(trained.parameter_shard)
+            else:
+                own.parameters.copy_(trained.parameters)
+        for state, values in zip(self.optimizer.module_states, self._trained.module_states, strict=True):
+            state.values.copy_(values.values)
+
+
+def load_teacher(
+    opened: OpenedModel, chunks: Sequence[GPT], engine: PipelineEngine[MicroBatch], optimizer: Optimizer
+) -> FrozenNetwork:
+    """Return another model beside the network that is trained, on the same ranks. All ranks call it together.
+
+    Raises ConfigurationError if the layout cannot divide it or it lacks tokens, and CheckpointError if it cannot be
+    read.
+    """
+    config, mesh, stages = opened.config, chunks[0].mesh, engine.stages
+    check_layout(config, mesh.size("tp"), stages.count)
+    if (config.vocab_size or 0) < (known := chunks[0].vocab_size):
+        raise ConfigurationError(
+            f"{opened.what} has {config.vocab_size} tokens, but the network that is trained has {known}: choose a "
+            "model with the same tokenizer"
+        )
+    parts = stage_parts(config.num_layers, stages.count)
+    found = FrozenNetwork(config, [parts[stage] for stage in stages.of_rank(engine.rank)], chunks, engine, optimizer)
+    load_weights(opened.source, opened.what, found.network, found.optimizer, mesh)
+    return found
