@@ -20,9 +20,8 @@ from megalite.checkpoint.manifest import MODEL, OPTIMIZER, RANK, STATE
 from megalite.checkpoint.relayout import of_replica
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout, Slot, unique_parameters
+from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, is_main_replica, unique_parameters
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import Rounded, View
 from megalite.optim.replica import ANCHOR, BucketState, Replica, bucket_parts

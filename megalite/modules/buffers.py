@@ -150,4 +150,4 @@ def _storable(values: Tensor) -> Tensor:
 
 def _broadcast_first_(flat: Tensor, group: Group) -> None:
     work = collectives.launch(dist.broadcast, flat, group.ranks[0], group=group.process_group, async_op=True)
-    collectives.Pending(work, lambda: flat, group.waits).wait("the copy of buffers failed")
+    collectives.Pending(work, flat, group.waits).wait("the copy of buffers failed")

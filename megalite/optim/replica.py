@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketShardSpec
 from megalite.parallel.sharding import partition_range
 
 Relayout = Literal["sum", "average", "drop", "refuse"]

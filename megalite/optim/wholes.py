@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megalite.optim.exact_sum import sums_over_ranks
 from megalite.optim.layout import Slot
 from megalite.optim.shard import Segment, Shard
+from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.placement import DENSE, EXPERT
 from megalite.parallel.sharding import Box, LogicalTensor, Piece

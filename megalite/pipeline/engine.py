@@ -19,9 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, completed
-from megalite.parallel.device import synchronize
+from megalite.parallel.device import profile_range, synchronize
 from megalite.parallel.parameter import DeferredGradients
-from megalite.parallel.profile_range import profile_range
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action

@@ -20,8 +20,8 @@ from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration

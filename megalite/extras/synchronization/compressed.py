@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megalite.extras.synchronization.packer import Packer, padding, zero
-from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.layout import BucketLayout
+from megalite.optim.layout import BucketLayout, BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending

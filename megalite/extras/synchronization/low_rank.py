@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalite.extras.synchronization import power
 from megalite.extras.synchronization.packer import key_of, padding, zero
-from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed

@@ -47,7 +47,7 @@ square it, and the update; for each step the exact sums of the norm over all of 
 OF_A_BUCKET = 1
 """Beyond the first: its sums of squares are put together with those of others."""
 
-ALWAYS = {"training/loss_terms.py _totals": 2, "optim/exact_sum.py sums_over_ranks": 1}
+ALWAYS = {"training/loss_terms.py _totals": 2, "optim/statistics.py sums_over_ranks": 1}
 """Waits of each step: for the number of tokens before it, and for the loss and the norm after it."""
 COMMON = """--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --hidden-size 256 --bf16
 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1
