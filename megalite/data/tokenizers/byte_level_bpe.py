@@ -92,6 +92,7 @@ class FastByteLevelBPE:
         return [next(others).ids if ids is None else ids for ids in found]
 
     def _encode(self, text: str) -> np.ndarray | None:
+        """Return the tokens of a text, or None if only the tokenizer itself can encode it."""
         if self._is_slow(text):
             return None
         if self._tokenizer.normalizer is not None and not text.isascii():

@@ -146,6 +146,7 @@ class Step:
     # -------------------------------------------------------------------------------------------- stages
 
     def _stage(self, parts: Parts, layers: Sequence[PartRecord], stage: StageLayers) -> StageTime:
+        """Return the seconds of a micro-batch in a stage, with the messages that its computation does not hide."""
         counts = Counter(map(id, layers))
         records = {id(each): each for each in layers}
         forward, backward, weights = Cost(), Cost(), 0.0
