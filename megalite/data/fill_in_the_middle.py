@@ -105,7 +105,6 @@ class FillInTheMiddleDataset:
         self.some_text = tokenizer.encode("1")
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> np.ndarray:

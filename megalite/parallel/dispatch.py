@@ -93,7 +93,6 @@ class Dispatcher:
 
     @property
     def local_experts(self) -> int:
-        """Number of experts of each rank."""
         return self.num_experts * self.parts // self.group.size
 
     def collectives(self, padded: bool) -> list[tuple[str, bool]]:

@@ -27,7 +27,6 @@ class ByteTokenizer:
         return ids, character_offsets(text, places, places + 1)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the bytes of texts."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def token_id(self, name: str) -> int | None:
