@@ -32,7 +32,7 @@ CPU_CHUNK_ELEMENTS = 1 << 18
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
-    """Return the statistics of `statistics`, in fp32 or wider, a few tokens at a time."""
+    """Compute what `statistics` returns, [2 or 3, tokens] in fp32 or wider, a few tokens at a time."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = torch.empty(3 if options.label_smoothing else 2, labels.shape[0], dtype=dtype, device=logits.device)
     local, inside = _local(labels, columns)

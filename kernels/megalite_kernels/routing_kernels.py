@@ -203,7 +203,7 @@ class RoutingWeights(torch.autograd.Function):
 def _launch_weigh(
     logits: Tensor, experts: Tensor, weights: Tensor, logits_gradient: Tensor | None, rule: RoutingRule
 ) -> None:
-    """Write `weights` or, given `logits_gradient`, read the gradients of the weights there and write this."""
+    """Write `weights`; in backward, read their gradients from it, and write `logits_gradient`."""
     rows, count = as_rows(logits), logits.shape[-1]
     lanes = triton.next_power_of_2(count)
     tokens = max(ELEMENTS // lanes, 1)

@@ -126,12 +126,10 @@ class Watchdog:
 
     @property
     def linked(self) -> bool:
-        """Tell whether this rank and the monitor are connected."""
         return self._link is not None
 
     def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
-        """Start the monitor on rank 0. Returns its host, port and secret; the store gets those parts that may be
-        public."""
+        """Start the monitor and return its host, port and secret; the store gets what of it may be public."""
         secret = make_secret(self._shared)
         tell = partial(self._report, store)
         self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)

@@ -17,7 +17,6 @@ class ByteTokenizer:
     eod = 256
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
         return list(text.encode())
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:

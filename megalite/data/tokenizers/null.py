@@ -22,7 +22,6 @@ class NullTokenizer:
         self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers in a text."""
         ids = [int(word) for word in text.split()]
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
