@@ -142,6 +142,7 @@ class Adafactor(UpdateRule):
         self._factored = by_group(moment for moment in moments if moment.tensor.matrices is not None)
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update second moments, then weights, with two sums over each group that shares matrices."""
         for segment in self._segments:
             segment.gradients.mul_(factor)
         self._add_gradients(1 - step**-DECAY)

@@ -32,6 +32,7 @@ class TrustRatio(UpdateRule):
         """Tensors with weight decay, in the order of their norms."""
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update the weights: those with decay by the ratio of two norms of whole tensors, the others without."""
         for segment in self._segments:
             segment.gradients.mul_(factor)
             for part in segment.parts(PART):

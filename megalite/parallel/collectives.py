@@ -224,6 +224,7 @@ def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
 
 
 def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Pending:
+    """Begin `all_to_all_rows`. Without a connection, a copy of the rows or zeros stand for those received."""
     if group.size == 1:
         return completed(rows)
     rows = rows.contiguous()

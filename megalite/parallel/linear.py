@@ -67,6 +67,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and the weights, whose products run beside the messages."""
         input, weights = ctx.saved_tensors[0].detach(), ctx.weights  # a deferred gradient must not keep the graph
         group: Group = ctx.group
         later = ctx.sequence_parallel and is_deferred(weights[0])

@@ -226,7 +226,6 @@ class ParallelMesh:
         return self._by_axes[axes]
 
     def world(self) -> Group:
-        """Return the group of all ranks."""
         return self.group(*DENSE_AXES)
 
     def group_of(self, ranks: Sequence[int]) -> Group:

@@ -43,7 +43,6 @@ class AsRank:
     """Their share of the device's peak; None if the peak is unknown."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the results as text."""
         times = ", ".join(f"{each:.3f}" for each in self.all_seconds)
         yield f"layout   {self.layout}"
         yield f"device   {self.device}"

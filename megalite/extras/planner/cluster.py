@@ -156,6 +156,11 @@ def _known() -> dict[str, Any]:
 
 
 def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
+    """Read a cluster from the table of a file, of which `where` tells in errors.
+
+    Raises:
+        ConfigurationError: a key is unknown or missing, or its value is not of its kind.
+    """
     known = _known()["gpu"]
     _only(table, ("gpu", "nodes", "node", "network"), where)
     described = table.get("gpu")
@@ -263,6 +268,7 @@ def with_doctor(cluster: Cluster, found: Mapping[str, Any]) -> Cluster:
 
 
 def _measured(link: Link, lines: Mapping[str, tuple[int, Link]]) -> Link:
+    """Return the mean of the collectives' lines, with the alpha of messages to one rank, or `link` if none is there."""
     alphas, betas = [], []
     for name, factor in _FACTORS.items():
         if name in lines:

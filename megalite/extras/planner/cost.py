@@ -118,6 +118,7 @@ class Prices:
         return gpu.kernel + seconds, 0.0, self.moved(_CAST_BYTES * batch * rows * inner) if cast else 0.0
 
     def _attention(self, operation: Operation) -> float:
+        """Return the seconds of scores and their products: by one kernel, or by many without fusion."""
         gpu = self.cluster.gpu
         backward = operation.name.endswith("backward")
         batch, queries, keys, width = operation.shape
@@ -190,6 +191,7 @@ class Prices:
         return self._messages[key]
 
     def _collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int) -> float:
+        """Return the seconds by the fastest algorithm. Receives are free: their sender counts the message."""
         nodes, count = len({rank // self.cluster.node_ranks for rank in ranks}), len(ranks)
         if count < 2 or size == 0 or kind == "receive":
             return 0.0

@@ -246,6 +246,7 @@ class _Observer:
 
 
 def _held(buckets: Sequence[Bucket]) -> Iterator[Held]:
+    """Yield the boxes of tensors that this rank holds, with the number of the bucket in which they are."""
     for number, bucket in enumerate(buckets):
         for slot in bucket.slots:
             for piece in slot.parameter.sharding.pieces:

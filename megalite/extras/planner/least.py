@@ -152,6 +152,7 @@ class Least:
     # -------------------------------------------------------------------------------------------- time
 
     def _passes(self, layout: Layout) -> Passes:
+        """Return seconds that no plan of this layout can be below: the most that sizes and recorded layouts give."""
         key = _key(layout)
         if key in self._recorded:
             return self._recorded[key]
@@ -172,6 +173,7 @@ class Least:
         return found
 
     def _from_sizes(self, layout: Layout) -> Passes:
+        """Return the seconds of products and of messages that nothing hides, computed from sizes alone."""
         model, dtype = self.config.model, self.config.training.dtype
         tensor = layout.tensor
         tokens = layout.micro_batch * self._length // layout.context

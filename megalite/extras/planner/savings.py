@@ -29,6 +29,7 @@ def savings(planner: Planner, plan: Plan) -> Iterator[str]:
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield flags that need less memory and are not set, each with the configuration that has them."""
     if config.training.bf16 and not config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16", replace(config, parallel=replace(config.parallel, grad_reduce_in_bf16=True))
     narrow = replace(

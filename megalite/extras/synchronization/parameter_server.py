@@ -268,7 +268,6 @@ class Server:
             sent.wait("sent weights to rank %d", link.peer)
 
     def _say(self, worker: int, text: str) -> None:
-        """Send a worker a text."""
         link, encoded = self.workers[worker], list(text.encode())
         link.send(torch.tensor([len(encoded)])).wait()
         link.send(torch.tensor(encoded, dtype=torch.uint8)).wait()
