@@ -17,7 +17,7 @@ from benchmarks.errors import largest
 from benchmarks.gpu_shapes import Shape
 from benchmarks.gpu_state import Sample, sampled, summary
 from benchmarks.gpu_training import metrics_of, train
-from megalite.training.flops import peak_flops
+from megalite.tasks.flops import peak_flops
 from megalite_kernels.measure import time_interleaved
 from megalite_kernels.torch_internals import operator_of_attention
 

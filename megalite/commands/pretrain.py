@@ -50,9 +50,9 @@ def main() -> int:
     data = open_data(config, place.local_rank)
 
     from megalite.parallel.device import local_device
-    from megalite.training.gpt_task import GPTTask
+    from megalite.run.run import Run
+    from megalite.tasks.gpt_task import GPTTask
     from megalite.training.kernels import require_equal_dropout
-    from megalite.training.run import Run
 
     require_equal_dropout(config, local_device(place.local_rank))
     with Run(config, partial(GPTTask, config, data), place, startup, (*arguments.notes, *data.notes)) as run:

@@ -37,13 +37,13 @@ from megalite.parallel.stage import LossTerm
 from megalite.process.ending import at_exit
 from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
-from megalite.training.dataset_task import DatasetTask, check_alike
+from megalite.run.evaluation import evaluate
+from megalite.run.loop import TrainingLoop
+from megalite.run.run import Run
+from megalite.tasks.dataset_task import DatasetTask, check_alike
+from megalite.tasks.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
 from megalite.training.display import Display
-from megalite.training.evaluation import evaluate
-from megalite.training.loop import TrainingLoop
 from megalite.training.metrics import StepMetrics
-from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
-from megalite.training.run import Run
 from megalite.training.task import Task
 from megalite.training.trainer import ENDLESS, Gradients
 from megalite.watchdog.sections import EVALUATION

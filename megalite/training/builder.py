@@ -58,6 +58,7 @@ def make_loader(
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
 ) -> MicroBatchLoader:
+    """Return the loader of this rank's micro-batches."""
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,

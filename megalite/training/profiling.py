@@ -117,6 +117,7 @@ class Profiler:
                 self._display.message(problem)
 
     def _finish(self) -> None:
+        """Write the recorded steps, and tell where. A failed write is a warning, the same on every rank."""
         recorder, steps, by_torch = self._recorder, self._steps, self._by_torch
         self._recorder, self._steps = None, range(0)
         name = f"step_{steps[0]:07d}-{steps[-1]:07d}_rank_"

@@ -402,6 +402,7 @@ class Trainer:
         bytes_sent: int,
         figures: Mapping[str, float],
     ) -> StepMetrics:
+        """Return the record of a step. `losses`: the means of all terms; `name`: the first of the terms."""
         others = {term: mean for term, mean in losses.items() if term != name}
         return StepMetrics(
             *self.where(),

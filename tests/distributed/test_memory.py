@@ -28,8 +28,8 @@ from megalite.parallel.initialization import initialize, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
-from megalite.training import memory
-from megalite.training.memory import Memory
+from megalite.tasks import memory
+from megalite.tasks.memory import Memory
 from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
 from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 from tests.harness.rank_pool import RankPools

@@ -20,7 +20,7 @@ from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.context import AttentionWay
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training import memory
+from megalite.tasks import memory
 from megalite.training.batches import Cutting, to_micro_batches
 from tests.distributed.layout_cell import RECOMPUTE
 from tests.distributed.test_memory import MODELS, TOKENS

@@ -24,8 +24,8 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import ChunkTable, SequenceLayout
+from megalite.tasks.routing_recorder import RoutingRecorder
 from megalite.training.loss_terms import counted, total_counts, total_sums
-from megalite.training.routing_recorder import RoutingRecorder
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.rank_pool import RankPools
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
+from megalite.tasks.gpt_task import GPTTask
+from megalite.tasks.memory import Memory
+from megalite.tasks.summary import expected_memory, measured_memory
 from megalite.training.data import open_data
-from megalite.training.gpt_task import GPTTask
-from megalite.training.memory import Memory
-from megalite.training.summary import expected_memory, measured_memory
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except

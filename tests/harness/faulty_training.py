@@ -31,7 +31,9 @@ from megalite.optim.elementwise import FusedRule
 from megalite.parallel import dispatch, key_value_exchange, transfer
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
-from megalite.training import builder, checkpoints, gpt_task, loop, run, trainer
+from megalite.run import loop, run
+from megalite.tasks import gpt_task
+from megalite.training import builder, checkpoints, trainer
 from megalite.watchdog import monitor, sections, watchdog
 from tests.harness.fault import Fault
 

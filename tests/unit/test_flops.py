@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
 from megalite.config.model import LayerSpec
-from megalite.training.flops import flops_per_token, peak_flops
+from megalite.tasks.flops import flops_per_token, peak_flops
 
 
 def model(**changes: Any) -> ModelConfig:

@@ -17,7 +17,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.state import State
-from megalite.training.memory import Memory, activation_bytes, measured, state_bytes
+from megalite.tasks.memory import Memory, activation_bytes, measured, state_bytes
 
 MESH = ParallelMesh()
 WEIGHT = LogicalTensor("weight", (4, 16), Constant(1.0), weight_decay=False)

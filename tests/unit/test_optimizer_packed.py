@@ -22,7 +22,7 @@ from megalite.optim.packed import View
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
-from megalite.training.memory import state_bytes
+from megalite.tasks.memory import state_bytes
 from megalite_kernels import launch
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized

@@ -19,7 +19,7 @@ from megalite.extras.doctor.run_directory import examine_run_directory
 from megalite.process import output
 from megalite.process.output import say
 from megalite.process.place import ranks_by_value, ranks_text
-from megalite.training.memory import in_words
+from megalite.tasks.memory import in_words
 
 Row = Sequence[str]
 

@@ -19,8 +19,8 @@ from megalite.extras.planner.records import PartRecord
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
+from megalite.tasks.flops import flops_per_token
 from megalite.training.builder import model_dtype
-from megalite.training.flops import flops_per_token
 
 FILLING = 3
 """Groups of micro-batches after which a pipeline holds as many as ever."""

@@ -26,10 +26,10 @@ from megalite.parallel.collectives import all_gather_json, on_any_rank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest
+from megalite.run.loop import TrainingLoop
 from megalite.storage import AnyPath
 from megalite.training import loss_terms
 from megalite.training.display import Display
-from megalite.training.loop import TrainingLoop
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint

@@ -53,13 +53,13 @@ COMMON = """--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-l
 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1
 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --train-iters 1 --lr 1e-4"""
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm"
-LOADS = {"training/experts.py expert_loads": 1}
+LOADS = {"tasks/experts.py expert_loads": 1}
 """Once a step, for the metrics."""
 ALLOWED: dict[tuple[int, str], dict[str, int]] = {
     (1, ""): ALWAYS,
     (8, "--tp 2 --sequence-parallel --pp 2 --use-distributed-optimizer"): ALWAYS,
     (4, "--data-parallel-sharding-strategy optim_grads_params"): ALWAYS,
-    (2, "--cp 2"): ALWAYS | {"training/gpt_task.py _busiest": 1},
+    (2, "--cp 2"): ALWAYS | {"tasks/gpt_task.py _busiest": 1},
     (2, "--optimizer muon"): ALWAYS,
     (2, "--log-num-zeros-in-grad"): ALWAYS | {"optim/statistics.py zeros_in_gradients": 1},
     # Two micro-batches of four layers, or of two on one of two stages.

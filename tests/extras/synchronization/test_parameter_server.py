@@ -26,11 +26,11 @@ from megalite.extras.synchronization.parameter_server import Link
 from megalite.extras.synchronization.parameter_server_order import END, PUSH, Command, Message, Order
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.run.synchronization import make_synchronization
+from megalite.tasks.gpt_task import GPTTask
 from megalite.torch_internals import default_store
 from megalite.training.data import open_data
-from megalite.training.gpt_task import GPTTask
 from megalite.training.metrics import StepMetrics
-from megalite.training.synchronization import make_synchronization
 from megalite.training.trainer import Trainer
 from tests.distributed.test_trainer import BATCH, NETWORK
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER

@@ -23,15 +23,15 @@ from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
+from megalite.run.loop import TrainingLoop, metrics_path
+from megalite.run.synchronization import make_synchronization
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.synchronization import make_synchronization
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -73,6 +73,7 @@ class Run:
         self.directory = None if save is None else open_directory(save)
 
     def __enter__(self) -> Run:
+        """Connect the ranks, start the watchdog, lock the run directory, and build or load what the loop needs."""
         config, place = self.config, self._place
         require_backend(config.optimizer)
         choose_kernels(config.kernels)

@@ -23,7 +23,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-from megalite.training import builder, memory, summary
+from megalite.tasks import memory, summary
+from megalite.training import builder
 from megalite.training.task import Figures, Loader, Summarized, Task
 
 

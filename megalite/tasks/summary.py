@@ -19,10 +19,10 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
-from megalite.training import memory
+from megalite.tasks import memory
+from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own

@@ -34,8 +34,8 @@ from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
+from megalite.tasks.dataset_task import DatasetTask
 from megalite.training.builder import count_parameters
-from megalite.training.dataset_task import DatasetTask
 from megalite.training.task import Summarized
 
 Function = Callable[[Any, Any], Any]
@@ -185,6 +185,10 @@ class ModuleTask(DatasetTask):
         return [Layers(part, is_last=part is parts[-1]) for part in parts]
 
     def _costs_of(self, layers: Sequence[nn.Module]) -> Sequence[float]:
+        """Return the relative cost of each layer: as given, or counted or measured on the example.
+
+        Raises ConfigurationError if their number differs, or if there is no example.
+        """
         costs = self.options.costs
         if not isinstance(costs, str):
             if len(costs) != len(layers):
@@ -198,6 +202,10 @@ class ModuleTask(DatasetTask):
         return all_gather_json(measured_costs(layers, values), self.mesh)[0]  # all ranks cut alike
 
     def _find_plans(self) -> list[StagePlan]:
+        """Return what passes between the stages, found by a run of them on the meta device.
+
+        Raises ConfigurationError if several stages have neither an example nor given messages.
+        """
         if self.options.messages is None and self._example is None:
             if len(self._modules) > 1:
                 raise ConfigurationError(
@@ -214,6 +222,10 @@ class ModuleTask(DatasetTask):
             return [StagePlan()]  # a network in one stage needs no messages, and is one block
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[ModuleStage]:
+        """Return this rank's stages with records for their parameters and rules for their buffers.
+
+        For another mesh than that of the run, new modules on the meta device take their place.
+        """
         own, options, training = mesh is self.mesh, self.options, self.config.training
         modules = self._modules if own else self._into_stages(self._build(mesh, copies_on_meta(self._pristine)))
         numbers = stages.of_rank(mesh.coordinate("pp"))
@@ -334,6 +346,7 @@ class ModuleTask(DatasetTask):
         return lines if self._example is None else {**lines, **self.lines(trainer, self._example)}
 
     def notes(self) -> tuple[str, ...]:
+        """Return the messages of any task, and those on a loss that is a mean and on modules in evaluation mode."""
         mean = self.options.loss is not None and self.options.count is None
         found = [*super().notes()]
         if mean:
@@ -406,6 +419,11 @@ def counted_terms(count: Count, example: Samples | None) -> tuple[LossTerm, ...]
 
 
 def _counted(count: Count, name: str) -> Callable[[Samples], Tensor]:
+    """Return a function that counts the items of a micro-batch for one term of the loss, in float64.
+
+    It raises MegaliteError if the user's function returns no number for that term.
+    """
+
     def of_micro_batch(batch: Samples) -> Tensor:
         found = count(batch.values)
         if isinstance(found, Mapping):

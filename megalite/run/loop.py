@@ -17,14 +17,14 @@ from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.collectives import on_any_rank
 from megalite.process.signals import StopRequest
+from megalite.run.evaluation import evaluate
+from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
-from megalite.training.evaluation import evaluate
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
-from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
@@ -111,6 +111,7 @@ class TrainingLoop:
         return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
 
     def __enter__(self) -> TrainingLoop:
+        """Open the metrics, wait for all ranks, and start the loader. From here on, a stop is the loop's."""
         trainer = self.trainer
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
@@ -316,6 +317,7 @@ def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | Non
 
 
 def _metrics_writer(trainer: Trainer) -> MetricsWriter:
+    """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
     if trainer.mesh.rank != 0:
         return MetricsWriter()
     logging, directory = trainer.config.logging, trainer.directory
