@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.extras.planner.cluster import Cluster, Link, Stack
+from megalite.extras.planner.cluster import Cluster, Link, Stack, find_stack
 from megalite.extras.planner.records import Message, MessageKind, Operation, PartRecord, Work
 
 _ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
@@ -74,7 +74,7 @@ class Prices:
     """Seconds of operations and messages on a cluster."""
 
     def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
-        self.cluster, self.stack = cluster, stack or Stack()
+        self.cluster, self.stack = cluster, stack or find_stack(Stack.name)
         self._messages: dict[tuple[MessageKind, Sequence[int], float, int], float] = {}
         self._passes: dict[Hashable, tuple[PartRecord, tuple[Cost, Cost]]] = {}
 
