@@ -93,6 +93,8 @@ def test_gpt_3_needs_what_its_paper_says() -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GB300", 2500e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce GTX 1080", None),
         ("cpu", None),
