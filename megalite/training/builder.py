@@ -214,6 +214,7 @@ def make_plan(
     chunks_at: Callable[[ParallelMesh], Sequence[StageModule]],
     mesh: ParallelMesh,
     stages: Stages,
+    optimizer: Optimizer,
     synchronization: Synchronization | None = None,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
@@ -221,6 +222,7 @@ def make_plan(
     Args:
         chunks_at: returns the stages of a rank, given the mesh of that rank.
         mesh: the mesh of all ranks.
+        optimizer: that of this rank.
         synchronization: that of the ranks; None: plain data parallelism.
     """
     synchronization = synchronization or Synchronization(mesh)
@@ -241,6 +243,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
+        own=optimizer,
     )
 
 

@@ -132,7 +132,8 @@ class Trainer:
         self._load_notes: tuple[str, ...] = ()
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
-        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages, synchronization)
+        chunks_at = partial(task.make_chunks, stages=stages)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, self.optimizer, synchronization)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)

@@ -328,7 +328,7 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
             split(mesh, by_tp, {0: ("tp",)}, columns=0),
             split(mesh, by_experts, {0: expert_axes}, columns=0),
         )
-        return Contents([], [State(sharding, torch.int64, mesh.device) for sharding in shardings])
+        return Contents([], [], [("state/", State(sharding, torch.int64, mesh.device)) for sharding in shardings])
 
     plan = Plan(world, contents_at, CONFIG, zero_stage=1, instances=1)
     saved: dict[str, list[Box]] = {}
