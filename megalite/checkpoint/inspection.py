@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.corruption import CorruptFileError
+from megalite.checkpoint.integrity import CorruptFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.selection import check_sizes

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.corruption import unreadable
+from megalite.checkpoint.integrity import unreadable
 from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.optim.replica import RELAYOUTS

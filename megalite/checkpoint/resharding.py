@@ -9,9 +9,9 @@ from typing import Any
 
 from megalite.atomic_files import writing
 from megalite.checkpoint import saving
-from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import NATIVE, Format
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import RANK, Manifest, TrainingState, owner_name, split_name
 from megalite.checkpoint.tensors import Kind, Source, numbers_as_numbers
 from megalite.checkpoint.transaction import FolderTransaction

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.mapping import LastTensor
 from megalite.errors import CheckpointError

@@ -25,7 +25,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import device
-from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links

@@ -16,8 +16,8 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Plan, Saver, file_writer, manifest
 from megalite.checkpoint.comparison import compare
-from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.inspection import verify
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
