@@ -214,16 +214,16 @@ def make_plan(
     chunks_at: Callable[[ParallelMesh], Sequence[StageModule]],
     mesh: ParallelMesh,
     stages: Stages,
-    optimizer: Optimizer,
     synchronization: Synchronization | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
     Args:
         chunks_at: returns the stages of a rank, given the mesh of that rank.
         mesh: the mesh of all ranks.
-        optimizer: that of this rank.
         synchronization: that of the ranks; None: plain data parallelism.
+        optimizer: that of this rank, if there is one, so that its network is not built again.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = synchronization.options(data_parallel(config, mesh, stages))

@@ -133,7 +133,7 @@ class Trainer:
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         chunks_at = partial(task.make_chunks, stages=stages)
-        self.plan = builder.make_plan(config, chunks_at, mesh, stages, self.optimizer, synchronization)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
