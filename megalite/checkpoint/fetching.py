@@ -45,7 +45,7 @@ class Target:
 Wanted = Mapping[SavedBox, Sequence[Target]]
 """Targets to fill from each saved box."""
 
-Dealt = dict[int, list[Block]]
+Assigned = dict[int, list[Block]]
 """Blocks that each rank reads and sends to the others, by rank."""
 
 
@@ -81,7 +81,7 @@ def fill(
                 for each in saved.boxes_at(box):
                     if each.box.intersection(box) is not None:
                         wanted.setdefault(each, []).append(Target(box, values))
-        failure = fetch(path, described, wanted, _deal(described, needs, turn), node, place) or failure
+        failure = fetch(path, described, wanted, _assigned(described, needs, turn), node, place) or failure
         for number, values in terms:
             wide = torch.float64 if values.is_floating_point() else values.dtype
             totals[number] = totals[number] + values if number in totals else values.to(wide)
@@ -93,9 +93,9 @@ def fill(
     return failure
 
 
-def _deal(described: Manifest, needs: Mapping[int, Iterable[Origin]], turn: int) -> Dealt:
+def _assigned(described: Manifest, needs: Mapping[int, Iterable[Origin]], turn: int) -> Assigned:
     """Return the blocks that several ranks of the node need in a turn, by the rank that reads them."""
-    return deal({rank: _blocks(described, origins, turn) for rank, origins in needs.items()})
+    return assign({rank: _blocks(described, origins, turn) for rank, origins in needs.items()})
 
 
 def _blocks(described: Manifest, origins: Iterable[Origin], turn: int) -> Iterator[Block]:
@@ -120,14 +120,14 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 
 
 def fetch(
-    path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
+    path: AnyPath, described: Manifest, wanted: Wanted, assigned: Assigned, group: Group, place: torch.device
 ) -> Exception | None:
     """Fill the targets, and return the failure of this rank, if any. The caller reports it to all ranks.
 
     A rank that fails still takes part in all communication, and sends zeros, so that the other ranks do not hang.
-    `dealt` has the blocks that several ranks of the group need. They are sent from memory on the device `place`.
+    `assigned` has the blocks that several ranks of the group need. They are sent from memory on the device `place`.
     """
-    shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
+    shared = {_place_of(block) for blocks in assigned.values() for block in blocks}
     own = [
         block
         for saved, targets in wanted.items()
@@ -141,7 +141,7 @@ def fetch(
     except Exception as error:
         failure = error
     most = ROUND * manifest.BLOCK
-    rounds = [packed(dealt[rank], lambda block: block.size, most) for rank in group.ranks] if dealt else []
+    rounds = [packed(assigned[rank], lambda block: block.size, most) for rank in group.ranks] if assigned else []
     for number in range(max(map(len, rounds), default=0)):
         now = [mine[number] if number < len(mine) else [] for mine in rounds]
         length = max(sum(map(_room, blocks)) for blocks in now)
@@ -218,7 +218,7 @@ def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
 # ------------------------------------------------------------------------------------------------ between ranks
 
 
-def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
+def assign(needs: Mapping[int, Iterable[Block]]) -> Assigned:
     """Assign each block that several ranks need to one of these ranks: the one with the fewest bytes so far.
 
     `needs`: by rank, the blocks that it needs, completely or in part.
@@ -230,13 +230,13 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
             key = _place_of(block)
             blocks[key] = block
             needers.setdefault(key, []).append(rank)
-    dealt: Dealt = {rank: [] for rank in needs}
+    assigned: Assigned = {rank: [] for rank in needs}
     load = dict.fromkeys(needs, 0)
     for key in sorted(key for key, ranks in needers.items() if len(ranks) > 1):
         reader = min(needers[key], key=lambda rank: (load[rank], rank))
         load[reader] += blocks[key].size
-        dealt[reader].append(blocks[key])
-    return dealt
+        assigned[reader].append(blocks[key])
+    return assigned
 
 
 def _cut(data: Tensor, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:

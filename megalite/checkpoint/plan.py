@@ -144,6 +144,7 @@ class Plan:
         return self._parts(rank, saved=False)
 
     def _parts(self, rank: int, *, saved: bool) -> list[TensorBox]:
+        """Return the parts that a rank saves, or holds, from the contents of a rank like it."""
         replica, first = self._position(rank)
         known, contents = self._contents(first)
         at = self._inner.coordinates_of(first)
@@ -359,6 +360,8 @@ def _states_here(optimizer: Optimizer) -> list[tuple[str, State]]:
 def _regions_here(
     slices: Iterable[StateSlice], states: Iterable[tuple[str, State]], optimizer: Optimizer | None, *, saved: bool
 ) -> list[Region]:
+    """Return the regions of this rank, with all state that its optimizer has beside the slices."""
+
     def by_prefix(each: StateSlice) -> Mapping[str, Tensor | View | torch.dtype]:
         return {MODEL: each.values, **{f"{OPTIMIZER}{name}/": kept for name, kept in each.state.items()}}
 

@@ -60,7 +60,6 @@ class ChunkedFiles:
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, as in `Files`."""
         return self._last.get(name, partial(self._whole, name))
 
     def _whole(self, name: str) -> Tensor:

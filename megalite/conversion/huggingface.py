@@ -152,6 +152,7 @@ def tokenizer_folder(tokenizer_model: str | None) -> Path | None:
 
 
 def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
+    """Raise CheckpointError if a folder's files declare tokens that its tokenizer.model alone does not give."""
     beside = read_folder(folder)
     declared = dict[str, int | None].fromkeys(token.content for token in (*beside.named.values(), *beside.extra))
     declared |= {token.content: number for number, token in beside.by_id.items()}

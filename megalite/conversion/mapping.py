@@ -224,7 +224,6 @@ class FromFiles:
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         for tensor, held, view in self._boxes[name]:
             both = held.intersection(box)
             if both is not None:
@@ -279,7 +278,6 @@ class ToFiles:
         }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         stored = self._runs[name]
         runs = list(islice(Box.whole(self.tensors[name].shape).runs_of(box), 2))
         if stored is not None and len(runs) == 1 and values.is_contiguous():

@@ -119,6 +119,7 @@ class _Stacked:
     """
 
     def __init__(self, files: ToFiles, model: ModelConfig, vocabulary: int) -> None:
+        """Name and stack the tensors. `vocabulary`: rows of the tables of tokens, with padding."""
         self._files = files
         self._stacks = len({layer.feed_forward for layer in model.layers}) == 1
         self._names: dict[str, str] = {}
@@ -140,7 +141,6 @@ class _Stacked:
         return self._stacks and ".layers." in name
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         stacked, name = self._stacked(name), self._names[name]
         if stacked:
             within = Box(box.offset[1:], box.size[1:])
