@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.checkpoint.comparison import compare
+from megalite.checkpoint.file_writer import Cut, cut_by_weights, write_checkpoint
 from megalite.checkpoint.inspection import describe
 from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.plan import held_states
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import Cut, cut_by_weights, write_checkpoint
 from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
