@@ -175,7 +175,7 @@ def _place_of(block: Block) -> tuple[str, int]:
 
 def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: Block) -> None:
     targets = wanted[block.saved]
-    place = in_one_piece(block, targets)
+    place = contiguous_memory(block, targets)
     if place is not None:
         read_block(path, described, block, place)
         return
@@ -184,7 +184,7 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
     put(block, buffer, targets)
 
 
-def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
+def contiguous_memory(block: Block, targets: Sequence[Target]) -> memoryview | None:
     """Return the memory of a block in its target, or None if the block cannot be read directly into its target.
 
     Direct reading needs exactly one target, in which the block is contiguous in the same order as in the file.

@@ -26,7 +26,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.shard_file import Checksums, bytes_of, records, write_index
-from megalite.checkpoint.tensors import ByteRange, Kind, Source, TensorBox, numbers_as_numbers
+from megalite.checkpoint.tensors import ByteRange, Kind, Source, TensorBox, natural_order
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -56,7 +56,7 @@ def write_files(
             sums = _copy_box(source, folder / file, part, byte_range, file_format.checksums, advance)
             checksums[file, byte_range.start] = sums
 
-    names = sorted(by_tensor, key=numbers_as_numbers)
+    names = sorted(by_tensor, key=natural_order)
     in_threads(workers, copy, names)
     in_threads(workers, _sync, [folder / file for file in placed])
     files, tensors = records(placed, checksums)
@@ -121,7 +121,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
     bounds = [total * file // files for file in range(files + 1)]
     cut: list[list[tuple[str, Box]]] = [[] for _ in range(files)]
     position = 0
-    for name in sorted(tensors, key=lambda name: (numbers_as_numbers(split_name(name)[1]), name)):
+    for name in sorted(tensors, key=lambda name: (natural_order(split_name(name)[1]), name)):
         kind = tensors[name]
         box, item, size = Box.whole(kind.shape), kind.dtype.itemsize, kind.size
         for file in range(bisect_right(bounds, position) - 1, bisect_right(bounds, position + size - 1)):

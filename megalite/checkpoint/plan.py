@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, RANK, STATE
-from megalite.checkpoint.relayout import of_replica
+from megalite.checkpoint.relayout import with_replica
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
@@ -285,7 +285,7 @@ def _regions(
             at = slice(position - start, position - start + box.numel)
             for prefix, memory in kept.items():
                 dtype, own = (memory, None) if isinstance(memory, torch.dtype) else (memory.dtype, memory[at])
-                part = of_replica(TensorBox(prefix + tensor.name, tensor.shape, dtype, box), replica)
+                part = with_replica(TensorBox(prefix + tensor.name, tensor.shape, dtype, box), replica)
                 (weights if prefix == MODEL else flat_state).append(Region(part, own))
     yield from weights
     yield from flat_state
@@ -293,7 +293,7 @@ def _regions(
         for piece in state.sharding.pieces:
             if piece.box.numel:  # padding belongs to no part
                 part = TensorBox(prefix + piece.tensor.name, piece.tensor.shape, state.values.dtype, piece.box)
-                yield Region(of_replica(part, replica), piece.view(state.values).view(-1))
+                yield Region(with_replica(part, replica), piece.view(state.values).view(-1))
     for extra, memories in bucket_states.items():
         for number, spec in enumerate(specs):
             for flat, bucket_part in enumerate(bucket_parts(spec, extra, replica)):
@@ -314,7 +314,7 @@ def _extra_regions(
             first = slot.start + position - kept.held[0]
             own: Tensor | View | None = None if memory is None else memory[first : first + box.numel]
             part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
-            yield Region(of_replica(part, kept.replica), own)
+            yield Region(with_replica(part, kept.replica), own)
             if saved and state.name == ANCHOR:
                 part = TensorBox(MODEL + tensor.name, tensor.shape, slot.parameter.dtype, box)
                 if memory is not None and memory.dtype != part.dtype:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, natural_order, widest
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
@@ -80,7 +80,7 @@ def _export(
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
         files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
-        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=numbers_as_numbers)}
+        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
         config["torch_dtype"] = dtype_name(dtype or collected.dtype)
     _stream(files.fill, kinds, config, receiver, mesh)
 
@@ -103,7 +103,7 @@ def export_tensors(optimizer: Optimizer, to: Receiver | Path | str, aliases: Map
     collected = Collected(optimizer, shapes)
     found = {name.removeprefix(STATE): name for name in shapes}
     found |= {alias: found[name] for alias, name in aliases.items()}
-    names = {name: found[name] for name in sorted(found, key=numbers_as_numbers)}
+    names = {name: found[name] for name in sorted(found, key=natural_order)}
     kinds = {name: collected.tensors[source] for name, source in names.items()}
     try:
         _stream(lambda name, box, values: collected.fill(names[name], box, values), kinds, {}, receiver, mesh)
