@@ -169,7 +169,7 @@ class Run:
             network = Toy(mesh, routed=routed)
             return Contents.of([network], mesh, options, blocks=[[network]])
 
-        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1)
+        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1, own=self.optimizer)
 
     def step(self, number: int) -> None:
         """Update with gradients of which each data-parallel rank has a half, or all."""
