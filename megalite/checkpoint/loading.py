@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from megalite.checkpoint.coverage import covers
-from megalite.checkpoint.filling import fill
+from megalite.checkpoint.fetching import fill
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
@@ -29,8 +29,7 @@ from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
-from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
-from megalite.parallel.collectives import all_gather_json
+from megalite.parallel.collectives import all_gather_json, check_all_see, raise_on_all_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.process.host import host_name

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import manifest, shard_file
-from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.formats import NATIVE, Format
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import Manifest, TrainingState, is_optimizer_state
 from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.shard_file import Checksums, records, write_index
@@ -26,7 +26,7 @@ from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
-from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import raise_on_all_ranks
 from megalite.parallel.sharding import Box
 from megalite.storage import AnyPath, create, sizes
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
+from megalite.checkpoint.integrity import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.transaction import remove
 from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
+from megalite.parallel.collectives import check_all_see, raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, sizes
 

@@ -1,6 +1,6 @@
 """State that differs between replicas, the rule by which it follows another layout, and extra state.
 
-Everything here is a pure function of the mesh and of the parameters' `Sharding` records, as in `bucket_shard.py`.
+Everything here is a pure function of the mesh and of the parameters' `Sharding` records, as in `layout.py`.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ class GPTNetworkTask(Task):
 
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
-        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
+        saved = checkpoint.model_config(path, described.config, self.model)
+        models = [model for model in (self.model, saved) if model.num_experts is not None]
+        return {name for model in models for name in states_of_training(model)}
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)

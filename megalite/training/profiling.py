@@ -19,7 +19,7 @@ from megalite.config.monitoring import ProfilingConfig
 from megalite.config.run import TaskConfig
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.parallel import collectives, device
-from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.drawing import write_timeline

@@ -25,7 +25,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import device
-from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
@@ -132,7 +132,8 @@ class Trainer:
         self._load_notes: tuple[str, ...] = ()
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
-        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages, synchronization)
+        chunks_at = partial(task.make_chunks, stages=stages)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)

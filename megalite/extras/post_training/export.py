@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, natural_order, widest
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
@@ -29,8 +29,7 @@ from megalite.conversion.opened import logical_tensors
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, row_ranges
 from megalite.model.gpt import GPT
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.collective_error import raise_on_all_ranks
-from megalite.parallel.collectives import Pending, all_gather_json, launch
+from megalite.parallel.collectives import Pending, all_gather_json, launch, raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 
@@ -81,7 +80,7 @@ def _export(
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
         files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
-        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=numbers_as_numbers)}
+        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
         config["torch_dtype"] = dtype_name(dtype or collected.dtype)
     _stream(files.fill, kinds, config, receiver, mesh)
 
@@ -104,7 +103,7 @@ def export_tensors(optimizer: Optimizer, to: Receiver | Path | str, aliases: Map
     collected = Collected(optimizer, shapes)
     found = {name.removeprefix(STATE): name for name in shapes}
     found |= {alias: found[name] for alias, name in aliases.items()}
-    names = {name: found[name] for name in sorted(found, key=numbers_as_numbers)}
+    names = {name: found[name] for name in sorted(found, key=natural_order)}
     kinds = {name: collected.tensors[source] for name, source in names.items()}
     try:
         _stream(lambda name, box, values: collected.fill(names[name], box, values), kinds, {}, receiver, mesh)
