@@ -23,8 +23,8 @@ _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hyb
 
 _READ = "a launch script of Megatron-LM, the YAML of one of its tests (MODEL_ARGS: flags), or a JSON of DeepSpeed"
 _TORCHTITAN = (
-    f"settings of torchtitan are not translated: give {_READ}; megalite-pretrain answers each key of torchtitan that it "
-    "knows, such as --training.local_batch_size, with the flag to use"
+    f"settings of torchtitan are not translated: give {_READ}; megalite-pretrain answers each key that it knows, "
+    "such as --training.local_batch_size, with the flag to use"
 )
 _ACCELERATE = f"settings of Accelerate are not translated: give {_READ}; docs/migration.md has their flags"
 

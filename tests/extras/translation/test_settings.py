@@ -320,7 +320,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         (
             "llama3_8b.toml",
             b"[training]\nsteps = 10\n",
-            "torchtitan are not translated: give a launch script of Megatron",
+            "torchtitan are not translated: give a launch script",
         ),
         ("accelerate.yaml", b"distributed_type: FSDP\n", "docs/migration.md has their flags"),
         ("none.sh", b"ls\n", "starts a training program"),
