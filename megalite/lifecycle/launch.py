@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megalite.torch_internals import Store
 
 
-def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
+def locate(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     """Return this process's place on the mesh, without communication.
 
     Raises ConfigurationError if the flags do not fit the number of ranks or the device.
@@ -53,7 +53,7 @@ def require_sends(backend: str, stages: int) -> None:
         raise ConfigurationError("--distributed-backend gloo cannot send from GPU to GPU, as stages must: use nccl")
 
 
-def come_together(
+def connect_ranks(
     parallel: ParallelConfig,
     place: Place,
     mesh: ParallelMesh,
@@ -125,7 +125,7 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
         )
 
 
-def leave(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
+def disconnect(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
     """Destroy the process groups at the end of a run. `all_groups`: that of all ranks, too."""
     if mesh.world_size > 1 and not dist.is_initialized():  # the program has destroyed all groups
         return
