@@ -98,7 +98,7 @@ def runs_on_meta(modules: Sequence[nn.Module], values: Any) -> Iterator[MetaRun]
             with ForwardState().unchanged(), torch.enable_grad(), META, _BlockWatch(alike) as watch:
                 output = alike(*by_position, **by_name)
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            where = alike.running() if isinstance(consistency, Layers) else named(number, module)
+            where = alike.running() if isinstance(alike, Layers) else named(number, module)
             raise NotOnMetaError(
                 f"{where} failed on the meta device, where the tensors that stages pass on are found: "
                 f"{str(error).splitlines()[0]}. If it runs on real tensors, declare the messages between stages instead"
