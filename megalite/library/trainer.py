@@ -28,7 +28,7 @@ from megalite.extras.post_training.token_task import TokenTask
 from megalite.library.configuration import configured, evaluation_batches
 from megalite.library.settings import Layout, Optimizer
 from megalite.lifecycle.common_end import CommonEnd
-from megalite.lifecycle.failure import leave_code, report_uncaught
+from megalite.lifecycle.failure import report_uncaught, write_exit_code
 from megalite.lifecycle.startup import Startup
 from megalite.modules.records import decays as decays_by_shape
 from megalite.modules.sequences import SequenceDims
@@ -339,7 +339,7 @@ class Trainer(TokenMethods):
             self._close_loop()
         self._files.close()
         if self.rank == 0:
-            leave_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
+            write_exit_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
 
     def _at_exit(self) -> None:
         if self._ended or getattr(sys, "last_value", None) is not self._earlier_error:  # the program ends by an error

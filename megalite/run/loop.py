@@ -123,10 +123,10 @@ class TrainingLoop:
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.startup.over()
+            self.startup.finish()
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
-            stack.callback(self._profiler.over)
+            stack.callback(self._profiler.finish)
             if self.config.training.manual_gc:
                 gc.disable()
             self._stack = stack.pop_all()

@@ -14,7 +14,7 @@ from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.lifecycle.control_files import ControlFiles, has_file
-from megalite.lifecycle.launch import come_together, leave, take_place
+from megalite.lifecycle.launch import connect_ranks, disconnect, locate
 from megalite.lifecycle.run_watchdog import run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
@@ -79,7 +79,7 @@ class Run:
         choose_kernels(config.kernels)
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
-        self.mesh = mesh = take_place(config.parallel, place)
+        self.mesh = mesh = locate(config.parallel, place)
         self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
         if config.profiling.record_memory_history:
             record_memory_history(config.profiling, place.rank)
@@ -90,7 +90,7 @@ class Run:
                 return watchdog is not None and stack.enter_context(watchdog).linked
 
             with sections(MEETING):
-                come_together(config.parallel, place, mesh, dump(config), watch)
+                connect_ranks(config.parallel, place, mesh, dump(config), watch)
             with sections(START):
                 if self.directory is not None:
                     self._notes += stack.enter_context(checkpoint.only_run(self.directory, mesh))
@@ -104,7 +104,7 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
         if error[0] is None:
-            leave(self.mesh, all_groups=self._owns_group)
+            disconnect(self.mesh, all_groups=self._owns_group)
 
     def _begin(self) -> None:
         """Build the trainer, and load the newest checkpoint that is whole."""

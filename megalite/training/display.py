@@ -34,7 +34,7 @@ class _Console(Console):
         raise
 
 
-class _Bearing:
+class _LossyStream:
     """Stream that discards data which cannot be written (full disk). Raises BrokenPipeError if nobody reads it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -82,7 +82,7 @@ class Display:
     ) -> None:
         self._total, self._log_interval, self._enabled = train_iterations, log_interval, enabled
         self._iteration, self._first = start_iteration, start_iteration + 1
-        self._stream = _Bearing(stream or sys.stdout)
+        self._stream = _LossyStream(stream or sys.stdout)
         self._console = _Console(file=cast(TextIO, self._stream), highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._losses = [math.nan] * _WIDTH

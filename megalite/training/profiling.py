@@ -86,7 +86,7 @@ class Profiler:
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """End profiling, because the run ends."""
         if self._steps:
             self._display.message(f"the profile of steps {self._between()} is lost: the run ends before them")

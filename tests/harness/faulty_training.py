@@ -206,7 +206,7 @@ def count_steps() -> None:
 def disturb() -> None:
     count_steps()
     in_index_build()
-    wrap(rendezvous, "_come", "meeting", lambda: RANK > 0)
+    wrap(rendezvous, "_check_in", "meeting", lambda: RANK > 0)
     in_rendezvous()
     wrap(launch.dist, "init_process_group", "group")
     wrap(builder, "make_optimizer", "building")

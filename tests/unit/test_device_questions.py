@@ -13,7 +13,7 @@ ALLOWED = {
     "kernels/megalite_kernels/measure.py": "times what runs here",
     "kernels/megalite_kernels/permutation.py": "asks whether the host has the values at hand",
     "kernels/megalite_kernels/torch_internals.py": "asks torch which operator it takes here; all do the same work",
-    "megalite/extras/doctor/alike.py": "compares the devices at hand",
+    "megalite/extras/doctor/consistency.py": "compares the devices at hand",
     "megalite/checkpoint/fetching.py": "reads into memory of the host",
     "megalite/modules/alike.py": "compares values on the device that has them",
     "megalite/modules/records.py": "moves tensors to the device of a run",

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megalite.atomic_files import write_atomically
 from megalite.errors import EXIT_FINISHED
-from megalite.extras.doctor.alike import NOTHING, disagreements, examine_data
 from megalite.extras.doctor.bandwidth import ACROSS, WITHIN, Figure, bus_factor, figures, slow_nodes
+from megalite.extras.doctor.consistency import NOTHING, disagreements, examine_data
 from megalite.extras.doctor.findings import Finding, Verdict
 from megalite.extras.doctor.network import examine_network
 from megalite.extras.doctor.reports import Found

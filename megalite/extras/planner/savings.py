@@ -21,7 +21,7 @@ def savings(planner: Planner, plan: Plan) -> Iterator[str]:
     ways.append(("ZeRO 3 on twice the GPUs", replace(layout, zero=3).on(config), 2 * plan.gpus))
     for words, changed, gpus in ways:
         try:
-            other = planner.afresh(gpus).plan(changed)
+            other = planner.for_other_run(gpus).plan(changed)
         except MegaliteError:  # the batch cannot be divided among so many, or the flags contradict others
             continue
         if other.missing < plan.missing:

@@ -12,7 +12,7 @@ import yaml
 from megalite.config.run import fields_by_name
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
-from megalite.extras.translation import deepspeed, fsdp
+from megalite.extras.translation import deepspeed
 from megalite.extras.translation.environment import KEPT
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.script import TORCHTITAN, Launch, read_script
@@ -21,14 +21,16 @@ from megalite.small_files import parse_json, read_small_file, reason, shown
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 
+_READ = "a launch script of Megatron-LM, the YAML of one of its tests (MODEL_ARGS: flags), or a JSON of DeepSpeed"
 _TORCHTITAN = (
-    "settings of torchtitan are not translated; megalite-pretrain answers each key that it knows, such as "
-    "--training.local_batch_size, with the flag to use"
+    f"settings of torchtitan are not translated: give {_READ}; megalite-pretrain answers each key that it knows, "
+    "such as --training.local_batch_size, with the flag to use"
 )
+_ACCELERATE = f"settings of Accelerate are not translated: give {_READ}; docs/migration.md has their flags"
 
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
-    """Return the translation of a file, or of the name of a strategy of FSDP.
+    """Return the translation of a file.
 
     Args:
         variables: values that take precedence over those of a launch script.
@@ -38,10 +40,6 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
             the variables.
     """
-    if name.upper() in fsdp.STRATEGIES and not variables:
-        report = Report()
-        fsdp.add_strategy(name, report)
-        return report
     try:
         text = _text(name)
         if unknown := [each for each in variables if not _mentions(text, each)]:
@@ -134,7 +132,7 @@ def _read_yaml(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"not YAML that can be translated: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(value, dict):
-        raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+        raise ConfigurationError(f"not a mapping of keys: expected {_READ}")
     return value
 
 
@@ -163,8 +161,8 @@ def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Rep
         report.add_megatron(words)
         return report
     if "fsdp_config" in settings or "distributed_type" in settings:
-        return fsdp.translate(settings)
-    raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+        raise ConfigurationError(_ACCELERATE)
+    raise ConfigurationError(f"no YAML that is translated: expected {_READ}")
 
 
 def _words(flag: str, value: Any, variables: Mapping[str, str], report: Report) -> list[str]:

@@ -53,7 +53,7 @@ def _values(passes: Passes) -> tuple[float, ...]:
 _Key = tuple[int, bool, int, int, int, str, int]
 
 
-class Least:
+class LowerBounds:
     """Lower bounds for the layouts of a run. `config` has its vocabulary."""
 
     def __init__(self, config: RunConfig, gpus: int, prices: Prices) -> None:
