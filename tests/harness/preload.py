@@ -18,7 +18,6 @@ MODULES = (
     "einops",
     "safetensors.torch",
     "sentencepiece",
-    "tyro",
     "rich.progress",
     "rich._emoji_codes",
     "encodings.idna",

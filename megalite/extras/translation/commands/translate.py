@@ -18,12 +18,10 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-import tyro
-
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import PositiveInt
 from megalite.config.parse import parse_arguments
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import dump
 from megalite.errors import ConfigurationError
@@ -48,7 +46,7 @@ _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
 class Arguments:
     """The flags."""
 
-    file: tyro.conf.Positional[str]
+    file: str = field(metadata=POSITIONAL)
     """The launch script, a test's YAML, or a JSON of DeepSpeed."""
     set: tuple[str, ...] = field(default=())
     """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
