@@ -63,7 +63,7 @@ def parse_tool_arguments(
             raise ConfigurationError(f"{what} {shown(' '.join(values))}")
         free += others
         if flag:
-            value = field_value(flag, kind, own) if wanted else False
+            value: Any = field_value(flag, kind, own) if wanted else False
             found[name] = (*found.get(name, ()), *value) if several and repeated else value
     if positional is not None and free:
         found[positional] = field_value(positional, kinds[positional], free)

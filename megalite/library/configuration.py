@@ -8,8 +8,8 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
-from megalite.config.sites import with_sites
 from megalite.config.validate import validate, validate_task
+from megalite.config.validate_synchronization import with_sites
 from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError

@@ -27,7 +27,7 @@ MODULES = (
     "megalite.lifecycle.failure",
     "megalite.commands.generate",
     "megalite.commands.pretrain",
-    "megalite.config.alone",
+    "megalite.config.single_rank",
     "megalite.conversion.upcycling",
     "megalite.training.data",
     "megalite.tasks.experts",

@@ -235,7 +235,7 @@ def test_mistakes_in_the_yaml_of_a_command_line_name_the_file(tmp_path: Path) ->
 def test_sequence_parallel_alone_is_switched_off_with_a_note() -> None:
     parsed = parse_arguments([*MINIMAL, "--sequence-parallel"])
     assert not parsed.config.parallel.sequence_parallel
-    assert parsed.notes == ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
+    assert parsed.notes == ("--sequence-parallel: changes nothing, since --tensor-model-parallel-size is 1",)
     split = parse_arguments([*MINIMAL, "--sequence-parallel", "--tp", "2"])
     assert split.config.parallel.sequence_parallel
     assert split.notes == ()
@@ -263,7 +263,7 @@ def test_configuration_needs_neither_torch_nor_a_thread() -> None:
 def test_a_precision_aware_optimizer_in_fp32_is_off_with_a_note() -> None:
     parsed = parse_arguments([*MINIMAL, "--use-precision-aware-optimizer"])
     assert not parsed.config.optimizer.use_precision_aware_optimizer
-    assert parsed.notes == ("--use-precision-aware-optimizer: off, since its dtypes are all fp32",)
+    assert parsed.notes == ("--use-precision-aware-optimizer: changes nothing, since its dtypes are all fp32",)
     assert parse_arguments([*MINIMAL, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"]).notes == ()
 
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.config import RunConfig, resolve
-from megalite.config.sites import with_sites
 from megalite.config.synchronization import SynchronizationConfig
+from megalite.config.validate_synchronization import with_sites
 from megalite.errors import ConfigurationError
 from megalite.extras.synchronization.from_flags import LessCommunication
 from megalite.extras.synchronization.local_update import LocalUpdate

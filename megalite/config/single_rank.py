@@ -26,7 +26,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """The rank to run without the others."""
 
     rank: int
@@ -37,7 +37,7 @@ class Alone:
     """File for the results of a dry run."""
 
 
-def take_alone(argv: Sequence[str], world_size: int) -> tuple[Alone | None, list[str]]:
+def take_single_rank(argv: Sequence[str], world_size: int) -> tuple[SingleRank | None, list[str]]:
     """Return the rank that the flags want to run alone, if they do, and the other flags.
 
     `world_size`: the number of ranks of a dry run for which the flags give none.
@@ -60,7 +60,7 @@ def take_alone(argv: Sequence[str], world_size: int) -> tuple[Alone | None, list
         if flags.as_rank is None or flags.of is None or flags != Flags(as_rank=flags.as_rank, of=flags.of):
             raise ConfigurationError("--as-rank R and --of N belong together, without --dry-run and its flags")
         _require_rank("--as-rank", flags.as_rank, "--of", flags.of)
-        return Alone(flags.as_rank, flags.of, computes=True), rest
+        return SingleRank(flags.as_rank, flags.of, computes=True), rest
     if not given:
         return None, rest
     if not flags.dry_run:
@@ -69,7 +69,7 @@ def take_alone(argv: Sequence[str], world_size: int) -> tuple[Alone | None, list
     _require_rank("--rank", rank, "--world-size", ranks)
     if flags.dry_run_json is not None:
         require_output("--dry-run-json", flags.dry_run_json)
-    return Alone(rank, ranks, computes=False, json=flags.dry_run_json), rest
+    return SingleRank(rank, ranks, computes=False, json=flags.dry_run_json), rest
 
 
 def _require_rank(of_rank: str, rank: int, of_size: str, world_size: int) -> None:
