@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +97,7 @@ def test_an_abandoned_folder_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Engine:
-    """Engine with the calls of vLLM's models and of SGLang's `Engine`."""
+    """Engine with the call of SGLang's `Engine`."""
 
     def __init__(self, answer: object = (True, "Success")) -> None:
         self.groups: list[list[str]] = []
@@ -103,15 +105,11 @@ class Engine:
         self.tensors: dict[str, Tensor] = {}
         self.answer = answer
 
-    def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
-        self.groups.append([name for name, _ in weights])
-        self.tensors.update(weights)
-        return set(self.groups[-1])
-
     def update_weights_from_tensor(
         self, named_tensors: list[tuple[str, Tensor]], load_format: str | None = None, flush_cache: bool = True
     ) -> object:
-        self.load_weights(named_tensors)
+        self.groups.append([name for name, _ in named_tensors])
+        self.tensors.update(named_tensors)
         self.flushes.append(flush_cache)
         assert load_format is None
         return self.answer
@@ -120,11 +118,57 @@ class Engine:
 GROUPS = [[0], [1], [2, 3]]  # of 140, 240, 192 and 10 bytes
 
 
-def test_vllm_loads_whole_tensors_in_groups_of_bounded_size() -> None:
-    engine = Engine()
-    export(VLLMReceiver(engine.load_weights, most_bytes=210))
+class PhasedEngine:
+    """Engine with the four calls of vLLM's weight transfer, whose group is a queue."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.groups: list[list[str]] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.group = queue.Queue[Tensor]()
+        self.met = threading.Barrier(2, timeout=10)
+
+    def connect(self) -> Callable[[Tensor], object]:
+        self.met.wait()
+        return self.group.put
+
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
+        self.calls.append(f"init {request['init_info']['master_port']}")
+        self.met.wait()  # returns when both ends have joined
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        self.calls.append("start")
+
+    def update_weights(self, request: dict[str, Any]) -> None:
+        self.calls.append("update")
+        info = request["update_info"]
+        self.groups.append(info["names"])
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            tensor = self.group.get(timeout=10)
+            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
+            self.tensors[name] = tensor
+
+    def finish_weight_update(self) -> None:
+        self.calls.append("finish")
+
+
+def test_vllm_takes_whole_tensors_in_four_phases_and_groups_of_bounded_size() -> None:
+    engine = PhasedEngine()
+    receiver = VLLMReceiver(engine, engine.connect, {"master_port": 7}, most_bytes=210)
+    export(receiver)
     assert_same(engine.tensors)
     assert engine.groups == [[list(TENSORS)[number] for number in group] for group in GROUPS]
+    assert engine.calls == ["init 7", "start", "update", "update", "update", "finish"]
+    export(receiver)
+    assert engine.calls.count("init 7") == 1
+
+
+def test_vllm_that_does_not_answer_is_named() -> None:
+    engine = PhasedEngine()
+    engine.update_weights = lambda request: threading.Event().wait()  # type: ignore[method-assign, assignment]
+    with pytest.raises(CommunicationError, match=r"vLLM does not take .* and 0 more tensors within 0 s"):
+        export(VLLMReceiver(engine, engine.connect, {"master_port": 7}, most_bytes=210, seconds=0.2))
+    assert "finish" not in engine.calls
 
 
 def test_sglang_flushes_its_cache_with_the_last_group() -> None:
