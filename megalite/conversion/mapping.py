@@ -278,6 +278,7 @@ class ToFiles:
         }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """Fill `values` with a box of a file's tensor: straight from the run's elements if they lie in a row there."""
         stored = self._runs[name]
         runs = list(islice(Box.whole(self.tensors[name].shape).runs_of(box), 2))
         if stored is not None and len(runs) == 1 and values.is_contiguous():

@@ -141,6 +141,7 @@ class _Stacked:
         return self._stacks and ".layers." in name
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """Fill `values` with a box of a tensor of all layers, whose first dimension is the layer; padding is zero."""
         stacked, name = self._stacked(name), self._names[name]
         if stacked:
             within = Box(box.offset[1:], box.size[1:])

@@ -182,6 +182,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    """End this process with an error's message, printed once by the lowest failing rank, and with its exit code."""
     # From now on a stop signal of the launcher ends this process at once, with this error's exit code.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))

@@ -117,6 +117,7 @@ def _draw_rank(svg: Picture, time_line: TimeLine, rank: int, spans: Sequence[Spa
 
 
 def _draw_box(svg: Picture, row: Element, time_line: TimeLine, rank: int, span: Span, scale: float) -> None:
+    """Draw an action as a box with its micro-batch, or a message as a line."""
     action, chunks = span.action, time_line.stages.chunks
     x, y, width = LEFT + span.start * scale, _top(rank), (span.end - span.start) * scale
     box = svg.add("g", inside=row, class_="box")

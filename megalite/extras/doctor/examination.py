@@ -122,6 +122,10 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- who is there
 
     def _arrive(self, stack: ExitStack) -> Roll:
+        """Return who has come within the patience of rank 0, which also writes a probe into the run directory.
+
+        Raises CommunicationError on a rank that came later.
+        """
         came = self._call.gather("arrival", host_name(), range(self._place.world_size))
         if self._place.rank == 0:
             probe: Probe | None = None
@@ -162,6 +166,7 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- who reaches whom
 
     def _reach(self, found: Found) -> None:
+        """Let the first rank of each node try to reach the other nodes, and keep the answers on rank 0."""
         roll, rank = found.roll, self._place.rank
         if rank == 0:
             self._call.publish("addresses", found.addresses)
@@ -184,6 +189,7 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- how fast
 
     def _measure(self, found: Found) -> None:
+        """Time messages between all ranks if rank 0 says that they reach each other, and keep the timings on rank 0."""
         if self._place.rank == 0:
             self._call.publish("measure", found.can_measure)
         if not self._call.receive("measure", _GRACE):

@@ -77,6 +77,7 @@ def _export(
     dtype: torch.dtype | None,
     model_type: str | None,
 ) -> None:
+    """Send the tensors of a Hugging Face model to a receiver. All ranks call it together."""
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
         files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))

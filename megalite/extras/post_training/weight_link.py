@@ -219,6 +219,7 @@ class _Channel:
             return found, values
 
     def _exactly(self, size: int) -> bytearray:
+        """Receive this number of bytes. Raises CommunicationError if the other end closes before."""
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:

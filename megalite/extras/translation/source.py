@@ -68,6 +68,7 @@ def _text(name: str) -> str:
 
 
 def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int | None) -> Report:
+    """Translate a text by its kind. Raises ConfigurationError for kinds that are not read."""
     if suffix == ".json" or text.lstrip().startswith("{\n"):
         try:
             settings = parse_json(text)
@@ -85,6 +86,7 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
 
 
 def _from_launch(launch: Launch, ranks: int | None) -> Report:
+    """Translate the last launch that a script has made, with its program and its flags."""
     report = Report(
         notes=list(launch.notes),
         missing=list(launch.problems),
@@ -137,6 +139,7 @@ def _read_yaml(text: str) -> dict[str, Any]:
 
 
 def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
+    """Return a node as Python values. Raises ConfigurationError for a key that is given twice."""
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.value_of(node)
@@ -151,6 +154,7 @@ def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
 
 
 def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Report:
+    """Translate the YAML of one of Megatron-LM's tests. Raises ConfigurationError for any other."""
     flags = settings.get("MODEL_ARGS")
     if isinstance(flags, Mapping) and flags:
         environment = settings.get("ENV_VARS")
