@@ -5,17 +5,19 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) replace attention(.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megalite.config.model import FeedForward, Mixer, ModelConfig
-from megalite.model.attention import Attention
+from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP
 from megalite.model.moe import MoE
-from megalite.model.norm import Norm
+from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
@@ -28,9 +30,15 @@ class MixerModule(Protocol):
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
-
     def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+
+
+class MakeMixer(Protocol):
+    """Function that makes a mixer of a layer."""
+
+    def __call__(
+        self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool
+    ) -> MixerModule: ...
 
 
 class FeedForwardModule(Protocol):
@@ -51,7 +59,34 @@ class FeedForwardModule(Protocol):
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
 
 
-MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
+def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
+    """Return the function that makes the network's norms, of a context, a name and a width."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return functools.partial(kind, eps=config.norm_epsilon, around_one=config.apply_layernorm_1p)
+
+
+def make_attention(config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> Attention:
+    scalar = config.query_pre_attn_scalar
+    sizes = AttentionSizes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.kv_groups,
+        width=config.head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        bias=config.add_bias_linear or config.add_qkv_bias,
+        output_bias=config.add_bias_linear,
+        window=config.layers[layer].keys_before,
+        scale=None if scalar is None else 1.0 / math.sqrt(scalar),
+        cap=config.attn_logit_softcapping,
+        dropout=config.attention_dropout,
+        rotary_interleaved=config.rotary_interleaved,
+    )
+    norm = make_norm(config) if config.qk_layernorm else None
+    return Attention(context, f"layers.{layer}.attention", sizes, norm=norm, layer=layer, recompute=recompute)
+
+
+MIXERS: Mapping[Mixer, MakeMixer] = {"attention": make_attention}
 FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP, "moe": MoE}
 
 
@@ -70,8 +105,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__()
 
-        def norm(name: str) -> Norm:
-            return Norm(config, context, f"layers.{layer}.{name}", config.hidden_size)
+        def norm(name: str) -> LayerNorm:
+            return make_norm(config)(context, f"layers.{layer}.{name}", config.hidden_size)
 
         self.input_norm = norm("input_norm")
         spec = config.layers[layer]
