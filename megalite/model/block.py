@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from megalite.config.model import FeedForward, Mixer, ModelConfig
 from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
-from megalite.model.mlp import MLP
+from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
 from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
+from megalite.model.router import Router
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
@@ -47,16 +49,20 @@ class FeedForwardModule(Protocol):
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
-
-    @staticmethod
-    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the loss terms that layers of this kind return.
-
-        A sum over the tokens of a layer's input has the axes `context.token_axes`.
-        """
-
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
+
+
+class FeedForwardKind(NamedTuple):
+    """Kind of feed-forward layer.
+
+    Attributes:
+        make: makes that of a layer, by its number.
+        loss_terms: declares the loss terms that layers of this kind return. A sum over the tokens of a layer's input
+            has the axes `context.token_axes`.
+    """
+
+    make: Callable[[ModelConfig, ParallelContext, int], FeedForwardModule]
+    loss_terms: Callable[[ModelConfig, ParallelContext], tuple[LossTerm, ...]] = lambda config, context: ()
 
 
 def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
@@ -87,7 +93,41 @@ def make_attention(config: ModelConfig, context: ParallelContext, layer: int, *,
 
 
 MIXERS: Mapping[Mixer, MakeMixer] = {"attention": make_attention}
-FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP, "moe": MoE}
+
+
+def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
+    """Return the sizes of layers of this inner width."""
+    std, output_std = config.init_method_std, config.output_init_std
+    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+
+
+def make_mlp(config: ModelConfig, context: ParallelContext, layer: int) -> MLP:
+    return MLP(context, f"layers.{layer}.mlp", feed_forward_sizes(config, config.ffn_size))
+
+
+def make_moe(config: ModelConfig, context: ParallelContext, layer: int) -> MoE:
+    shared = config.moe_shared_expert_intermediate_size
+    return MoE(
+        context,
+        f"layers.{layer}.moe",
+        Router(config, context, layer),
+        feed_forward_sizes(config, config.expert_ffn_size),
+        shared=None if shared is None else feed_forward_sizes(config, shared),
+        shared_gate=config.moe_shared_expert_gate and shared is not None,
+        overlaps_shared_experts=config.moe_shared_expert_overlap,
+        dispatcher=config.moe_token_dispatcher_type,
+        padded=config.moe_pad_expert_input_to_capacity,
+    )
+
+
+def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+    return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
+
+
+FEED_FORWARDS: Mapping[FeedForward, FeedForwardKind] = {
+    "dense": FeedForwardKind(make_mlp),
+    "moe": FeedForwardKind(make_moe, _terms_of_routers),
+}
 
 
 class LayerOutput(NamedTuple):
@@ -112,7 +152,7 @@ class Block(nn.Module):
         spec = config.layers[layer]
         self.attention = MIXERS[spec.mixer](config, context, layer, recompute=recompute.attention)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = FEED_FORWARDS[spec.feed_forward](config, context, layer)
+        self.mlp = FEED_FORWARDS[spec.feed_forward].make(config, context, layer)
         if isinstance(self.mlp, MoE):
             self.mlp.recompute = recompute.moe
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
