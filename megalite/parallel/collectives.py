@@ -98,7 +98,7 @@ def _is_gloo(group: Group) -> bool:
 
 def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce `tensor` in place ("sum" or "max"). No autograd graph may have saved it."""
-    return all_reduce_async_(tensor, group, op).wait()
+    return tensor if group.size == 1 else all_reduce_async_(tensor, group, op).wait()
 
 
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:

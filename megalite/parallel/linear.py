@@ -75,12 +75,12 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group = ctx.group
         later = ctx.sequence_parallel and is_deferred(weights[0])
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
-        input_again = collectives.all_gather_async(input, group) if gather_now else collectives.completed(input)
+        input_again = collectives.all_gather_async(input, group) if gather_now else None
         parts = _split_outputs(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             input_gradient.addmm_(part, weight)
-        whole = input_again.wait()
+        whole = input if input_again is None else input_again.wait()
         input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
         if ctx.sequence_parallel:
             reduction = collectives.reduce_scatter_async(input_gradient, group)
