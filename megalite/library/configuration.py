@@ -16,6 +16,7 @@ from megalite.errors import ConfigurationError
 
 _TAKEN = {
     "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
+    "cp_comm_type "
     "microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
     "distributed_timeout_minutes",
     "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
@@ -52,6 +53,8 @@ def configured(
     `node_ranks`: the number of ranks on this rank's node; None: it is not known.
     """
     of_gpt = "model" in sections
+    if not of_gpt:  # a layer gets its mask when it runs, and a ring takes none
+        sections = {**sections, "parallel": replace(sections["parallel"], cp_comm_type=("all_gather",))}
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     taken = _taken(of_gpt=of_gpt)
     for name, value in settings.items():
@@ -77,6 +80,8 @@ def configured(
         # The program gives the length: any that no other option is too long for.
         validate(replace(config, training=replace(training, train_iters=2**30)), world_size)
     else:
+        if (ways := config.parallel.cp_comm_type) not in (("p2p",), ("all_gather",), ("allgather",), ("a2a",)):
+            raise ConfigurationError(f"cp_comm_type={ways}: of modules, it is one of p2p, all_gather and a2a for all")
         validate_task(config, world_size)
     return config
 

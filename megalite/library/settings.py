@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.config.parallel import SHAPES, STRATEGIES, ParallelConfig, ScheduleName
 from megalite.errors import ConfigurationError
 
@@ -140,8 +140,15 @@ class Optimizer:
         )
 
     def _own(self) -> dict[str, Any]:
-        shared = {entry.name for entry in fields(Optimizer)}
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in shared}
+        """Return the values of this optimizer's own options, by their names in the configuration: with a prefix."""
+        own = dict[str, Any]()
+        for entry in fields(self)[len(fields(Optimizer)) :]:
+            value = getattr(self, entry.name)
+            parts = zip(("beta1", "beta2"), value, strict=True) if entry.name == "betas" else ((entry.name, value),)
+            for name, part in parts:
+                names = (prefix + name for prefix in RULE_FLAGS[self.NAME].prefixes)
+                own[next(each for each in names if each in OptimizerConfig.__dataclass_fields__)] = part
+        return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +164,6 @@ class AdamW(Optimizer):
 
     NAME = "adam"
 
-    def _own(self) -> dict[str, Any]:
-        return {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_eps": self.eps}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
@@ -172,9 +176,6 @@ class SGD(Optimizer):
     momentum: float = 0.0
 
     NAME = "sgd"
-
-    def _own(self) -> dict[str, Any]:
-        return {"sgd_momentum": self.momentum}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +193,6 @@ class Muon(Optimizer):
 
     NAME = "muon"
 
-    def _own(self) -> dict[str, Any]:
-        return {
-            "muon_momentum": self.momentum,
-            "muon_nesterov": self.nesterov,
-            "adam_beta1": self.betas[0],
-            "adam_beta2": self.betas[1],
-            "adam_eps": self.eps,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class LARS(Optimizer):
@@ -214,9 +206,6 @@ class LARS(Optimizer):
     coefficient: float = 0.001
 
     NAME = "lars"
-
-    def _own(self) -> dict[str, Any]:
-        return {"lars_momentum": self.momentum, "lars_coefficient": self.coefficient}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +221,6 @@ class LAMB(Optimizer):
 
     NAME = "lamb"
 
-    def _own(self) -> dict[str, Any]:
-        return {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_eps": self.eps}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
@@ -248,9 +234,6 @@ class Lion(Optimizer):
 
     NAME = "lion"
 
-    def _own(self) -> dict[str, Any]:
-        return {"lion_beta1": self.betas[0], "lion_beta2": self.betas[1]}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
@@ -263,6 +246,3 @@ class Adafactor(Optimizer):
     eps: float = 1e-30
 
     NAME = "adafactor"
-
-    def _own(self) -> dict[str, Any]:
-        return {"adafactor_eps": self.eps}

@@ -35,7 +35,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.tasks.dataset_task import DatasetTask
-from megalite.training.builder import count_parameters
+from megalite.training.builder import attention_ways, count_parameters
 from megalite.training.task import Summarized
 
 Function = Callable[[Any, Any], Any]
@@ -115,7 +115,8 @@ class ModuleTask(DatasetTask):
     def _build(self, mesh: ParallelMesh, plain: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the stages on a mesh's rank. `plain`: those of them that are given as modules."""
         parallel, given = self.config.parallel, iter(plain)
-        context = ParallelContext(mesh, parallel.sequence_parallel and mesh.size("tp") > 1, self.dtype)
+        split, ways = parallel.sequence_parallel and mesh.size("tp") > 1, attention_ways(parallel)
+        context = ParallelContext(mesh, split, self.dtype, ways)
         self._splits_sequences = context.sequence_parallel and len(plain) < len(self.options.stages)
         with mesh.device:
             found = [next(given) if isinstance(each, nn.Module) else each(context) for each in self.options.stages]
