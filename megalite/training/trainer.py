@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
-from megalite.modules.forward_state import Copies
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -29,12 +27,12 @@ from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedules import Action
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
+from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.load_report import Loaded, expected_records, load_notes, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
@@ -46,44 +44,6 @@ from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFIL
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of a global batch, which are in the optimizer's buffers, and what they were computed from."""
-
-    began: float
-    """Start of the step, as `time.perf_counter` in seconds."""
-    bytes_sent: int
-    """Number of bytes that this rank had sent by then."""
-    batch_size: int
-    micro_batches: Sequence[Any]
-    actions: Sequence[Action]
-    terms: Sequence[LossTerm]
-    counts: Totals
-    """Counts of the terms over the global batch."""
-    multipliers: Mapping[str, float]
-    loss_scale: float
-    sums: TermSums
-    """Sums of the terms on this rank."""
-    before: Copies | None
-    """Copies of what forward may change, from before the step; None if it can change nothing."""
-
-    def undo_forward_if(self, skipped: bool) -> None:
-        """Undo what forward has changed beside gradients if the step is skipped."""
-        if skipped and self.before is not None:
-            self.before.restore()
-
-
-@contextmanager
-def undone_by_error(before: Copies | None) -> Iterator[None]:
-    """Undo what the forward of a step has changed beside gradients, if the block fails."""
-    try:
-        yield
-    except BaseException:
-        if before is not None:
-            before.restore()
-        raise
 
 
 class Trainer:
@@ -123,21 +83,16 @@ class Trainer:
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
         micro_batches = [self.num_micro_batches(size) for size in task.batch_size.sizes if size % least == 0]
-        evaluation = [self.num_micro_batches(self.evaluation_batch_size)]
-        self.schedules.prove(training=micro_batches, evaluation=evaluation, mesh=mesh)
+        evaluation = self.num_micro_batches(self.evaluation_batch_size)
+        self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
         self.rates = rate_schedules(
-            config.optimizer,
-            config.training,
-            hidden_size=task.hidden_size,
-            global_batch_size=task.batch_size.final,
+            config.optimizer, config.training, hidden_size=task.hidden_size, global_batch_size=task.batch_size.final
         )
         self.iterations = last_iteration(config, task.batch_size)
-        self.iteration = 0
-        self.consumed_samples = 0
+        self.iteration = self.consumed_samples = self.skips_in_a_row = 0
         self.evaluation_left = False
         self.loaded = Loaded()
         self.loss_scale = builder.make_loss_scale(config)
-        self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
         self.empty_terms = EmptyTerms()

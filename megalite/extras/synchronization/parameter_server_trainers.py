@@ -30,11 +30,12 @@ from megalite.run.loop import TrainingLoop
 from megalite.storage import AnyPath
 from megalite.training import loss_terms
 from megalite.training.display import Display
+from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
 from megalite.training.task import Task
-from megalite.training.trainer import Gradients, Trainer, undone_by_error
+from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import OPTIMIZER, Sections
 from megalite.watchdog.sections import SAVE as SAVING
 
