@@ -43,9 +43,10 @@ from megalite.run.run import Run
 from megalite.tasks.dataset_task import DatasetTask, check_alike
 from megalite.tasks.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
 from megalite.training.display import Display
+from megalite.training.gradients import Gradients
 from megalite.training.metrics import StepMetrics
 from megalite.training.task import Task
-from megalite.training.trainer import ENDLESS, Gradients
+from megalite.training.trainer import ENDLESS
 from megalite.watchdog.sections import EVALUATION
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]

@@ -117,7 +117,7 @@ class TrainingLoop:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
-            trainer.expected_records = None  # the file has been checked
+            trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
             with self.sections(START):
@@ -329,7 +329,7 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         events,
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
-        recorded=trainer.expected_records,
+        recorded=trainer.loaded.records,
         event_interval=logging.tensorboard_log_interval,
         without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
     )

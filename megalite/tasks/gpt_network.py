@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
@@ -30,6 +32,7 @@ class GPTNetworkTask(Task):
     config: RunConfig
     model: ModelConfig
     """The network, with the size of its vocabulary."""
+    dtype: torch.dtype
     chunks: list[GPT]
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()

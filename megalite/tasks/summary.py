@@ -40,14 +40,14 @@ def layout_line(trainer: Summarized) -> str:
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if (instances := trainer.optimizer.options.instances) > 1:
         zero += f" in {instances} instances"
-    count = trainer.num_micro_batches(trainer.batch_size.final)
+    count = trainer.num_micro_batches(trainer.task.batch_size.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
 
 
 def training_line(trainer: Summarized) -> str:
     """Return the length of the run as text."""
-    batch, tokens = trainer.batch_size, trainer.task.tokens_per_sample
+    batch, tokens = trainer.task.batch_size, trainer.task.tokens_per_sample
     growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
     steps = "steps" if trainer.iterations == ENDLESS else f"{trainer.iterations} steps"
     return f"{steps} of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
@@ -76,9 +76,9 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         **_context(task),
         **_pipeline(trainer, task),
         **_optimizer(trainer),
-        **masks_of_an_operator(model, mesh.device, trainer.dtype),
+        **masks_of_an_operator(model, mesh.device, task.dtype),
         "precision": config.training.dtype,
-        "kernels": current().description(mesh.device, trainer.dtype)
+        "kernels": current().description(mesh.device, task.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
         **common_lines(trainer, measured),
     }
@@ -171,7 +171,7 @@ def measured_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
         replayed=None,
         sample_ids=range(shape[0]),
     )
-    (micro_batch,) = to_micro_batches([fields], training.seed, trainer.dtype, device, task.cutting)
+    (micro_batch,) = to_micro_batches([fields], training.seed, task.dtype, device, task.cutting)
     return measured_by(trainer, micro_batch)
 
 
@@ -199,5 +199,5 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.batch_size.final))
+    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))
     return peak_in_flight(actions, sizes)
