@@ -227,7 +227,7 @@ def disturb() -> None:
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
-    wrap(run, "leave", "closing")
+    wrap(run, "disconnect", "closing")
 
 
 def shorten() -> None:
