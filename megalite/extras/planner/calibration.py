@@ -58,8 +58,8 @@ def calibrate(cluster: Cluster) -> Cluster:
     gpu = replace(cluster.gpu, **_products(cluster.gpu, device, dtype))  # type: ignore[arg-type]
     kernel, share = _elementwise(gpu, device)
     gpu = replace(gpu, kernel=kernel, share=share)
-    measured, kernel = _attention(gpu, device, dtype)
-    ratio = measured / gpu.attention.get(kernel, gpu.attention["flash-2"])
+    measured, operator = _attention(gpu, device, dtype)
+    ratio = measured / gpu.attention.get(operator, gpu.attention["flash-2"])
     gpu = replace(gpu, attention={name: min(value * ratio, 1.0) for name, value in gpu.attention.items()})
     if device.type == "cpu":
         gpu = _by_steps(replace(cluster, gpu=gpu))
