@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from megalite.errors import CheckpointError, CommunicationError
 from megalite.extras.post_training import receivers, weight_link
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, SGLangReceiver, VLLMReceiver, row_ranges
 from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
+from tests.harness.phased_engine import PhasedEngine
 
 SECRET = b"a secret of the run"
 TENSORS = {
@@ -116,40 +115,6 @@ class Engine:
 
 
 GROUPS = [[0], [1], [2, 3]]  # of 140, 240, 192 and 10 bytes
-
-
-class PhasedEngine:
-    """Engine with the four calls of vLLM's weight transfer, whose group is a queue."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.groups: list[list[str]] = []
-        self.tensors: dict[str, Tensor] = {}
-        self.group = queue.Queue[Tensor]()
-        self.met = threading.Barrier(2, timeout=10)
-
-    def connect(self) -> Callable[[Tensor], object]:
-        self.met.wait()
-        return self.group.put
-
-    def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        self.calls.append(f"init {request['init_info']['master_port']}")
-        self.met.wait()  # returns when both ends have joined
-
-    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
-        self.calls.append("start")
-
-    def update_weights(self, request: dict[str, Any]) -> None:
-        self.calls.append("update")
-        info = request["update_info"]
-        self.groups.append(info["names"])
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            tensor = self.group.get(timeout=10)
-            assert (str(tensor.dtype), list(tensor.shape)) == (f"torch.{dtype}", shape)
-            self.tensors[name] = tensor
-
-    def finish_weight_update(self) -> None:
-        self.calls.append("finish")
 
 
 def test_vllm_takes_whole_tensors_in_four_phases_and_groups_of_bounded_size() -> None:
