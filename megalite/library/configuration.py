@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from megalite.config import RunConfig
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.data import DataConfig
+from megalite.config.model import ModelConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
+from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate, validate_task
 from megalite.config.validate_synchronization import with_sites
 from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError
+from megalite.library.settings import Layout, Optimizer
+from megalite.tasks.module_task import ModuleOptions
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 _TAKEN = {
     "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
@@ -39,6 +48,49 @@ _REFUSED = {
     "local_update_delay local_update_mixing outer_optimizer outer_lr outer_momentum elastic_rate asynchronous "
     "num_servers max_staleness backup_workers drop_stragglers_after",
 }
+
+
+def sections_of(
+    optimizer: Optimizer,
+    layout: Layout,
+    precision: Precision,
+    micro_batch_size: int,
+    global_batch_size: int | None,
+    seed: int,
+    save: str | Path | None,
+    world_size: int,
+) -> dict[str, Any]:
+    """Return the sections of a configuration that any model has. Raises ConfigurationError for an unknown precision."""
+    if precision not in get_args(Precision):
+        raise ConfigurationError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
+    return {
+        "parallel": layout.config(world_size),
+        "optimizer": optimizer.config(),
+        "training": TrainingConfig(
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            eval_iters=0,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            fp64=precision == "fp64",
+        ),
+        "checkpoint": CheckpointConfig(
+            save=None if save is None else str(save), resume=None if save is None else "auto"
+        ),
+    }
+
+
+def sections_of_gpt(model: ModelConfig, seq_length: int | None, options: ModuleOptions) -> dict[str, Any]:
+    """Return the sections that only a GPT has. Raises ConfigurationError for options that are for modules."""
+    plain = ModuleOptions(options.stages, options.loss, options.count)
+    names = [each.name for each in fields(plain)]
+    if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
+        raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
+    if seq_length is None:
+        raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
+    # The samples come from the program.
+    return {"model": model, "data": DataConfig(seq_length=seq_length, tokenizer_type="NullTokenizer", mock_data=True)}
 
 
 def configured(

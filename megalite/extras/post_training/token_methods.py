@@ -29,7 +29,7 @@ from megalite.parallel import collectives
 from megalite.parallel.collectives import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.run.run import Run
-from megalite.tasks.module_task import Count
+from megalite.tasks.loss_functions import Count
 from megalite.training.gradients import Gradients
 from megalite.training.loss_terms import check_names
 from megalite.training.metrics import StepMetrics
