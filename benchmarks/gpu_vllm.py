@@ -23,7 +23,7 @@ from torch import Tensor
 import megalite
 
 TOLERANCE = 0.05
-"""Of log-probabilities of about -6: both sides round to bf16, in different operations."""
+"""Largest difference of log-probabilities of about -6: both sides round to bf16, in different operations."""
 ROUNDS, SAMPLES, LENGTH, VOCABULARY = 2, 2, 32, 512
 PORT = 29613
 Score = Callable[[list[list[int]]], Tensor]

@@ -169,7 +169,7 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
         alone(WELL, "--gpus", "-1")
     with pytest.raises(ConfigurationError, match="--max-bytes 100: must be at least 1024, or 0 to time none"):
         alone(WELL, "--max-bytes", "100")
-    with pytest.raises(ConfigurationError, match="--patience inf: must be a finite number"):
+    with pytest.raises(ConfigurationError, match="--patience 'inf': expected a finite number"):
         alone(WELL, "--patience", "inf")
 
 
