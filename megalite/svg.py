@@ -38,12 +38,11 @@ class Picture:
         size = {"width": number(width), "height": number(height)}
         self._root = Element("svg", xmlns="http://www.w3.org/2000/svg", attrib=size)
         self._root.attrib |= {"viewBox": f"0 0 {size['width']} {size['height']}", "role": "img"}
-        self._root.attrib |= {"aria-labelledby": "title", "font-size": "12"}
+        self._root.attrib |= {"aria-label": title, "font-size": "12"}
         self._root.set("font-family", "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif")
-        self.add("title", title, id="title")
+        self.add("title", title)
         if summary:
-            self._root.set("aria-describedby", "summary")
-            self.add("desc", summary, id="summary")
+            self.add("desc", summary)
         if style:
             self.add("style", style)
         self.add("rect", width="100%", height="100%", fill="#ffffff", class_="paper")

@@ -29,7 +29,8 @@ from megalite.checkpoint.tensors import Kind, Source, TensorBox
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
-from megalite.parallel.collectives import all_gather_json, check_all_see, raise_on_all_ranks
+from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.process.host import host_name

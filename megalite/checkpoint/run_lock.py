@@ -19,7 +19,8 @@ from typing import IO
 from megalite.atomic_files import lock_file, open_itself
 from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.parallel.collectives import all_gather_json, raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, ObjectPath
 

@@ -26,7 +26,7 @@ from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives, device
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.sharding import Box
 from megalite.storage import AnyPath, create, sizes
 

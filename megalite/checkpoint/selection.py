@@ -11,7 +11,7 @@ from megalite.checkpoint.integrity import CorruptFileError, check_size, unreadab
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.transaction import remove
 from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
-from megalite.parallel.collectives import check_all_see, raise_on_all_ranks
+from megalite.parallel.collective_error import check_all_see, raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, sizes
 

@@ -48,6 +48,7 @@ def parse_tool_arguments(
     positional = next((entry.name for entry in entries if entry.metadata == POSITIONAL), None)
     found: dict[str, Any] = {}
     free: list[str] = []
+    with_values = {token[2:].partition("=")[0].replace("_", "-") for token in argv if "=" in token}
     for flag, values in flag_groups(argv):
         refuse_blank(flag, values)
         name, wanted = _field(flag, [entry.name for entry in entries if entry.name != positional], kinds)
@@ -58,6 +59,10 @@ def parse_tool_arguments(
         if get_origin(form) is tuple and not (several and repeated):
             takes = len(values) if several else len(get_args(form))
         own, others = values[:takes], values[takes:]
+        if kind is bool and flag in with_values:
+            raise ConfigurationError(f"--{flag} takes no value")
+        if several and repeated and not own:
+            raise ConfigurationError(f"--{flag} needs a value")
         if others and positional is None:
             what = f"--{flag} takes {takes or 'no'} value{'s' * (takes > 1)}, got" if flag else "no flag takes"
             raise ConfigurationError(f"{what} {shown(' '.join(values))}")
@@ -66,6 +71,8 @@ def parse_tool_arguments(
             value: Any = field_value(flag, kind, own) if wanted else False
             found[name] = (*found.get(name, ()), *value) if several and repeated else value
     if positional is not None and free:
+        if len(free) > 1 or not free[0].strip():
+            raise ConfigurationError(f"{positional.upper()} is one word, got {shown(' '.join(free))}")
         found[positional] = field_value(positional, kinds[positional], free)
     needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]
     if needed:

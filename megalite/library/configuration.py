@@ -53,6 +53,7 @@ _REFUSED = {
 def sections_of(
     optimizer: Optimizer,
     layout: Layout,
+    *,
     precision: Precision,
     micro_batch_size: int,
     global_batch_size: int | None,
@@ -134,6 +135,8 @@ def configured(
     else:
         if (ways := config.parallel.cp_comm_type) not in (("p2p",), ("all_gather",), ("allgather",), ("a2a",)):
             raise ConfigurationError(f"cp_comm_type={ways}: of modules, it is one of p2p, all_gather and a2a for all")
+        if "cp_comm_type" in settings and config.parallel.context_parallel_size == 1:
+            raise ConfigurationError(f"cp_comm_type={ways} changes nothing without Layout(cp=...)")
         validate_task(config, world_size)
     return config
 

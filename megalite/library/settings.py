@@ -144,6 +144,8 @@ class Optimizer:
         own = dict[str, Any]()
         for entry in fields(self)[len(fields(Optimizer)) :]:
             value = getattr(self, entry.name)
+            if entry.name == "betas" and len(value) != 2:
+                raise ConfigurationError(f"betas={value!r}: give two numbers")
             parts = zip(("beta1", "beta2"), value, strict=True) if entry.name == "betas" else ((entry.name, value),)
             for name, part in parts:
                 names = (prefix + name for prefix in RULE_FLAGS[self.NAME].prefixes)

@@ -153,7 +153,14 @@ class Trainer(TokenMethods):
         if micro is None:
             raise ConfigurationError("give Trainer(micro_batch_size=...), the samples that a rank processes at once")
         sections = configuration.sections_of(
-            optimizer, layout or Layout(), precision, micro, global_batch_size, seed, save, place.world_size
+            optimizer,
+            layout or Layout(),
+            precision=precision,
+            micro_batch_size=micro,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            save=save,
+            world_size=place.world_size,
         )
         if (model is None) == (stages is None):
             raise ConfigurationError("give Trainer a model, or stages=[...] in place of it")

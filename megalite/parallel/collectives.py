@@ -15,27 +15,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.errors import CheckpointError, CommunicationError, CorruptCheckpointError, MegaliteError
+from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group, ParallelMesh, WaitTimer
-from megalite.storage import AnyPath
 
 _LOST = (
     "another rank has ended (its own message says why, or the system's log if it ran out of "
     "memory) or does not answer. The last checkpoint is unchanged; --resume auto continues from it. The backend says: "
 )
-
-_EXPECTED = (OSError, SafetensorError, MegaliteError)  # any other error is a bug and keeps its traceback
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -277,41 +272,3 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return reduce_scatter_async(tensor, group).wait()
-
-
-# ------------------------------------------------------------------------------------------------ failures
-
-
-@contextmanager
-def raise_on_all_ranks(mesh: ParallelMesh, doing: str | None, advice: str = "") -> Iterator[None]:
-    """Run the block on every rank. If it fails on one rank, all ranks raise, and none waits for the failed rank.
-
-    Every rank raises the same CheckpointError. Its message names the work (`doing`), the lowest rank that failed, the
-    reason, and `advice`; with None for `doing` the reason says what failed, and where. If every failure is damage, the
-    error is a CorruptCheckpointError. Otherwise a failure that is not damage is reported. The block itself must not
-    communicate.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    report = None
-    if failure is not None:
-        where = f" on rank {mesh.whole.rank}" if mesh.whole.world_size > 1 else ""
-        why = str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
-        report = isinstance(failure, CorruptCheckpointError), why if doing is None else f"{doing} failed{where}: {why}"
-    reports = all_gather_json(report, mesh)
-    if failure is not None and not isinstance(failure, _EXPECTED):
-        raise failure
-    failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])
-    if failed:
-        damaged, message = failed[0]
-        kind = CorruptCheckpointError if damaged else CheckpointError
-        raise kind(f"{message}\n{advice}" if advice else message) from failure
-
-
-def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:
-    """Raise CheckpointError on every rank if the ranks do not all have the same `what`, a text made from the path."""
-    if len(set(all_gather_json(what, mesh))) > 1:
-        raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")

@@ -30,6 +30,10 @@ from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, ac
 from megalite.parallel.sharding import Sharding
 
 
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 @dataclass(frozen=True)
 class _GatheredGradient(Gradient):
     """A `ProductGradient` that gathers one of its factors only when it is added to the buffer."""
@@ -43,7 +47,7 @@ class _GatheredGradient(Gradient):
 
 def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
     """Return a function that gathers on its first call and returns the same tensor on later calls."""
-    return functools.cache(lambda: collectives.all_gather(split, group).flatten(0, -2))
+    return functools.cache(lambda: _matrix(collectives.all_gather(split, group)))
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -61,8 +65,8 @@ class _ColumnParallel(torch.autograd.Function):
         if len(weights) == 1:
             return F.linear(whole, weights[0])
         output = whole.new_empty(*whole.shape[:-1], sum(weight.shape[0] for weight in weights))
-        for weight, part in zip(weights, _split_outputs(output.flatten(0, -2), weights), strict=True):
-            torch.mm(whole.flatten(0, -2), weight.t(), out=part)
+        for weight, part in zip(weights, _split_outputs(_matrix(output), weights), strict=True):
+            torch.mm(_matrix(whole), weight.t(), out=part)
         return output
 
     @staticmethod
@@ -73,7 +77,7 @@ class _ColumnParallel(torch.autograd.Function):
         later = ctx.sequence_parallel and is_deferred(weights[0])
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
         input_again = collectives.all_gather_async(input, group) if gather_now else None
-        parts = _split_outputs(gradients[0].flatten(0, -2), weights)
+        parts = _split_outputs(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             input_gradient.addmm_(part, weight)
@@ -86,9 +90,9 @@ class _ColumnParallel(torch.autograd.Function):
         products: list[Gradient]
         if later:
             gathered = _gather_later(input, group)
-            products = [_GatheredGradient(functools.partial(torch.flatten, part, 0, -2), gathered) for part in parts]
+            products = [_GatheredGradient(functools.partial(_matrix, part), gathered) for part in parts]
         else:
-            products = [ProductGradient(part, whole.flatten(0, -2)) for part in parts]
+            products = [ProductGradient(part, _matrix(whole)) for part in parts]
         weight_gradients = [
             accumulate_grad(weight, product, ctx.use) for weight, product in zip(weights, products, strict=True)
         ]
@@ -113,9 +117,9 @@ class _RowParallel(torch.autograd.Function):
         product: Gradient
         if ctx.sequence_parallel and is_deferred(ctx.weight):
             gathered = _gather_later(gradients[0], ctx.group)
-            product = _GatheredGradient(gathered, functools.partial(torch.flatten, input, 0, -2))
+            product = _GatheredGradient(gathered, functools.partial(_matrix, input))
         else:
-            product = ProductGradient(gradient.flatten(0, -2), input.flatten(0, -2))
+            product = ProductGradient(_matrix(gradient), _matrix(input))
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 

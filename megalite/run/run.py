@@ -19,7 +19,7 @@ from megalite.lifecycle.run_watchdog import run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place

@@ -72,5 +72,7 @@ def _attended(sequence_length: int, keys_before: int | None) -> float:
 def peak_flops(device_name: str) -> float | None:
     """Return the peak dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if unknown."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if "Laptop" in words:  # other chips of the same names
+        return None
     matches = [name for name in _PEAK_FLOPS if words.issuperset(name.split())]
     return _PEAK_FLOPS[max(matches, key=len)] if matches else None

@@ -12,7 +12,7 @@ from megalite.data.routing_records import RoutingRecords
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
 from megalite.parallel import collectives
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 
 

@@ -23,7 +23,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import device
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
@@ -155,8 +155,19 @@ class Trainer:
         before = None if self._forward_state is None else self._forward_state.copy()
         with undone_by_error(before), self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
-        of_step = micro_batches, actions, terms, counts, scaled, loss_scale, sums, before
-        return Gradients(began, bytes_sent, batch_size, *of_step)
+        return Gradients(
+            began=began,
+            bytes_sent=bytes_sent,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            actions=actions,
+            terms=terms,
+            counts=counts,
+            multipliers=scaled,
+            loss_scale=loss_scale,
+            sums=sums,
+            before=before,
+        )
 
     def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
         """Return the counts of the terms over the global batch, and those by which gradients are divided: the same.

@@ -22,7 +22,7 @@ from megalite.checkpoint.plan import saved_regions
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError, CorruptCheckpointError
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.display import Display

@@ -29,7 +29,8 @@ from megalite.conversion.opened import logical_tensors
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, row_ranges
 from megalite.model.gpt import GPT
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.collectives import Pending, all_gather_json, launch, raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import Pending, all_gather_json, launch
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,40 +184,56 @@ class VLLMReceiver(TensorGroups):
         super().__init__(most_bytes)
         self._engine, self._connect, self._init_info, self._seconds = engine, connect, init_info, seconds
         self._send: Callable[[Tensor], object] | None = None
+        self._broken = False
 
     def begin(self, tensors: Mapping[str, Kind], config: Mapping[str, Any]) -> None:
         """Join the group of the transfer, unless an export before has, and start an update."""
+        if self._broken:
+            raise CommunicationError(
+                "an export to this vLLM has failed, and may have left it waiting for tensors: start the engine again"
+            )
         if self._send is None:
-            request = {"init_info": dict(self._init_info)}
+            request, connected = {"init_info": dict(self._init_info)}, in_thread(self._connect)
             joined = in_thread(lambda: self._engine.init_weight_transfer_engine(request))
-            send = self._connect()
-            self._await(joined, "join the group of the transfer")
-            self._send = send
-        self._engine.start_weight_update()
+            self._await("join the group of the transfer", joined, connected)
+            self._send = connected.result()
+        self._await("get ready", in_thread(self._engine.start_weight_update))
         super().begin(tensors, config)
+
+    def abandon(self) -> None:
+        """Forget the group. The engine may still wait for tensors, so it takes no further export."""
+        super().abandon()
+        self._broken = True
 
     def update(self, group: list[tuple[str, Tensor]], *, last: bool) -> None:
         """Send a group. Raises CommunicationError if the engine does not take it in time."""
-        assert self._send is not None
+        send = self._send
+        assert send is not None
         info = {
             "names": [name for name, _ in group],
             "dtype_names": [dtype_name(tensor.dtype) for _, tensor in group],
             "shapes": [list(tensor.shape) for _, tensor in group],
         }
         taken = in_thread(lambda: self._engine.update_weights({"update_info": info}))
-        for _, tensor in group:
-            self._send(tensor)
-        self._await(taken, f"take {group[0][0]} and {len(group) - 1} more tensors")
-        if last:
-            self._engine.finish_weight_update()
 
-    def _await(self, phase: Future[object], words: str) -> None:
-        try:
-            phase.result(self._seconds)
-        except TimeoutError:
-            raise CommunicationError(
-                f"vLLM does not {words} within {self._seconds:.0f} s: its own log says why"
-            ) from None
+        def send_all() -> None:
+            for _, tensor in group:
+                with torch.cuda.device_of(tensor):  # a thread begins on the first device
+                    send(tensor)
+
+        sent = in_thread(send_all)
+        self._await(f"take {group[0][0]} and {len(group) - 1} more tensors", taken, sent)
+        if last:
+            self._await("use the new weights", in_thread(self._engine.finish_weight_update))
+
+    def _await(self, words: str, *phases: Future[Any]) -> None:
+        """Wait for the engine and then this side of a phase. If one fails, its error is raised; the engine's first."""
+        waiting = wait(phases, self._seconds, return_when=FIRST_EXCEPTION).not_done
+        for phase in phases:
+            if phase.done():
+                phase.result()
+        if waiting:
+            raise CommunicationError(f"vLLM does not {words} within {self._seconds:.0f} s: its own log says why")
 
 
 class _UpdatedByTensors(Protocol):

@@ -26,7 +26,7 @@ from megalite.extras.post_training.rollout import Rollout, generate, log_probabi
 from megalite.extras.post_training.token_task import TokenTask
 from megalite.inference.sampling import Sampling
 from megalite.parallel import collectives
-from megalite.parallel.collectives import raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
 from megalite.run.run import Run
 from megalite.tasks.loss_functions import Count

@@ -21,7 +21,8 @@ from megalite.extras.synchronization.parameter_server import Link, Server, Worke
 from megalite.extras.synchronization.parameter_server_order import END, PUSH, SAVE, Message, Order
 from megalite.optim.optimizer import StepResult
 from megalite.optim.synchronization import Synchronization
-from megalite.parallel.collectives import all_gather_json, on_any_rank, raise_on_all_ranks
+from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.collectives import all_gather_json, on_any_rank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest

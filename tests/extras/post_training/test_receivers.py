@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -134,6 +134,26 @@ def test_vllm_that_does_not_answer_is_named() -> None:
     with pytest.raises(CommunicationError, match=r"vLLM does not take .* and 0 more tensors within 0 s"):
         export(VLLMReceiver(engine, engine.connect, {"master_port": 7}, most_bytes=210, seconds=0.2))
     assert "finish" not in engine.calls
+
+
+def test_an_error_of_vllm_is_told_though_a_send_waits_and_no_further_export_begins() -> None:
+    """The stand-in's group is never read: a send blocks, as NCCL's would."""
+    engine = PhasedEngine()
+
+    def fail(request: object) -> None:
+        raise ValueError("there is no weight named model.norm.weight")
+
+    def connect() -> Callable[[Tensor], object]:
+        engine.connect()
+        return lambda tensor: threading.Event().wait()
+
+    engine.update_weights = fail  # type: ignore[method-assign]
+    receiver = VLLMReceiver(engine, connect, {"master_port": 7}, most_bytes=210)
+    with pytest.raises(ValueError, match="there is no weight named"):
+        export(receiver)
+    receiver.abandon()  # as an export does
+    with pytest.raises(CommunicationError, match="start the engine again"):
+        export(receiver)
 
 
 def test_sglang_flushes_its_cache_with_the_last_group() -> None:
