@@ -216,6 +216,7 @@ def field_value(flag: str, kind: Any, values: list[str]) -> Any:
 
 
 def _converted(flag: str, kind: Any, text: str) -> Any:
+    """Return a word as a value of this type. Raises ConfigurationError with what was expected."""
     for number, wanted in ((int, "a whole number"), (float, "a finite number")):
         if kind is number:
             with suppress(ValueError, OverflowError):

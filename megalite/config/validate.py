@@ -192,6 +192,7 @@ def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[str]:
+    """Yield what does not divide: ranks by groups, and batches by micro-batches and data-parallel ranks."""
     training, parallel = config.training, config.parallel
     if uneven := list(_uneven_groups(parallel, world_size)):
         yield from uneven
@@ -234,6 +235,7 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the instances of hybrid sharding."""
     instances, copies = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size(world_size)
     peers = copies * parallel.context_parallel_size
     of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
@@ -255,6 +257,7 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with experts beside the layout, the losses and the other options of a run."""
     model, parallel = config.model, config.parallel
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
@@ -341,6 +344,7 @@ def _communication(config: TaskConfig) -> Iterator[str]:
 
 
 def _recompute(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the recomputation of activations."""
     training, layers = config.training, config.model.num_layers
     method, number = training.recompute_method, training.recompute_num_layers
     if training.recompute_granularity == "full":

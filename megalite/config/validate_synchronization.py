@@ -69,6 +69,7 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
 
 
 def _compression_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with the compression of gradients."""
     chosen, parallel, optimizer = config.synchronization, config.parallel, config.optimizer
     names = set(chosen.gradient_compression)
     if len(chosen.gradient_compression) > 2 or not chosen.gradient_compression:
@@ -129,6 +130,7 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
 
 
 def _local_update_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with local updates."""
     chosen, parallel, method = config.synchronization, config.parallel, config.synchronization.local_update
     if not chosen.has_replicas:
         yield from needs(chosen, "local_update_* outer_* elastic_rate", "--local-update")
@@ -173,6 +175,7 @@ def _local_update_problems(config: TaskConfig) -> Iterator[str]:
 
 
 def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the division of ranks into sites or replicas."""
     chosen, parallel = config.synchronization, config.parallel
     copies = parallel.data_parallel_size(world_size)
     of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
@@ -209,6 +212,7 @@ def _peer_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
 
 
 def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with --all-reduce-algorithm."""
     chosen, strategy = config.synchronization, config.parallel.data_parallel_sharding_strategy
     what = f"--all-reduce-algorithm {chosen.all_reduce_algorithm}"
     if chosen.all_reduce_algorithm == "hierarchical":

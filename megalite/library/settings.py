@@ -80,6 +80,7 @@ sequence_parallel=False, overlap=False)
         )
 
     def _check_schedule(self) -> None:
+        """Raise ConfigurationError if the schedule is unknown or needs another number of stages per rank."""
         if self.stages_per_rank > 1 and self.pp == 1:
             raise ConfigurationError(f"Layout(stages_per_rank={self.stages_per_rank}) needs pp of 2 or more")
         if self.schedule is None:

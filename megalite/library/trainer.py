@@ -317,6 +317,7 @@ class Trainer(TokenMethods):
             write_exit_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
 
     def _at_exit(self) -> None:
+        """Close the run when the program ends without an error, and end with the exit code of a failure to do so."""
         if self._ended or getattr(sys, "last_value", None) is not self._earlier_error:  # the program ends by an error
             return
         try:

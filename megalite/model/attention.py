@@ -153,6 +153,7 @@ class Attention(nn.Module):
             self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
 
     def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
+        """Make the projections to queries, keys and values: one layer, whose tensors are `query` and `key_value`."""
         heads, groups, width, hidden = sizes.heads, sizes.groups, sizes.width, sizes.hidden
         draw, matrices = Normal(sizes.std), "heads width hidden -> 1 (heads width) hidden"
         query = LogicalTensor(f"{name}.query", (heads, width, hidden), draw, True, matrices)

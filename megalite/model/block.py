@@ -72,6 +72,7 @@ def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
 
 
 def make_attention(config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> Attention:
+    """Make the attention of a layer from the network's configuration."""
     scalar = config.query_pre_attn_scalar
     sizes = AttentionSizes(
         hidden=config.hidden_size,
@@ -106,6 +107,7 @@ def make_mlp(config: ModelConfig, context: ParallelContext, layer: int) -> MLP:
 
 
 def make_moe(config: ModelConfig, context: ParallelContext, layer: int) -> MoE:
+    """Make the experts of a layer from the network's configuration."""
     shared = config.moe_shared_expert_intermediate_size
     return MoE(
         context,

@@ -96,6 +96,7 @@ class GPT(StageModule):
             self.head = Head(norm, OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig()))
 
     def _make_embedding(self, word: Sharding) -> Embedding:
+        """Make the embedding of tokens, with that of positions if they are learned."""
         config = self.config
         if config.position_embedding_type == "learned_absolute" and config.max_position_embeddings is None:
             raise ValueError("a learned position table needs max_position_embeddings")
@@ -180,6 +181,7 @@ class GPT(StageModule):
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
+        """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
         if self.config.rotary:
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)

@@ -148,6 +148,7 @@ class MoE(nn.Module):
         return self._apply_experts(hidden, context)
 
     def _apply_experts(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        """Send tokens to their experts and bring the outputs back, with the sums of the loss terms."""
         if self.replicas is not None and torch.is_grad_enabled():
             raise ValueError(
                 "a layer with experts on several tensor-parallel ranks trains only with sequence parallelism"
