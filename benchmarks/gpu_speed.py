@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -174,6 +175,7 @@ def _of_a_layer(runs: Sequence[Run], peak: float | None) -> Iterator[dict[str, o
         yield row
 
 
+@functools.cache
 def attention_operator(shape: Shape, device: str) -> str:
     """Return the name of torch's operator for the causal attention of a network."""
     width, tokens = shape.hidden // shape.heads, shape.sequence

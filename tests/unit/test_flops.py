@@ -95,6 +95,7 @@ def test_gpt_3_needs_what_its_paper_says() -> None:
         ("NVIDIA GB200", 2500e12),
         ("NVIDIA GB300", 2500e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce GTX 1080", None),
         ("cpu", None),
