@@ -21,8 +21,7 @@ from benchmarks.results import write_results
 from megalite.extras.synchronization import power
 from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.extras.synchronization.methods import make_compressor
-from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.layout import BucketLayout, Slot
+from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot
 from megalite.optim.reduction import ReductionGroups
 from megalite.parallel.mesh import Group, ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter

@@ -49,7 +49,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout, zigzag
-from megalite.training import memory
+from megalite.tasks import memory
 from megalite.training.batches import Cutting, to_micro_batches
 from megalite_kernels.attention import Mask
 

@@ -28,9 +28,9 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT, messages
 from megalite.model.head import LM_LOSS
 from megalite.optim.buckets import DataParallel
-from megalite.optim.exact_sum import sums_over_ranks
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
+from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh

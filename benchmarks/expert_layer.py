@@ -28,6 +28,7 @@ from benchmarks.errors import largest, relative
 from benchmarks.results import RESULTS, write_results
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
+from megalite.model.block import make_moe
 from megalite.model.moe import MoE
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
@@ -123,7 +124,7 @@ def make_layer(experts: int, topk: int, tokens: int, device: str) -> Layer:
         moe_router_topk=topk,
     )
     mesh = ParallelMesh(device=torch.device(device))
-    module = MoE(model, ParallelContext(mesh, dtype=torch.bfloat16), 0)
+    module = make_moe(model, ParallelContext(mesh, dtype=torch.bfloat16), 0)
     initialize(module, 1)
     weights = [module.experts.up, module.experts.down]
     sums = Sums(weights)

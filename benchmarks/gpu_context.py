@@ -30,6 +30,7 @@ from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout, zigzag
 from megalite_kernels.attention import dense_mask, goes_in_blocks
 from megalite_kernels.measure import time_interleaved
+from megalite_kernels.torch_internals import operator_of_attention
 
 BATCH, HEADS, GROUPS, WIDTH = 2, 8, 2, 64
 RANKS, CHUNK = 2, {"cuda": 256, "cpu": 32}
@@ -236,7 +237,14 @@ def time_parts(device: str) -> dict[str, object]:
 
     times = time_interleaved([as_whole, by_parts], gradient.device)
     own, parts = (sum(each) for each in times)
-    return {"tokens": length, "milliseconds whole": 1e3 * own, "by parts": 1e3 * parts, "parts over whole": parts / own}
+    chosen = operator_of_attention(*(each.detach().permute(1, 2, 0, 3).requires_grad_() for each in drawn), True)
+    return {
+        "attention": chosen.name,  # parts take cuDNN's where the whole does, otherwise FlashAttention's
+        "tokens": length,
+        "milliseconds whole": 1e3 * own,
+        "by parts": 1e3 * parts,
+        "parts over whole": parts / own,
+    }
 
 
 def compare_ways(gpus: int, deadline: float) -> dict[str, object]:

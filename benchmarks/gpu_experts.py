@@ -14,7 +14,7 @@ from benchmarks.errors import largest, relative
 from benchmarks.gpu_training import train
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.moe import MoE
+from megalite.model.block import make_moe
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.deep_ep import why_unavailable
 from megalite.parallel.initialization import initialize
@@ -95,7 +95,7 @@ def host_waits(padded: bool) -> tuple[int, int]:
         moe_shared_expert_intermediate_size=512,
     )
     device = torch.device("cuda", torch.cuda.current_device())
-    layer = MoE(model, ParallelContext(ParallelMesh(device=device), dtype=torch.bfloat16), 0).to(device)
+    layer = make_moe(model, ParallelContext(ParallelMesh(device=device), dtype=torch.bfloat16), 0).to(device)
     initialize(layer, 1)
     layout = SequenceLayout.whole(512)
     context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs)

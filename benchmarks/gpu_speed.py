@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import subprocess
@@ -17,7 +18,7 @@ from benchmarks.errors import largest
 from benchmarks.gpu_shapes import Shape
 from benchmarks.gpu_state import Sample, sampled, summary
 from benchmarks.gpu_training import metrics_of, train
-from megalite.training.flops import peak_flops
+from megalite.tasks.flops import peak_flops
 from megalite_kernels.measure import time_interleaved
 from megalite_kernels.torch_internals import operator_of_attention
 
@@ -145,6 +146,7 @@ def run_in_turn(
         done.append(run)
         expected = next((each for each in done if each.shape == shape and each.name == OURS), None)
         row = run.row(None if expected is None else expected.flops, peak)
+        row["attention"] = attention_operator(shape, "cuda" if gpu else "cpu")
         if expected is not None and name not in RIVALS:
             row["largest relative difference"] = run.differences(expected)
         yield row
@@ -173,6 +175,7 @@ def _of_a_layer(runs: Sequence[Run], peak: float | None) -> Iterator[dict[str, o
         yield row
 
 
+@functools.cache
 def attention_operator(shape: Shape, device: str) -> str:
     """Return the name of torch's operator for the causal attention of a network."""
     width, tokens = shape.hidden // shape.heads, shape.sequence

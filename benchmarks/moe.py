@@ -23,8 +23,7 @@ from benchmarks.cpu_step import Step, measure, quartiles, ratios
 from benchmarks.results import write_results
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.mlp import MLP
-from megalite.model.moe import MoE
+from megalite.model.block import make_mlp, make_moe
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -53,8 +52,8 @@ def config(experts: int | None, width: int, topk: int, dispatcher: str = "alltoa
 
 def layer_step(model: ModelConfig, mesh: ParallelMesh) -> Step:
     """Forward and backward of a layer of this model."""
-    kind = MLP if model.num_experts is None else MoE
-    layer: nn.Module = kind(model, ParallelContext(mesh), 0)
+    make = make_mlp if model.num_experts is None else make_moe
+    layer: nn.Module = make(model, ParallelContext(mesh), 0)
     initialize(layer, 1)
     layout = SequenceLayout.whole(TOKENS)
     context = LayerContext(None, None, {}, RandomKey(0, ()), layout, layout.runs)
@@ -102,7 +101,7 @@ def mixtral_step(experts: int, width: int, topk: int, way: str) -> Step:
 
 def kept(step_of: ModelConfig) -> int:
     """Numbers that a layer keeps for backward, without its input and its parameters."""
-    layer = MoE(step_of, ParallelContext(ParallelMesh()), 0)
+    layer = make_moe(step_of, ParallelContext(ParallelMesh()), 0)
     initialize(layer, 1)
     layout = SequenceLayout.whole(TOKENS)
     hidden = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)

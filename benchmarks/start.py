@@ -30,7 +30,7 @@ FLAGS = shlex.split(
 HEAVY = (
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.utils.tensorboard", "sympy", "triton"),
     *("numba", "pandas", "tensorboard", "fsspec", "sentencepiece", "tokenizers", "transformers"),
-    *("rich", "tyro", "yaml", "einops", "safetensors"),
+    *("rich", "yaml", "einops", "safetensors"),
 )
 TORCH = [sys.executable, "-c", "import torch"]
 RUN = [sys.executable, str(ROOT / "pretrain_gpt.py"), *FLAGS]

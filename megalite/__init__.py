@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from megalite.library.experts import Experts
     from megalite.library.layers import (
         ColumnParallelLinear,
-        LayerNorm,
         ParallelAttention,
-        RMSNorm,
         RowParallelLinear,
         VocabParallelEmbedding,
         gather_sequence,
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
     )
     from megalite.library.settings import LAMB, LARS, SGD, Adafactor, AdamW, Layout, Lion, Muon
     from megalite.library.trainer import Trainer
+    from megalite.model.norm import LayerNorm, RMSNorm
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
     from megalite.parallel.stage import LossTerm, StageOutput, TensorSpec
@@ -81,7 +80,7 @@ _MODULES = {
     "ColumnParallelLinear": "library.layers",
     "Experts": "library.experts",
     "GPTConfig": "config.model",
-    "LayerNorm": "library.layers",
+    "LayerNorm": "model.norm",
     "Layout": "library.settings",
     "LinkReceiver": "extras.post_training.weight_link",
     "Lion": "library.settings",
@@ -90,7 +89,7 @@ _MODULES = {
     "Muon": "library.settings",
     "ParallelAttention": "library.layers",
     "ParallelContext": "parallel.context",
-    "RMSNorm": "library.layers",
+    "RMSNorm": "model.norm",
     "RowParallelLinear": "library.layers",
     "StageOutput": "parallel.stage",
     "SGLangReceiver": "extras.post_training.receivers",

@@ -1,4 +1,4 @@
-"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, FSDP or Accelerate, into megalite's flags."""
+"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, into megalite's flags."""
 
 from __future__ import annotations
 

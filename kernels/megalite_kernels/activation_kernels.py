@@ -66,6 +66,7 @@ def activate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    """Write ROWS x COLUMNS elements of the output per program. GATED: the second half of a row is multiplied in."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
@@ -130,6 +131,7 @@ class Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:
+        """Return the output [..., width], where width is half of the input's with a gate."""
         flat, width = as_rows(input), input.shape[-1] // (1 + gated)
         rows, shape = flat.shape[0], tile(width, largest=COLUMNS)
         output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
@@ -145,6 +147,7 @@ class Activation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """Return the gradients of the input and the bias. Sums for the bias are in fp32, one row per program."""
         input, bias = ctx.saved_tensors
         flat, gradient = as_rows(input), as_rows(gradients[0])
         rows, width = gradient.shape

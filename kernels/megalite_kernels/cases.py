@@ -78,6 +78,7 @@ def _rows_and_vectors(
 
 
 def _norms() -> Iterator[Case]:
+    """Yield RMSNorm and LayerNorm, with and without a residual, by width and by dtypes of rows and vectors."""
     for name, tensors, vectors, widths, kinds in (
         ("rms_norm", 1, 1, (HEAD, *HIDDEN), DTYPES),
         ("layer_norm", 1, 2, CENTERED_HIDDEN, DTYPES),
@@ -106,6 +107,7 @@ def _residual_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tu
 
 
 def _activations() -> Iterator[Case]:
+    """Yield activations at the FFN sizes of known models, with and without a bias."""
     for function, ffn, biases, kinds in (
         (swiglu, 5632, 0, DTYPES[::3]),
         (swiglu, 14336, 0, DTYPES[:1]),
@@ -217,6 +219,7 @@ def _quantized(moments: Sequence[Tensor], format: torch.dtype) -> list[Quantized
 
 
 def _optimizer_cases() -> Iterator[Case]:
+    """Yield updates by AdamW and SGD for all ways to keep the state, then sums of squares and exact sums."""
     for parameters, kept, gradients, moments in KEPT:
         # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
         for by in (ADAMW, MOMENTUM) if moments in (torch.bfloat16, torch.int8) else (ADAMW,):
@@ -269,6 +272,7 @@ def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, *, width: int, inte
 
 
 def _rotations() -> Iterator[Case]:
+    """Yield rotations of all or the first columns of a head, of pairs in halves and of interleaved ones."""
     for width, rotated, dtype, interleaved in (
         (HEAD, HEAD, torch.bfloat16, False),
         (HEAD, HEAD, torch.float16, True),
@@ -292,6 +296,7 @@ def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed
 
 
 def _quantizations() -> Iterator[Case]:
+    """Yield quantization and back, by format, dtype and block, rounded to nearest and at random."""
     for format, dtype, block, seed in (
         (torch.int8, torch.float32, 256, None),
         (torch.int8, torch.float32, 256, 1),

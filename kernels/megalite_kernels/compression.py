@@ -23,6 +23,7 @@ PIECE = 1 << 16  # elements that the references process at once on a CPU, so tha
 
 
 def quantize_rows_reference(values: Tensor, codes: Tensor, scales: Tensor, residual: Tensor | None) -> None:
+    """Write the codes, scales and residual of `quantize_rows`, a few blocks at a time."""
     largest = FORMATS[codes.dtype].largest
     for first, last in _pieces(values):
         width = min(BLOCK, last - first)

@@ -73,6 +73,7 @@ def _dequantize_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Dequantize ROWS blocks of one part per program. Strides are in the units of `_quantize_rows`."""
     part = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -94,6 +95,7 @@ def _count_passed(
     UNIT: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
+    """Count the elements of one tile that reach their part's threshold: int32 [parts, tiles]."""
     part = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     x = tl.load(values + part * stride * UNIT + place, mask=place // UNIT < length // UNIT, other=0.0)
@@ -157,6 +159,7 @@ def launch_dequantize_rows(codes: Tensor, scales: Tensor, values: Tensor, block:
 
 
 def launch_compact(values: Tensor, thresholds: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Count what passes of each tile, then write it at its place: indices and values, [parts, capacity]."""
     values = values.contiguous()
     parts, length = values.shape
     tiles, wide = -(-length // COMPACTED), unit(length)

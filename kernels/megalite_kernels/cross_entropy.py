@@ -32,6 +32,7 @@ CPU_CHUNK_ELEMENTS = 1 << 18
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
+    """Compute what `statistics` returns, [2 or 3, tokens] in fp32 or wider, a few tokens at a time."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = torch.empty(3 if options.label_smoothing else 2, labels.shape[0], dtype=dtype, device=logits.device)
     local, inside = _local(labels, columns)
@@ -48,6 +49,7 @@ def statistics_reference(logits: Tensor, labels: Tensor, columns: Columns, optio
 def gradient_reference_(
     logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, columns: Columns, options: LossOptions
 ) -> None:
+    """Overwrite the logits as `gradient_` does, a few tokens at a time."""
     local, inside = _local(labels, columns)
     on_labels = (-(1.0 - options.label_smoothing) * scales * inside).unsqueeze(1)
     factors = scales * (1.0 + 2.0 * options.z_loss * log_sums) if options.z_loss else scales

@@ -133,6 +133,7 @@ def _gradient(
 
 
 def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
+    """Return the statistics, fp32 [2 or 3, tokens]; the third row is there with label smoothing."""
     flat, (rows, width) = as_rows(logits), logits.shape
     smoothed = options.label_smoothing != 0.0
     found = torch.empty((2 + smoothed, rows), dtype=torch.float32, device=logits.device)
@@ -149,6 +150,7 @@ def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, options:
 def launch_gradient_(
     logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, columns: Columns, options: LossOptions
 ) -> None:
+    """Overwrite the logits [tokens, columns] with their gradient. `log_sums` and `scales`: [tokens]."""
     rows, width = logits.shape
     if rows:
         shape, smoothing = _tile(width, GRADIENT_COLUMNS), options.label_smoothing

@@ -30,16 +30,16 @@ def kept_reference(shape: torch.Size, dimension: int, mask: DropoutMask) -> Tens
     `dimension`: the dimension of the samples.
     """
     kept = np.empty(shape, dtype=np.bool_)
-    width = shape[-1]
+    width, threshold, runs = shape[-1], mask.threshold, list(mask.runs())
     by_sample = np.moveaxis(kept, dimension, 0)
     for sample, own in zip(mask.samples, by_sample, strict=True):
-        for here, run in mask.runs():
+        for here, run in runs:
             first, skipped = divmod(run.start * width, GROUP)
             counter = np.array([first, sample, mask.layer, mask.site], dtype=np.uint64)  # numpy adds 1 before it draws
             source = np.random.Philox(counter=counter, key=np.array([mask.seed, 0], dtype=np.uint64))
             groups = -(-(skipped + len(run) * width) // GROUP)
             drawn = source.random_raw(groups * GROUP // 4).view(np.uint16)[skipped : skipped + len(run) * width]
-            np.greater_equal(drawn.reshape(len(run), width), mask.threshold, out=own[here])
+            np.greater_equal(drawn.reshape(len(run), width), threshold, out=own[here])
     return torch.from_numpy(kept.view(np.uint8))
 
 
@@ -48,18 +48,18 @@ class _DroppedReference(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, dimension: int, mask: DropoutMask) -> Tensor:
         kept = kept_reference(input.shape, dimension, mask).to(input.device)
         ctx.save_for_backward(kept)
-        ctx.mask = mask
-        return _masked(input, kept, mask)
+        ctx.scale = mask.scale
+        return _masked(input, kept, ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        return _masked(grad_output, kept, ctx.mask), None, None
+        return _masked(grad_output, kept, ctx.scale), None, None
 
 
-def _masked(input: Tensor, kept: Tensor, mask: DropoutMask) -> Tensor:
+def _masked(input: Tensor, kept: Tensor, scale: float) -> Tensor:
     # Multiply by the scale last: inside a bf16 mask it would be rounded.
-    return changed(changed(kept.to(input.dtype), "mul", input), "mul", mask.scale)
+    return changed(changed(kept.to(input.dtype), "mul", input), "mul", scale)
 
 
 # ------------------------------------------------------------------------------------------------- public functions

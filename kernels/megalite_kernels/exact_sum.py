@@ -26,6 +26,7 @@ HALF_BITS = 26
 
 
 def exact_digits_reference(numbers: Sequence[Tensor]) -> Tensor:
+    """Return the rows of `exact_digits`: counts of infinities and NaNs, then the digits, lowest first."""
     table = _table(numbers)
     pieces = torch.arange(0, 64, PIECE_BITS, device=table.device)
     exponents = torch.arange(EXPONENTS, device=table.device).unsqueeze(1)

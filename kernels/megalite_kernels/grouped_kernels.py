@@ -148,6 +148,7 @@ def _depth(*widths: int) -> int:
 
 
 def launch_products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows [rows, in] with their group's matrix [groups, in, out]; group i ends before row ends[i]."""
     rows, (groups, width, out) = as_rows(rows), matrices.shape
     output = rows.new_empty(len(rows), out)
     side = _side(out)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -48,6 +48,8 @@ Operation = Literal[
 Choice = Literal["auto", "triton", "reference"]
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
+_GPU_TYPES = {False: ("cuda",), True: ("cuda", "meta")}
+"""Types of devices whose operations are those of a GPU, by whether the meta device stands for one."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,15 @@ class Kernels:
 
     def runs_triton(self, operation: Operation, *tensors: Tensor | None) -> bool:
         """Tell if the operation on these tensors runs as Triton kernels. None stands for an absent tensor."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        return operation not in self.to_reference and self._suit_triton(*present)
+        if self.choice == "reference" or operation in self.to_reference:
+            return False
+        chosen, gpus = self.choice == "triton", _GPU_TYPES[self.meta_is_gpu]
+        for tensor in tensors:  # every operation of a step comes through here: so no calls
+            if tensor is None:
+                continue
+            if tensor.dtype == torch.float64 or not (chosen or tensor.device.type in gpus):
+                return False
+        return chosen or _INSTALLED
 
     def import_triton(self, *, on_gpu: bool) -> None:
         """Import all files of Triton kernels if operations use them here. A broken Triton raises its own exception."""
@@ -88,18 +97,9 @@ class Kernels:
             for name in sorted(path.stem for path in Path(__file__).parent.glob("*_kernels.py")):
                 importlib.import_module(f"megalite_kernels.{name}")
 
-    def _suit_triton(self, *tensors: Tensor) -> bool:
-        if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
-            return False
-        return self.choice == "triton" or (all(self.on_gpu(tensor.device) for tensor in tensors) and _INSTALLED)
-
-    def on_gpu(self, device: torch.device) -> bool:
-        """Tell whether operations on a device are those of a GPU."""
-        return device.type == "cuda" or (self.meta_is_gpu and device.type == "meta")
-
     def description(self, device: torch.device, dtype: torch.dtype) -> str:
         """Describe which implementation runs for tensors of this device and dtype, with the reason if not obvious."""
-        if self._suit_triton(torch.empty(0, device=device, dtype=dtype)):
+        if replace(self, to_reference=()).runs_triton("norm", torch.empty(0, device=device, dtype=dtype)):
             import triton
 
             left = f", except {', '.join(sorted(self.to_reference))}" if self.to_reference else ""
@@ -108,12 +108,12 @@ class Kernels:
             return "plain PyTorch, as chosen"
         if dtype == torch.float64:
             return "plain PyTorch: Triton's compute in fp32"
-        return "plain PyTorch" + (": Triton is not installed" if self.on_gpu(device) else "")
+        return "plain PyTorch" + (": Triton is not installed" if device.type in _GPU_TYPES[self.meta_is_gpu] else "")
 
 
 def on_gpu(of: Tensor | torch.device) -> bool:
     """Tell whether operations on a tensor or a device are those of a GPU, by the choice of this process."""
-    return _current.on_gpu(of.device if isinstance(of, Tensor) else of)
+    return (of.device if isinstance(of, Tensor) else of).type in _GPU_TYPES[_current.meta_is_gpu]
 
 
 def is_installed() -> bool:

@@ -59,23 +59,21 @@ class _LayerNormReference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        wide, scale, shift = _widened(input, weight, bias)
-        output, mean, inverse = torch.native_layer_norm(wide, weight.shape, scale, shift, epsilon)
+        wide = torch.promote_types(input.dtype, torch.float32)
+        output, mean, inverse = torch.native_layer_norm(
+            input.to(wide), weight.shape, weight.to(wide), bias.to(wide), epsilon
+        )
         ctx.save_for_backward(input, weight, bias, mean, inverse)
         return rounded(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        *parts, mean, inverse = ctx.saved_tensors
-        gradient, wide, weight, bias = _widened(gradients[0], *parts)
-        found = layer_norm_gradients(gradient, wide, weight.shape, mean, inverse, weight, bias)
-        of_input, of_weight, of_bias = (value.to(part.dtype) for value, part in zip(found, parts, strict=True))
-        return of_input, of_weight, of_bias, None
-
-
-def _widened(first: Tensor, *rest: Tensor) -> list[Tensor]:
-    wide = torch.promote_types(first.dtype, torch.float32)
-    return [part.to(wide) for part in (first, *rest)]
+        input, weight, bias, mean, inverse = ctx.saved_tensors
+        wide, shape = mean.dtype, weight.shape
+        of_input, of_weight, of_bias = layer_norm_gradients(
+            gradients[0].to(wide), input.to(wide), shape, mean, inverse, weight.to(wide), bias.to(wide)
+        )
+        return of_input.to(input.dtype), of_weight.to(weight.dtype), of_bias.to(bias.dtype), None
 
 
 # ------------------------------------------------------------------------------------------------- public functions

@@ -186,6 +186,7 @@ class Norm(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the output and, with a residual, also the sum that was normalized. Statistics are kept in fp32."""
         flat, width, centered = as_rows(input), input.shape[-1], bias is not None
         rows, added = flat.shape[0], None if residual is None else as_rows(residual)
         output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
@@ -210,6 +211,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input, residual, weight and bias; the first two are one tensor."""
         input, weight, bias, means, inverses = ctx.saved_tensors
         total_gradient = gradients[1] if len(gradients) == 2 else None
         if gradients[0] is None:

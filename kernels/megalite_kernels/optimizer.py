@@ -32,6 +32,7 @@ from megalite_kernels.updates import SGD, AdamW, Flat, Moment
 
 
 def update_reference_(flat: Flat, moments: Sequence[Moment], by: AdamW | SGD) -> None:
+    """Update weights and moments as `update_` does, a chunk at a time."""
     for gradient, weight, values in _chunks(flat, moments, by):
         if isinstance(by, AdamW):
             mean, square = values

@@ -84,6 +84,8 @@ def store_moment(
     ROOT: tl.constexpr,
     FORMAT: tl.constexpr,
 ) -> None:
+    """Store a tile [rows, BLOCK], quantized unless FORMAT is None. ROOT: the codes are of its square root, and those
+    of elements above zero stay above zero, unless their scale underflows."""
     if FORMAT is None:
         tl.store(moment + place, value.to(moment.dtype.element_ty), mask=present)
     else:
@@ -180,6 +182,7 @@ def _sgd(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    """Update one tile per program, with momentum if there is an average. The decay is added to the gradient."""
     row, place, present = _tile(units, UNIT, ROWS, BLOCK)
     g = tl.load(gradients + place, mask=present, other=0.0).to(tl.float32) * tl.cast(factor, tl.float32)
     w = load_master(master, parameters, place, present)

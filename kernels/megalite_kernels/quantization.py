@@ -76,6 +76,7 @@ def inverses(scales: Tensor) -> Tensor:
 def quantize_reference(
     values: Tensor, format: torch.dtype, block: int, seed: int | None, offset: int
 ) -> tuple[Tensor, Tensor]:
+    """Return the codes [elements] and scales [blocks] of `quantize`, computed on the bits of the numbers."""
     mantissa, lowest, largest = FORMATS[format]
     flat = values.flatten().to(torch.float32)
     blocks = F.pad(flat, (0, -len(flat) % block)).view(-1, block)

@@ -124,6 +124,7 @@ def _dequantize(
 def launch_quantize(
     values: Tensor, format: torch.dtype, block: int, seed: int | None, offset: int
 ) -> tuple[Tensor, Tensor]:
+    """Return the codes [elements] and the fp32 scales [blocks]. A seed of None rounds to nearest."""
     flat = values.reshape(-1).contiguous()
     blocks, shape = -(-len(flat) // block), tile(block, largest=TILE)
     codes = torch.empty(len(flat), dtype=format, device=values.device)

@@ -123,6 +123,7 @@ def _rotate(
 def launch_rotate(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, *, backward: bool
 ) -> tuple[Tensor, Tensor]:
+    """Return rotated copies of query and key, [positions, batch, heads, width]; `backward` rotates them back."""
     positions, batches, heads, width = query.shape
     outputs = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (query, key)]
     if positions and batches:

@@ -26,6 +26,7 @@ from megalite_kernels.routing_rule import SMALLEST_SUM, RoutingRule, ScoreFuncti
 
 
 def _chosen(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Tensor:
+    """Return the experts of each token, best first, [tokens, topk], after all but the best groups are closed."""
     scores = logits
     if rule.score_function == "sigmoid":
         scores = torch.sigmoid(logits)

@@ -166,6 +166,7 @@ def weigh(
 
 
 def launch_choose(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> Tensor:
+    """Return the experts of each token, best first: int64 [..., topk]."""
     rows, count = as_rows(logits), logits.shape[-1]
     groups, members = triton.next_power_of_2(rule.groups), triton.next_power_of_2(count // rule.groups)
     experts = torch.empty((len(rows), rule.topk), dtype=torch.int64, device=logits.device)
@@ -202,6 +203,7 @@ class RoutingWeights(torch.autograd.Function):
 def _launch_weigh(
     logits: Tensor, experts: Tensor, weights: Tensor, logits_gradient: Tensor | None, rule: RoutingRule
 ) -> None:
+    """Write `weights`; in backward, read their gradients from it, and write `logits_gradient`."""
     rows, count = as_rows(logits), logits.shape[-1]
     lanes = triton.next_power_of_2(count)
     tokens = max(ELEMENTS // lanes, 1)

@@ -139,6 +139,7 @@ def nothing_to_test(device: str) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each operation, and return the exit status: an error, nothing to test, or 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="only operations with this in their line")
     parser.add_argument("--numbers", action="store_true", help="do not measure the bandwidth")

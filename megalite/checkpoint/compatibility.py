@@ -5,8 +5,9 @@ Equal shapes are not sufficient: two networks with equal shapes can compute diff
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar, get_type_hints
 
 from megalite.config.model import ModelConfig
@@ -27,11 +28,14 @@ _NOT_THE_FUNCTION = {
 }
 
 
-def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+def model_config(path: AnyPath, config: Mapping[str, Any], own: ModelConfig | None = None) -> ModelConfig:
     """Return the network's configuration from `config`, the saved configuration of the run, by section.
 
-    Raises CheckpointError if this version of megalite does not support the network.
+    `own`: the network of this run, which is returned if it is saved as the same. Raises CheckpointError if this
+    version of megalite does not support the network.
     """
+    if own is not None and config.get("model") == json.loads(json.dumps(asdict(own))):
+        return own
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise CheckpointError(f"{path} has a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite")
@@ -67,11 +71,13 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
     The error lists each difference. `config` is the configuration, by section, of the run that saved the checkpoint in
     folder `path`.
     """
-    check_same_function(str(path), model_config(path, config), model)
+    check_same_function(str(path), model_config(path, config, model), model)
 
 
 def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
     """Raise CheckpointError, listing each difference, if `saved`, the network of `what`, differs from `model`."""
+    if saved == model:
+        return
     theirs, ours = function_of(saved), function_of(model)
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:

@@ -1,4 +1,4 @@
-"""Fetch the needed blocks of a checkpoint into memory, and verify each block.
+"""Fill the memory of a rank from the blocks of a checkpoint, of which each is verified.
 
 A block that only one rank of a node needs is read by that rank. If the block is contiguous in its destination, it is
 read directly into it. A block that several ranks need is read by one of them and sent to the others, in rounds of
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
+from megalite.checkpoint.plan import Region
+from megalite.checkpoint.relayout import Origin
 from megalite.checkpoint.tensors import packed
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
@@ -43,8 +45,69 @@ class Target:
 Wanted = Mapping[SavedBox, Sequence[Target]]
 """Targets to fill from each saved box."""
 
-Dealt = dict[int, list[Block]]
+Assigned = dict[int, list[Block]]
 """Blocks that each rank reads and sends to the others, by rank."""
+
+
+def fill(
+    path: AnyPath,
+    described: Manifest,
+    chosen: Sequence[tuple[Origin, Region]],
+    needs: Mapping[int, Sequence[Origin]],
+    node: Group,
+    place: torch.device,
+) -> Exception | None:
+    """Read the regions, and return the failure of this rank, if any, as `fetch` does.
+
+    If a region is a sum or a mean, its boxes are read and added one after the other, in fp64.
+    """
+    failure: Exception | None = None
+    totals: dict[int, Tensor] = {}
+    for found, region in chosen:
+        if not found.boxes:
+            region.values.zero_()
+    every = [found for origins in needs.values() for found in origins] or [found for found, _ in chosen]
+    for turn in range(max((len(found.boxes) for found in every), default=0)):
+        wanted: dict[SavedBox, list[Target]] = {}
+        terms: list[tuple[int, Tensor]] = []
+        for number, (found, region) in enumerate(chosen):
+            if turn < len(found.boxes):
+                saved, box = described.tensors[found.name], found.boxes[turn]
+                values = (
+                    region.values.view(box.size) if len(found.boxes) == 1 else torch.empty(box.size, dtype=saved.dtype)
+                )
+                if len(found.boxes) > 1:
+                    terms.append((number, values))
+                for each in saved.boxes_at(box):
+                    if each.box.intersection(box) is not None:
+                        wanted.setdefault(each, []).append(Target(box, values))
+        failure = fetch(path, described, wanted, _assigned(described, needs, turn), node, place) or failure
+        for number, values in terms:
+            wide = torch.float64 if values.is_floating_point() else values.dtype
+            totals[number] = totals[number] + values if number in totals else values.to(wide)
+    for number, total in totals.items():
+        found, region = chosen[number]
+        rounding = None if total.is_floating_point() else "floor"
+        mean = torch.div(total, len(found.boxes), rounding_mode=rounding) if found.mean else total
+        region.values.copy_(mean.view(region.part.box.size))
+    return failure
+
+
+def _assigned(described: Manifest, needs: Mapping[int, Iterable[Origin]], turn: int) -> Assigned:
+    """Return the blocks that several ranks of the node need in a turn, by the rank that reads them."""
+    return assign({rank: _blocks(described, origins, turn) for rank, origins in needs.items()})
+
+
+def _blocks(described: Manifest, origins: Iterable[Origin], turn: int) -> Iterator[Block]:
+    boxes: dict[str, list[Box]] = {}
+    for found in origins:
+        if turn < len(found.boxes):
+            boxes.setdefault(found.name, []).append(found.boxes[turn])
+    for name, needed in boxes.items():
+        saved = described.tensors[name]
+        near = dict.fromkeys(each for box in needed for each in saved.boxes_at(box)) if saved.relayout else saved.boxes
+        for each in near:
+            yield from needed_blocks(each, needed)
 
 
 def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
@@ -57,14 +120,14 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 
 
 def fetch(
-    path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
+    path: AnyPath, described: Manifest, wanted: Wanted, assigned: Assigned, group: Group, place: torch.device
 ) -> Exception | None:
     """Fill the targets, and return the failure of this rank, if any. The caller reports it to all ranks.
 
     A rank that fails still takes part in all communication, and sends zeros, so that the other ranks do not hang.
-    `dealt` has the blocks that several ranks of the group need. They are sent from memory on the device `place`.
+    `assigned` has the blocks that several ranks of the group need. They are sent from memory on the device `place`.
     """
-    shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
+    shared = {_place_of(block) for blocks in assigned.values() for block in blocks}
     own = [
         block
         for saved, targets in wanted.items()
@@ -78,7 +141,7 @@ def fetch(
     except Exception as error:
         failure = error
     most = ROUND * manifest.BLOCK
-    rounds = [packed(dealt[rank], lambda block: block.size, most) for rank in group.ranks] if dealt else []
+    rounds = [packed(assigned[rank], lambda block: block.size, most) for rank in group.ranks] if assigned else []
     for number in range(max(map(len, rounds), default=0)):
         now = [mine[number] if number < len(mine) else [] for mine in rounds]
         length = max(sum(map(_room, blocks)) for blocks in now)
@@ -112,7 +175,7 @@ def _place_of(block: Block) -> tuple[str, int]:
 
 def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: Block) -> None:
     targets = wanted[block.saved]
-    place = in_one_piece(block, targets)
+    place = contiguous_memory(block, targets)
     if place is not None:
         read_block(path, described, block, place)
         return
@@ -121,7 +184,7 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
     put(block, buffer, targets)
 
 
-def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
+def contiguous_memory(block: Block, targets: Sequence[Target]) -> memoryview | None:
     """Return the memory of a block in its target, or None if the block cannot be read directly into its target.
 
     Direct reading needs exactly one target, in which the block is contiguous in the same order as in the file.
@@ -155,7 +218,7 @@ def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
 # ------------------------------------------------------------------------------------------------ between ranks
 
 
-def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
+def assign(needs: Mapping[int, Iterable[Block]]) -> Assigned:
     """Assign each block that several ranks need to one of these ranks: the one with the fewest bytes so far.
 
     `needs`: by rank, the blocks that it needs, completely or in part.
@@ -167,13 +230,13 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
             key = _place_of(block)
             blocks[key] = block
             needers.setdefault(key, []).append(rank)
-    dealt: Dealt = {rank: [] for rank in needs}
+    assigned: Assigned = {rank: [] for rank in needs}
     load = dict.fromkeys(needs, 0)
     for key in sorted(key for key, ranks in needers.items() if len(ranks) > 1):
         reader = min(needers[key], key=lambda rank: (load[rank], rank))
         load[reader] += blocks[key].size
-        dealt[reader].append(blocks[key])
-    return dealt
+        assigned[reader].append(blocks[key])
+    return assigned
 
 
 def _cut(data: Tensor, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.corruption import CorruptFileError
+from megalite.checkpoint.integrity import CorruptFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.selection import check_sizes
@@ -76,6 +76,7 @@ def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Cor
 def _damages_of_file(
     reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance
 ) -> Iterator[CorruptFileError]:
+    """Yield the damage of a file: to its size, to the bytes around its boxes, and to each box."""
     path = reader.path / file
     try:
         check_sizes(reader.path, reader.manifest, [file])
@@ -163,6 +164,7 @@ def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statist
 
 
 def _statistics_of(values: Tensor) -> Statistics:
+    """Return the statistics of a part that fits in memory, computed in fp64 from its finite values."""
     finite = values.double()
     if not finite.sum().isfinite():
         finite = finite[finite.isfinite()]

@@ -9,8 +9,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from megalite.checkpoint.coverage import covers
-from megalite.checkpoint.filling import fill
+from megalite.checkpoint.fetching import fill
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,

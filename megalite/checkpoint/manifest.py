@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.corruption import unreadable
+from megalite.checkpoint.integrity import unreadable
 from megalite.checkpoint.tensors import Kind, TensorBox
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.optim.replica import RELAYOUTS
@@ -106,7 +106,6 @@ class SavedBox(TensorBox):
         return self.start + self.size
 
     def blocks(self) -> Iterator[Block]:
-        """Yield the blocks in order."""
         before = 0
         for start, checksum in zip(range(self.start, self.stop, BLOCK), self.checksums, strict=True):
             yield Block(self, start, min(start + BLOCK, self.stop), before, checksum)
@@ -299,6 +298,7 @@ def _is_count(value: object) -> bool:
 
 
 def _training_from_json(fields: dict[str, Any]) -> TrainingState:
+    """Return the training state. Raises ValueError or another error of Python if it is not one."""
     state = TrainingState(**fields)
     if not all(map(_is_count, (state.iteration, state.consumed_samples, state.optimizer_steps))):
         raise ValueError("its training state has no counts of steps and samples")
@@ -365,6 +365,7 @@ def tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
+    """Return the record of a tensor. Raises ValueError, TypeError or KeyError if it is not one."""
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
         raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is not a dtype of a checkpoint")

@@ -1,37 +1,36 @@
-"""Plan of a checkpoint: which parts of the global tensors each rank holds and saves.
+"""Plan of a checkpoint: which parts of the global tensors each rank holds and saves, and in which memory.
 
-The plan is a pure function of the mesh and of the shardings of the parameters. Every rank can compute it for every
-other rank without communication.
+`_regions` lists the parts of a rank, for this rank with their memory. They are a pure function of the mesh and of the
+shardings of the parameters, so that every rank can compute them for every other rank without communication.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, RANK, STATE
-from megalite.checkpoint.relayout import of_replica
+from megalite.checkpoint.relayout import with_replica
 from megalite.checkpoint.tensors import TensorBox
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout, Slot, unique_parameters
+from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, is_main_replica, unique_parameters
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import Rounded, View
-from megalite.optim.replica import ANCHOR, BucketState, Replica, bucket_parts
+from megalite.optim.replica import ANCHOR, BucketPart, BucketState, Replica, bucket_parts
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.synchronization import RankStates
 from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.sharding import Box, LogicalTensor, Piece
+from megalite.parallel.sharding import Box, LogicalTensor
 from megalite.parallel.state import State, states_of
 
 
@@ -39,9 +38,10 @@ from megalite.parallel.state import State, states_of
 class Contents:
     """Parameters and state of a rank."""
 
-    layouts: Sequence[BucketLayout]
-    states: Sequence[State]
-    """State of the modules."""
+    trained: Sequence[BucketLayout]
+    frozen: Sequence[BucketLayout]
+    states: Sequence[tuple[str, State]]
+    """State with a placement of its own, each with the prefix of its tensor names."""
 
     @staticmethod
     def of(
@@ -53,11 +53,28 @@ class Contents:
     ) -> Contents:
         """Assign the networks of a rank to buckets as `make_optimizer` does."""
         plan = partial(plan_buckets, networks, mesh, options, blocks=blocks)
-        return Contents(plan() + plan(frozen=True), list(states_of(nn.ModuleList(networks))))
+        return Contents(plan(), plan(frozen=True), _with_prefixes(states_of(nn.ModuleList(networks)), ()))
 
 
 ContentsAt = Callable[[ParallelMesh], Contents]
-"""Function that builds the contents of a rank on the meta device, given the mesh of that rank."""
+"""Function that builds the contents of a rank on the meta device, given the mesh of that rank; of the states only those
+of the modules."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Part of a tensor, and the memory on this rank that stores it."""
+
+    part: TensorBox
+    kept: Tensor | View | None
+    """Flat tensor or view. None: the part of another rank."""
+
+    @property
+    def values(self) -> Tensor:
+        """Return the values in the shape of the box: a view of the memory, or a new copy if the memory is packed."""
+        assert self.kept is not None
+        flat = self.kept if isinstance(self.kept, Tensor) else self.kept.read()
+        return flat.view(self.part.box.size)
 
 
 class Plan:
@@ -74,6 +91,7 @@ class Plan:
         bucket_states: Sequence[BucketState] = (),
         rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
         replicas: int = 1,
+        own: Optimizer | None = None,
     ) -> None:
         """Create the plan.
 
@@ -87,137 +105,113 @@ class Plan:
             rank_states: returns a rank's private state, given the layouts of its trained buckets.
             replicas: the number of blocks of data-parallel ranks with weights and state of their own. `contents_at`
                 gets the mesh of a rank in the first of them.
+            own: the optimizer of this rank. Ranks that differ from it only in their data-parallel position have the
+                same contents, which are then not built.
         """
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._zero_stage, self._instances = zero_stage, instances
         self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
         self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
-        self._seen: dict[tuple[int, ...], _Seen] = {}
+        self._known: dict[tuple[int, ...], tuple[int, Contents]] = {}
+        """Contents of a rank, by its stage: they are those of all ranks that differ only in data-parallel position."""
+        replica, first = self._position(mesh.rank)
+        if own is not None and replica == 0:
+            trained, frozen = ([bucket.layout for bucket in buckets] for buckets in (own.buckets, own.frozen))
+            self._known[self._stage(first)] = first, Contents(trained, frozen, _states_here(own))
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
         """Return the plan for a single rank."""
-        contents = Contents([each.layout for each in (*optimizer.buckets, *optimizer.frozen)], optimizer.module_states)
-        private = {name: (_shape(values), values.dtype) for name, values in optimizer.rank_states.items()}
+        private = {name: (tuple(values.shape), values.dtype) for name, values in optimizer.rank_states.items()}
         return Plan(
             optimizer.mesh,
-            lambda _: contents,
+            lambda mesh: Contents((), (), ()),
             optimizer.config,
             zero_stage=0,
             instances=1,
             bucket_states=list(optimizer.bucket_states),
             rank_states=lambda layouts: private,
+            own=optimizer,
         )
 
     def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order. Over all ranks, each element is written exactly once."""
-        parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
-        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
-        states = [each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at)]
-        return self._completed(rank, parts + _state_parts(states), saved=True)
+        return self._parts(rank, saved=True)
 
     def held(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank loads."""
-        parts = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
-        return self._completed(rank, parts + _state_parts(self._look(rank).states), saved=False)
+        return self._parts(rank, saved=False)
 
-    def _completed(self, rank: int, parts: Iterable[TensorBox], *, saved: bool) -> list[TensorBox]:
-        """Return the parts as those of the rank's replica, followed by its extra state."""
-        replica = self._replica_of(rank)
-        specs = [spec for spec in self._shard_specs(rank) if not spec.layout.frozen] if self._bucket_states else []
-        extra = (each.part for each in _extra_parts(self._bucket_states, specs, replica, saved=saved))
-        return [*(of_replica(part, replica) for part in parts), *extra, *self._private(rank, saved=saved)]
+    def _parts(self, rank: int, *, saved: bool) -> list[TensorBox]:
+        """Return the parts that a rank saves, or holds, from the contents of a rank like it."""
+        replica, first = self._position(rank)
+        known, contents = self._contents(first)
+        at = self._inner.coordinates_of(first)
+        specs = [self._shard_spec(layout, known, at) for layout in (*contents.trained, *contents.frozen)]
+        trained = specs[: len(contents.trained)]
+        slices = (
+            (slot.parameter, start, stop, self._dtypes(slot.parameter, trained=number < len(trained)))
+            for number, spec in enumerate(specs)
+            for slot, start, stop in _slots(spec, *(spec.saved if saved else spec.updated))
+        )
+        kinds = self._rank_states(contents.trained)
+        private = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in kinds.items()}
+        owner = _private_owner(self._inner.at(first)) + rank - first if private else rank
+        regions = _regions(
+            slices,
+            [each for each in contents.states if not saved or is_main_replica(each[1].sharding, known, at)],
+            replica=None if self._replicas == 1 else Replica(replica, self._replicas, "average"),
+            bucket_states=dict.fromkeys(self._bucket_states),
+            specs=trained,
+            private=_private(private, owner, rank, saved=saved),
+            saved=saved,
+        )
+        return [region.part for region in regions]
 
-    def _private(self, rank: int, *, saved: bool) -> list[TensorBox]:
-        seen = self._look(rank)
-        named = self._rank_states([layout for layout in seen.layouts if not layout.frozen])
-        if not named:
-            return []
-        first = self._in_first_replica(rank)
-        owner = _private_owner(self._inner.at(first)) + rank - first
-        return [_private_part(owner, *kind) for kind in named.items()] if owner == rank or not saved else []
-
-    def _in_first_replica(self, rank: int) -> int:
-        """Return the rank at the same position in the first replica."""
+    def _position(self, rank: int) -> tuple[int, int]:
+        """Return the number of a rank's replica, and the rank at the same position in the first one."""
         replica = self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp")
-        return rank - replica * self._inner.size("dp", "cp", "tp")
+        return replica, rank - replica * self._inner.size("dp", "cp", "tp")
 
-    def _replica_of(self, rank: int) -> Replica | None:
-        if self._replicas == 1:
-            return None
-        return Replica(self.mesh.coordinates_of(rank)["dp"] // self._inner.size("dp"), self._replicas, "average")
-
-    def _look(self, rank: int) -> _Seen:
-        """Inspect a rank. Ranks that differ only in their data-parallel position share one cached result."""
-        rank = self._in_first_replica(rank)
+    def _stage(self, rank: int) -> tuple[int, ...]:
         at = self._inner.coordinates_of(rank)
-        like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
-        if like not in self._seen:
+        return tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
+
+    def _contents(self, rank: int) -> tuple[int, Contents]:
+        """Return contents that are those of a rank, and the rank for which they are known."""
+        stage = self._stage(rank)
+        if stage not in self._known:
             mesh = self._inner.at(rank)
-            contents = self._contents_at(mesh)
-            slots = (slot for layout in contents.layouts for slot in layout.slots)
+            found = self._contents_at(mesh)
+            slots = (slot for layout in found.trained for slot in layout.slots)
             own = (named for slot in slots for named in own_states(self._optimizer, slot.parameter, mesh).items())
-            self._seen[like] = _Seen(rank, contents.layouts, _with_prefixes(contents.states, own))
-        return self._seen[like]
+            self._known[stage] = rank, replace(found, states=[*found.states, *_with_prefixes((), own)])
+        return self._known[stage]
 
-    def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
-        """Yield the slice of each bucket that belongs to a rank."""
-        seen, at = self._look(rank), self._inner.coordinates_of(self._in_first_replica(rank))
+    def _shard_spec(self, layout: BucketLayout, rank: int, at: Mapping[str, int]) -> BucketShardSpec:
+        """Return the slice of a bucket of `rank` that belongs to the rank at these coordinates."""
         cp, dp = self._inner.size("cp"), self._inner.size("dp")
-        for layout in seen.layouts:
-            expert = layout.slots[0].parameter.sharding.expert
-            yield BucketShardSpec.of(
-                layout,
-                seen.rank,
-                peers=self._inner.size("edp") if expert else dp * cp,
-                position=at["edp"] if expert else at["dp"] * cp + at["cp"],
-                zero_stage=self._zero_stage,
-                instances=self._instances,
-            )
+        expert = layout.slots[0].parameter.sharding.expert
+        return BucketShardSpec.of(
+            layout,
+            rank,
+            peers=self._inner.size("edp") if expert else dp * cp,
+            position=at["edp"] if expert else at["dp"] * cp + at["cp"],
+            zero_stage=self._zero_stage,
+            instances=self._instances,
+        )
 
-    def _parts(self, ranges: Iterable[tuple[BucketShardSpec, int, int]]) -> list[TensorBox]:
-        weights: list[TensorBox] = []
-        state: list[TensorBox] = []
-        for slot, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
-            parameter = slot.parameter
-            dtypes = all_state_dtypes(self._optimizer, parameter)
-            for tensor, box, _ in boxes(parameter, start, stop):
-                weights.append(TensorBox(MODEL + tensor.name, tensor.shape, parameter.dtype, box))
-                state += [
-                    TensorBox(f"{OPTIMIZER}{name}/{tensor.name}", tensor.shape, dtype, box)
-                    for name, dtype in dtypes.items()
-                ]
-        return weights + state
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Cached contents of a rank, which also stand for the ranks that differ only in their data-parallel position."""
-
-    rank: int
-    layouts: Sequence[BucketLayout]
-    states: Sequence[tuple[str, State]]
-    """State of the modules, then of the optimizer, each with the prefix of its tensor names."""
+    def _dtypes(self, parameter: Parameter, *, trained: bool) -> dict[str, torch.dtype]:
+        """Return the dtypes of a parameter and of its flat state, by the prefix of their names."""
+        states = all_state_dtypes(self._optimizer, parameter) if trained else {}
+        return {MODEL: parameter.dtype} | {f"{OPTIMIZER}{name}/": dtype for name, dtype in states.items()}
 
 
 def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
     return [*((STATE, state) for state in modules), *((f"{OPTIMIZER}{name}/", state) for name, state in own)]
 
 
-def _pieces(states: Iterable[tuple[str, State]]) -> Iterator[tuple[TensorBox, State, Piece]]:
-    """Yield the parts of logical tensors in the states. Padding belongs to no part."""
-    for prefix, state in states:
-        for piece in state.sharding.pieces:
-            if piece.box.numel:
-                tensor = piece.tensor
-                yield TensorBox(prefix + tensor.name, tensor.shape, state.values.dtype, piece.box), state, piece
-
-
-def _state_parts(states: Iterable[tuple[str, State]]) -> list[TensorBox]:
-    return [part for part, _, _ in _pieces(states)]
-
-
-def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
+def _slots(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Slot, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket.
 
     Each one is (slot, start, stop), a range of the flattened parameter.
@@ -244,41 +238,6 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
             yield piece.tensor, box, first + position
 
 
-# ------------------------------------------------------------------------------------------------ extra state
-
-
-@dataclass(frozen=True)
-class _ExtraPart:
-    """Part of a tensor of `Optimizer.bucket_states`, which is elements [start, stop) of a flat tensor."""
-
-    part: TensorBox
-    state: BucketState
-    bucket: int
-    flat: int
-    start: int
-    stop: int
-
-
-def _extra_parts(
-    states: Iterable[BucketState], specs: Sequence[BucketShardSpec], outer: Replica | None, *, saved: bool
-) -> Iterator[_ExtraPart]:
-    """Yield the parts of a rank's state that it saves, or holds.
-
-    `specs`: the slices of its trained buckets. `outer`: its replica, if each has weights of its own.
-    """
-    for state, (bucket, spec) in product(states, enumerate(specs)):
-        for flat, kept in enumerate(bucket_parts(spec, state, outer)):
-            for slot, start, stop in _runs(spec, *(kept.saved if saved else kept.held)):
-                dtype = torch.promote_types(slot.parameter.dtype, torch.float32)
-                for tensor, box, position in boxes(slot.parameter, start, stop):
-                    part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
-                    first = slot.start + position - kept.held[0]
-                    yield _ExtraPart(of_replica(part, kept.replica), state, bucket, flat, first, first + box.numel)
-                    if saved and state.name == ANCHOR:
-                        part = TensorBox(MODEL + tensor.name, tensor.shape, slot.parameter.dtype, box)
-                        yield _ExtraPart(part, state, bucket, flat, first, first + box.numel)
-
-
 def _private_owner(mesh: ParallelMesh) -> int:
     """Return the rank that saves a rank's private state: the first that differs only in its data-parallel position.
 
@@ -287,31 +246,82 @@ def _private_owner(mesh: ParallelMesh) -> int:
     return min({*mesh.ranks("dp", "cp")} & {*mesh.ranks("edp")})
 
 
-def _private_part(owner: int, name: str, kind: tuple[tuple[int, ...], torch.dtype]) -> TensorBox:
-    shape, dtype = kind
-    return TensorBox(f"{RANK}{owner}/{name}", shape, dtype, Box.whole(shape))
+def _private(named: Mapping[str, Tensor], owner: int, rank: int, *, saved: bool) -> dict[str, Tensor]:
+    """Return the private state that a rank holds, or saves because it is the owner, by the names of the tensors."""
+    return {f"{RANK}{owner}/{name}": each for name, each in named.items()} if owner == rank or not saved else {}
 
 
-def _shape(values: Tensor) -> tuple[int, ...]:
-    return tuple(values.shape) or (1,)
+_Slice = tuple[Parameter, int, int, Mapping[str, Tensor | View | torch.dtype]]
+"""Elements [start, stop) of a parameter, with the memory of the values and of their state, by the prefix of the names
+of the tensors. Of another rank, only the dtypes are known."""
+
+
+def _regions(
+    slices: Iterable[_Slice],
+    states: Iterable[tuple[str, State]],
+    *,
+    replica: Replica | None = None,
+    bucket_states: Mapping[BucketState, Sequence[Sequence[Tensor]] | None] = MappingProxyType({}),
+    specs: Sequence[BucketShardSpec] = (),
+    private: Mapping[str, Tensor] = MappingProxyType({}),
+    saved: bool = False,
+) -> Iterator[Region]:
+    """Yield all parts that a rank saves, or holds, in file order: of this rank with their memory.
+
+    Args:
+        slices: the slices of parameters, in the order of the buckets.
+        states: the state with a placement of its own, each with the prefix of its tensor names.
+        replica: the rank's replica, if each has weights of its own.
+        bucket_states: the extra state, by bucket and part. None: of another rank.
+        specs: the rank's slices of its trained buckets.
+        private: the rank's private state, by the name of the tensor.
+        saved: True for the parts that it saves.
+    """
+    weights: list[Region] = []
+    flat_state: list[Region] = []
+    for parameter, start, stop, kept in reversed(list(slices)):  # from the order of backward to that of the model
+        for tensor, box, position in boxes(parameter, start, stop):
+            at = slice(position - start, position - start + box.numel)
+            for prefix, memory in kept.items():
+                dtype, own = (memory, None) if isinstance(memory, torch.dtype) else (memory.dtype, memory[at])
+                part = with_replica(TensorBox(prefix + tensor.name, tensor.shape, dtype, box), replica)
+                (weights if prefix == MODEL else flat_state).append(Region(part, own))
+    yield from weights
+    yield from flat_state
+    for prefix, state in states:
+        for piece in state.sharding.pieces:
+            if piece.box.numel:  # padding belongs to no part
+                part = TensorBox(prefix + piece.tensor.name, piece.tensor.shape, state.values.dtype, piece.box)
+                yield Region(with_replica(part, replica), piece.view(state.values).view(-1))
+    for extra, memories in bucket_states.items():
+        for number, spec in enumerate(specs):
+            for flat, bucket_part in enumerate(bucket_parts(spec, extra, replica)):
+                own = None if memories is None else memories[number][flat]
+                yield from _extra_regions(extra, spec, bucket_part, own, saved=saved)
+    for name, values in private.items():
+        shape = tuple(values.shape) or (1,)
+        yield Region(TensorBox(name, shape, values.dtype, Box.whole(shape)), values.view(-1))
+
+
+def _extra_regions(
+    state: BucketState, spec: BucketShardSpec, kept: BucketPart, memory: Tensor | None, *, saved: bool
+) -> Iterator[Region]:
+    """Yield the parts of a flat tensor of a bucket's extra state. An anchor is saved as weights, too."""
+    for slot, start, stop in _slots(spec, *(kept.saved if saved else kept.held)):
+        dtype = torch.promote_types(slot.parameter.dtype, torch.float32)
+        for tensor, box, position in boxes(slot.parameter, start, stop):
+            first = slot.start + position - kept.held[0]
+            own: Tensor | View | None = None if memory is None else memory[first : first + box.numel]
+            part = TensorBox(f"{OPTIMIZER}{state.name}/{tensor.name}", tensor.shape, dtype, box)
+            yield Region(with_replica(part, kept.replica), own)
+            if saved and state.name == ANCHOR:
+                part = TensorBox(MODEL + tensor.name, tensor.shape, slot.parameter.dtype, box)
+                if memory is not None and memory.dtype != part.dtype:
+                    own = View(Rounded(memory, part.dtype), first, first + box.numel)
+                yield Region(part, own)
 
 
 # ------------------------------------------------------------------------------------------------ this rank's memory
-
-
-@dataclass(frozen=True)
-class Region:
-    """Part of a tensor, and the memory on this rank that stores it."""
-
-    part: TensorBox
-    kept: Tensor | View
-    """Flat tensor or view."""
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values in the shape of the box: a view of the memory, or a new copy if the memory is packed."""
-        flat = self.kept if isinstance(self.kept, Tensor) else self.kept.read()
-        return flat.view(self.part.box.size)
 
 
 def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSlice]:
@@ -331,46 +341,40 @@ def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[st
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
     """Return `held_slices`, `held_states` and the extra state as regions."""
-    regions = _regions(held_slices(module, optimizer), held_states(module, optimizer))
-    return _completed(regions, optimizer, saved=False) if optimizer is not None else regions
+    slices, states = held_slices(module, optimizer), held_states(module, optimizer)
+    return _regions_here(slices, states, optimizer, saved=False)
 
 
 def saved_regions(optimizer: Optimizer) -> list[Region]:
     """Return the regions that this rank writes. They match its part of the plan."""
-    rank = optimizer.mesh.rank
-    at = optimizer.mesh.coordinates_of(rank)
-    states = _with_prefixes(optimizer.module_states, optimizer.own_states)
-    own = [each for each in states if is_main_replica(each[1].sharding, rank, at)]
-    return _completed(_regions(optimizer.saved_slices(), own), optimizer, saved=True)
+    rank, at = optimizer.mesh.rank, optimizer.mesh.coordinates_of(optimizer.mesh.rank)
+    main = [each for each in _states_here(optimizer) if is_main_replica(each[1].sharding, rank, at)]
+    return _regions_here(optimizer.saved_slices(), main, optimizer, saved=True)
 
 
-def _completed(regions: Iterable[Region], optimizer: Optimizer, *, saved: bool) -> list[Region]:
-    """Return the regions as those of the rank's replica, followed by its extra state."""
-    replica, mesh = optimizer.replica, optimizer.mesh
-    found = [replace(region, part=of_replica(region.part, replica)) for region in regions]
-    specs = [bucket.shard_spec for bucket in optimizer.buckets] if optimizer.bucket_states else []
-    for each in _extra_parts(optimizer.bucket_states, specs, replica, saved=saved):
-        flat = optimizer.bucket_states[each.state][each.bucket][each.flat]
-        kept: Tensor | View = flat[each.start : each.stop]
-        if flat.dtype != each.part.dtype:
-            kept = View(Rounded(flat, each.part.dtype), each.start, each.stop)
-        found.append(Region(each.part, kept))
-    owner = _private_owner(mesh)
-    for name, values in optimizer.rank_states.items() if owner == mesh.rank or not saved else ():
-        found.append(Region(_private_part(owner, name, (_shape(values), values.dtype)), values.view(-1)))
-    return found
+def _states_here(optimizer: Optimizer) -> list[tuple[str, State]]:
+    return _with_prefixes(optimizer.module_states, optimizer.own_states)
 
 
-def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) -> list[Region]:
-    weights: list[Region] = []
-    state: list[Region] = []
-    for run in reversed(list(slices)):  # buckets have the order of backward; this restores the order of the model
-        for tensor, box, position in boxes(run.parameter, run.start, run.stop):
-            at = slice(position - run.start, position - run.start + box.numel)
-            weights.append(_region(MODEL, tensor, box, run.values[at]))
-            state += [_region(f"{OPTIMIZER}{name}/", tensor, box, values[at]) for name, values in run.state.items()]
-    return [*weights, *state, *(Region(part, piece.view(s.values).view(-1)) for part, s, piece in _pieces(states))]
+def _regions_here(
+    slices: Iterable[StateSlice], states: Iterable[tuple[str, State]], optimizer: Optimizer | None, *, saved: bool
+) -> list[Region]:
+    """Return the regions of this rank, with all state that its optimizer has beside the slices."""
 
+    def by_prefix(each: StateSlice) -> Mapping[str, Tensor | View | torch.dtype]:
+        return {MODEL: each.values, **{f"{OPTIMIZER}{name}/": kept for name, kept in each.state.items()}}
 
-def _region(prefix: str, tensor: LogicalTensor, box: Box, kept: Tensor | View) -> Region:
-    return Region(TensorBox(prefix + tensor.name, tensor.shape, kept.dtype, box), kept)
+    memory = ((each.parameter, each.start, each.stop, by_prefix(each)) for each in slices)
+    if optimizer is None:
+        return list(_regions(memory, states))
+    owner, rank = _private_owner(optimizer.mesh), optimizer.mesh.rank
+    regions = _regions(
+        memory,
+        states,
+        replica=optimizer.replica,
+        bucket_states=optimizer.bucket_states,
+        specs=[bucket.shard_spec for bucket in optimizer.buckets],
+        private=_private(optimizer.rank_states, owner, rank, saved=saved),
+        saved=saved,
+    )
+    return list(regions)

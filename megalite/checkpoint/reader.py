@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.corruption import CorruptFileError
-from megalite.checkpoint.coverage import covers
-from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, put, read_block
+from megalite.checkpoint.fetching import Target, contiguous_memory, needed_blocks, put, read_block
+from megalite.checkpoint.integrity import CorruptFileError, covers
 from megalite.checkpoint.manifest import Block, SavedBox, read_manifest
 from megalite.checkpoint.shard_file import bytes_of, checksum_of, open_to_read
 from megalite.errors import CorruptCheckpointError
@@ -46,7 +45,7 @@ class CheckpointReader:
         target = Target(box, values)
         for saved in self.manifest.tensors[name].boxes:
             for block in needed_blocks(saved, [box]):
-                place = in_one_piece(block, [target])
+                place = contiguous_memory(block, [target])
                 if place is None:
                     put(block, self._block(block), [target])
                 else:

@@ -14,7 +14,7 @@ from megalite.parallel.sharding import Box
 _DONE = {"sum": "summed into", "average": "averaged into", "drop": "dropped, and start as zeros for"}
 
 
-def of_replica(part: TensorBox, replica: Replica | None) -> TensorBox:
+def with_replica(part: TensorBox, replica: Replica | None) -> TensorBox:
     """Return a part as that of a replica; unchanged if all replicas have the same values."""
     if replica is None:
         return part

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import manifest, shard_file
-from megalite.checkpoint.coverage import covers
 from megalite.checkpoint.formats import NATIVE, Format
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import Manifest, TrainingState, is_optimizer_state
 from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.shard_file import Checksums, records, write_index

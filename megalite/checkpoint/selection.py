@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
+from megalite.checkpoint.integrity import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.transaction import remove
 from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.formats import Format, Placed
+from megalite.checkpoint.integrity import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.manifest import Block, SavedBox, SavedFile, SavedTensor
 from megalite.checkpoint.tensors import ByteRange
 from megalite.errors import CheckpointError

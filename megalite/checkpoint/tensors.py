@@ -117,6 +117,6 @@ def packed(items: Iterable[Item], size: Callable[[Item], int], most: int) -> lis
     return groups
 
 
-def numbers_as_numbers(name: str) -> str:
+def natural_order(name: str) -> str:
     """Return a sort key for names, such that `layers.10` comes after `layers.9`."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), name)

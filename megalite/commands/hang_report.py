@@ -9,13 +9,11 @@ The folder has a file of each rank that could still write one, and perhaps files
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import tyro
-
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say
 
@@ -24,7 +22,7 @@ from megalite.process.output import say
 class Arguments:
     """The flags."""
 
-    folder: tyro.conf.Positional[Path]
+    folder: str = field(metadata=POSITIONAL)
     """The folder with the files of the ranks."""
     json: bool = False
     """Print one JSON object."""
@@ -36,7 +34,7 @@ def main() -> None:
     from megalite.watchdog.hang_dump import read_dumps
     from megalite.watchdog.hang_report import hang_report
 
-    report = hang_report(read_dumps(arguments.folder))
+    report = hang_report(read_dumps(Path(arguments.folder)))
     say(json.dumps(report.as_json(), indent=1) if arguments.json else report.as_text(), exact=arguments.json)
 
 

@@ -179,6 +179,7 @@ def holders(boxes: Sequence[dict[str, Any]]) -> str:
 
 
 def difference_lines(found: Comparison) -> list[str]:
+    """Return tables of the differences between two checkpoints, and lists of the tensors that one of them lacks."""
     shown: list[str] = []
     for what in ("training", "config"):
         rows = [[name, *map(shown_value, pair)] for name, pair in getattr(found, what).items()]

@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 
-from megalite.config.alone import take_alone
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
+from megalite.config.single_rank import take_single_rank
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
 from megalite.entry_points import entry_point
@@ -31,7 +31,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
     place = place_from_environment()
-    alone, argv = take_alone(sys.argv[1:], place.world_size)
+    alone, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
         ranks = place.world_size if alone is None else alone.world_size
@@ -50,9 +50,9 @@ def main() -> int:
     data = open_data(config, place.local_rank)
 
     from megalite.parallel.device import local_device
-    from megalite.training.gpt_task import GPTTask
+    from megalite.run.run import Run
+    from megalite.tasks.gpt_task import GPTTask
     from megalite.training.kernels import require_equal_dropout
-    from megalite.training.run import Run
 
     require_equal_dropout(config, local_device(place.local_rank))
     with Run(config, partial(GPTTask, config, data), place, startup, (*arguments.notes, *data.notes)) as run:

@@ -51,10 +51,10 @@ def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, model_config
+    from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.checkpoint.manifest import is_optimizer_state
     from megalite.checkpoint.reader import CheckpointReader
-    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
-    from megalite.conversion.layout import weights_of_ranks
+    from megalite.conversion.native import weights_of_ranks
     from megalite.errors import ConfigurationError
     from megalite.process.progress import show_progress
     from megalite.storage import open_directory

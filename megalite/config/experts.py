@@ -66,6 +66,7 @@ def _sinkhorn(model: ModelConfig) -> Iterator[str]:
 
 
 def _expert_groups(model: ModelConfig, experts: int) -> Iterator[str]:
+    """Yield what is wrong with the groups of experts among which a router chooses."""
     groups, chosen, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
     if groups is None or chosen is None:
         if groups is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
 
 from megalite.config import megatron_flags
 from megalite.config.command_line import flag_groups
+from megalite.config.help import default_words, field_docstrings, spelled, value_words
 from megalite.config.run import RunConfig, section_types
 from megalite.process.output import say
 
@@ -35,14 +33,13 @@ They are accepted, with a note when a run starts.
 | why | flags |
 |---|---|
 """
-_WORDS = {int: "whole number", float: "number", str: "text"}
 
 
 def page() -> str:
     """Return the page."""
-    tables, parts, titles = megatron_flags.tables(), [_HEAD], _docstrings(RunConfig)
+    tables, parts, titles = megatron_flags.tables(), [_HEAD], field_docstrings(RunConfig)
     for section, kind in section_types().items():
-        kinds, meanings = get_type_hints(kind), _docstrings(kind)
+        kinds, meanings = get_type_hints(kind), field_docstrings(kind)
         parts.append(f"\n## `{section}`\n\n{titles[section]}\n\n{_COLUMNS}")
         parts += [_row(entry, kinds[entry.name], meanings[entry.name]) for entry in fields(kind)]
     parts.append(_SETTLED)
@@ -56,10 +53,9 @@ def page() -> str:
 
 def _row(entry: Field[Any], kind: Any, meaning: str) -> str:
     flag = entry.name.replace("_", "-")
-    spelled = f"`--{flag}`, `--no-{flag}`" if kind is bool else f"`--{flag}`"
     also = ", ".join(_others(flag))
     text = f"{_cell(meaning)} Also {also}." if also else _cell(meaning)
-    return f"| {spelled} | {_value(kind)} | {_default(entry.default)} | {text} |\n"
+    return f"| {spelled(entry, kind)} | {value_words(kind)} | {default_words(entry)} | {text} |\n"
 
 
 def _others(flag: str) -> Iterator[str]:
@@ -78,40 +74,6 @@ def _others(flag: str) -> Iterator[str]:
         for name, values in flag_groups(meant.split()):
             if name in (flag, f"no-{flag}"):
                 yield f"`{other}` ({' '.join(values) or ('off' if name != flag else 'on')})"
-
-
-def _value(kind: Any) -> str:
-    options = [each for each in get_args(kind) if each is not type(None)]
-    if kind is bool:
-        return ""
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{each}`" for each in options)
-    if get_origin(kind) is tuple:
-        return f"{'several' if Ellipsis in options else len(options)} × {_value(options[0])}"
-    return _WORDS[kind] if kind in _WORDS else _value(options[0])
-
-
-def _default(value: Any) -> str:
-    if value is MISSING:
-        return "must be given"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if value is None or value == ():
-        return "unset"
-    return f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
-
-
-def _docstrings(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass and its base classes, as one line."""
-    found: dict[str, str] = {}
-    for each in kind.__mro__[-2::-1]:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
-                    found[name] = " ".join(meaning.split())
-    return found
 
 
 def _cell(text: str) -> str:

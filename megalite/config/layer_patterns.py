@@ -54,6 +54,10 @@ def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
 
 
 def _pattern(flag: str, text: str, words: str, layers: int) -> Sequence[bool]:
+    """Read a list of 0 and 1, one for each layer, such as `([1]*2+[0])*4`, without running it.
+
+    Raises ConfigurationError for anything else, and for another number of layers.
+    """
     try:
         pattern = _list(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # MemoryError: the expression is nested too deep

@@ -23,14 +23,15 @@ from megalite.config.yaml_file import Sections, from_sections, missing_fields, n
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-_DESCRIPTION = (
-    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change "
-    "nothing, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
-    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp. "
-    "--dry-run builds one rank (--rank, by default 0) of --world-size ranks without a device, runs a step in which "
-    "nothing is computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it. "
-    "--as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there."
-)
+_DESCRIPTION = """\
+Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note if they change nothing, and
+refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section (model, parallel, ...),
+which flags override. Short names: --tp, --pp, --cp, --ep, --etp.
+
+--dry-run builds one rank (--rank, by default 0) of --world-size ranks without a device, runs a step in which nothing is
+computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it.
+--as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         SystemExit: 0 after --help.
     """
     if "-h" in argv or "--help" in argv:
-        _show_help()
+        from megalite.config.help import show_help  # imported here: few programs show their help
+
+        show_help(_DESCRIPTION, {f"{name} options": kind for name, kind in section_types().items()})
     sections: Sections = {name: {} for name in section_types()}
     fields: dict[str, Any] = {}
     shorthands: dict[str, Any] = {}
@@ -127,12 +130,6 @@ def _lacks_network(load: str) -> str:
             "--use-checkpoint-args takes the flags of the network and the tokenizer from what that writes"
         )
     return "has no config.json, which describes the network in a Hugging Face folder, and no checkpoint"
-
-
-def _show_help() -> None:
-    import tyro  # imported here: all of megalite imports this package, but few programs parse a configuration
-
-    tyro.cli(RunConfig, args=["--help"], description=_DESCRIPTION, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
@@ -219,6 +216,7 @@ def field_value(flag: str, kind: Any, values: list[str]) -> Any:
 
 
 def _converted(flag: str, kind: Any, text: str) -> Any:
+    """Return a word as a value of this type. Raises ConfigurationError with what was expected."""
     for number, wanted in ((int, "a whole number"), (float, "a finite number")):
         if kind is number:
             with suppress(ValueError, OverflowError):

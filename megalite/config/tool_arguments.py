@@ -8,14 +8,18 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
-from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
+from megalite.config.parse import field_value
+from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 Arguments = TypeVar("Arguments")
+POSITIONAL = {"positional": True}
+"""Metadata of the field without a flag, which takes the value that no flag takes."""
 
 
 def parse_tool_arguments(
@@ -32,24 +36,49 @@ def parse_tool_arguments(
         repeated: a flag with several values is given once per value; otherwise once with all values.
 
     Raises:
-        ConfigurationError: a flag is unknown, a value is blank, or a number is not in its range.
-        SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, with a message.
+        ConfigurationError: a flag is unknown or missing, or a value is blank, of the wrong type, or not in its range.
+        SystemExit: 0 after --help.
     """
-    import tyro
+    argv = sys.argv[1:] if argv is None else argv
+    if "-h" in argv or "--help" in argv:
+        from megalite.config.help import show_help  # imported here: few programs show their help
 
-    argv = [_in_full(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    _refuse_unknown_flags(arguments, argv)
+        show_help(_as_called(description), {"options": arguments})
+    kinds, entries = get_type_hints(arguments), dataclasses.fields(arguments)  # type: ignore[arg-type]
+    positional = next((entry.name for entry in entries if entry.metadata == POSITIONAL), None)
+    found: dict[str, Any] = {}
+    free: list[str] = []
+    with_values = {token[2:].partition("=")[0].replace("_", "-") for token in argv if "=" in token}
     for flag, values in flag_groups(argv):
         refuse_blank(flag, values)
-    try:
-        parsed = tyro.cli(
-            arguments,
-            args=argv,
-            description=_as_called(description),
-            config=(tyro.conf.UseAppendAction,) if repeated else (),
-        )
-    except SystemExit as ending:
-        sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another code comes from --help or a signal
+        name, wanted = _field(flag, [entry.name for entry in entries if entry.name != positional], kinds)
+        kind = kinds.get(name)
+        form = next((each for each in (kind, *get_args(kind)) if get_origin(each) is tuple), kind)
+        several = get_origin(form) is tuple and Ellipsis in get_args(form)
+        takes = 0 if not flag or kind is bool else 1
+        if get_origin(form) is tuple and not (several and repeated):
+            takes = len(values) if several else len(get_args(form))
+        own, others = values[:takes], values[takes:]
+        if kind is bool and flag in with_values:
+            raise ConfigurationError(f"--{flag} takes no value")
+        if several and repeated and not own:
+            raise ConfigurationError(f"--{flag} needs a value")
+        if others and positional is None:
+            what = f"--{flag} takes {takes or 'no'} value{'s' * (takes > 1)}, got" if flag else "no flag takes"
+            raise ConfigurationError(f"{what} {shown(' '.join(values))}")
+        free += others
+        if flag:
+            value: Any = field_value(flag, kind, own) if wanted else False
+            found[name] = (*found.get(name, ()), *value) if several and repeated else value
+    if positional is not None and free:
+        if len(free) > 1 or not free[0].strip():
+            raise ConfigurationError(f"{positional.upper()} is one word, got {shown(' '.join(free))}")
+        found[positional] = field_value(positional, kinds[positional], free)
+    needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]
+    if needed:
+        missing = ", ".join(name.upper() if name == positional else flag_of(name) for name in needed)
+        raise ConfigurationError(f"missing: {missing} (--help describes all flags)")
+    parsed = arguments(**found)
     if problems := list(range_problems(parsed)):
         raise ConfigurationError("\n".join(problems))
     return parsed
@@ -74,18 +103,14 @@ def _as_called(description: str) -> str:
     return re.sub(r"(python )?tools/\S+\.py", lambda found: name if found[1] else f"--no-python {name}", description)
 
 
-def _in_full(argument: str) -> str:
-    flag, equals, value = argument.partition("=")
-    return f"--{tables()['aliases'][flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp", "--cp") else argument
-
-
-def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:
-    # If a flag is missing, tyro makes no suggestion for a misspelt flag, which is probably the missing one.
-    known = ["--help", *(flag_of(field.name) for field in dataclasses.fields(arguments))]  # type: ignore[arg-type]
-    for argument in argv:
-        flag = argument.split("=")[0].replace("_", "-")
-        if not flag.startswith("--") or flag in known or flag.replace("--no-", "--") in known:
-            continue
-        near = difflib.get_close_matches(flag, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(known)}"
-        raise ConfigurationError(f"there is no flag {flag}: {hint}")
+def _field(flag: str, names: Sequence[str], kinds: dict[str, Any]) -> tuple[str, bool]:
+    """Return the field of a flag, and false if the flag turns it off. Raises ConfigurationError for an unknown flag."""
+    name = (tables()["aliases"][flag] if flag in ("tp", "pp", "cp") else flag).replace("-", "_")
+    if not flag or name in names:
+        return name, True
+    if (positive := name.removeprefix("no_")) in names and kinds[positive] is bool:
+        return positive, False
+    known = ["--help", *map(flag_of, names)]
+    near = difflib.get_close_matches(f"--{flag}", known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(known)}"
+    raise ConfigurationError(f"there is no flag --{flag}: {hint}")

@@ -172,6 +172,7 @@ def _count(number: str, unit: str) -> int:
 
 
 def _batch_size_schedule(training: TrainingConfig, seq_length: int) -> Iterator[str]:
+    """Yield what is wrong with --step-batch-size-schedule."""
     flag = f'--step-batch-size-schedule "{" ".join(training.step_batch_size_schedule)}"'
     schedule = training.batch_size_schedule(seq_length)
     if not schedule:
@@ -190,6 +191,7 @@ def _batch_size_schedule(training: TrainingConfig, seq_length: int) -> Iterator[
 
 
 def _ramp(training: TrainingConfig) -> Iterator[str]:
+    """Yield what is wrong with --rampup-batch-size."""
     if training.rampup_batch_size is None:
         return
     start, increment, samples = training.rampup_batch_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megalite.config.checkpoint import CheckpointConfig, checkpoint_problems
+from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
 from megalite.config.experts import with_weights_of_sinkhorn
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
@@ -18,7 +18,6 @@ from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
 from megalite.config.run import RunConfig, TaskConfig, section_types
-from megalite.config.sites import with_sites
 from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
@@ -28,12 +27,13 @@ from megalite.config.validate_model import (
     relation_problems,
 )
 from megalite.config.validate_rates import rate_problems
-from megalite.config.validate_synchronization import synchronization_problems
+from megalite.config.validate_synchronization import synchronization_problems, with_sites
 from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
 _IDLE_WITH_ONE_RANK = {
+    "tensor_model_parallel_size": "sequence_parallel",
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
     "context_parallel_size": "cp_* hierarchical_context_parallel_sizes",
 }
@@ -65,35 +65,31 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Turn off flags that have no effect, as Megatron-LM does. Returns the configuration and a line about each flag."""
     lines: list[str] = []
-    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
-        lines.append("--sequence-parallel: off, since --tensor-model-parallel-size is 1")
+    for section, names, why in _idle(config):
+        options = getattr(config, section)
+        lines += [f"{flag}: changes nothing{why}" for flag in given(options, names)]
+        defaults = {name: getattr(type(options), name) for name in changed(options, names)}
+        config = replace(config, **{section: replace(options, **defaults)})
+    return config, tuple(lines)
+
+
+def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield section and names of fields that have no effect, with the reason."""
     for axis, names in _IDLE_WITH_ONE_RANK.items():
         if getattr(config.parallel, axis) == 1:
-            idle = given(config.parallel, names)
-            lines += [f"{flag}: changes nothing, since {flag_of(axis)} is 1" for flag in idle]
-            defaults = {name: getattr(ParallelConfig, name) for name in changed(config.parallel, names)}
-            config = replace(config, parallel=replace(config.parallel, **defaults))
-    if config.model.num_experts is None and config.parallel.expert_tensor_parallel_size is not None:
-        config = replace(config, parallel=replace(config.parallel, expert_tensor_parallel_size=None))
-        lines.append("--expert-tensor-parallel-size: changes nothing without --num-experts")
-    training, idle = config.training, given(config.training, "recompute_method recompute_num_layers")
-    if training.recompute_granularity is None and idle:
-        config = replace(config, training=replace(training, recompute_method=None, recompute_num_layers=None))
-        lines += [f"{flag}: changes nothing without --recompute-granularity full" for flag in idle]
-    if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(_chunks(config), config.parallel)):
-        config = replace(config, parallel=replace(config.parallel, align_grad_reduce=True))
-        lines.append(f"--no-align-grad-reduce: changes nothing {why}")
-    if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
-        config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
-        lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
-    if config.checkpoint.save is None and (written := given(config.checkpoint, "ckpt_format")):
-        config = replace(config, checkpoint=replace(config.checkpoint, ckpt_format=CheckpointConfig.ckpt_format))
-        lines += [f"{flag}: changes nothing without --save" for flag in written]
-    if config.checkpoint.finetune and not config.checkpoint.load_optim:
-        config = replace(config, checkpoint=replace(config.checkpoint, load_optim=True))
-        lines.append("--no-load-optim: changes nothing, since --finetune takes the weights alone")
-    return config, tuple(lines)
+            yield "parallel", names, f", since {flag_of(axis)} is 1"
+    if config.model.num_experts is None:
+        yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
+    if config.training.recompute_granularity is None:
+        yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
+    if why := why_nothing_is_aligned(_chunks(config), config.parallel):
+        yield "parallel", "align_grad_reduce", f" {why}"
+    if not config.optimizer.narrow:
+        yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
+    if config.checkpoint.save is None:
+        yield "checkpoint", "ckpt_format", " without --save"
+    if config.checkpoint.finetune:
+        yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
 
 
 def _chunks(config: RunConfig) -> int:
@@ -196,6 +192,7 @@ def _sizes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _division(config: TaskConfig, world_size: int, seq_length: int) -> Iterator[str]:
+    """Yield what does not divide: ranks by groups, and batches by micro-batches and data-parallel ranks."""
     training, parallel = config.training, config.parallel
     if uneven := list(_uneven_groups(parallel, world_size)):
         yield from uneven
@@ -238,6 +235,7 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the instances of hybrid sharding."""
     instances, copies = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size(world_size)
     peers = copies * parallel.context_parallel_size
     of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
@@ -259,6 +257,7 @@ def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 
 def _experts(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with experts beside the layout, the losses and the other options of a run."""
     model, parallel = config.model, config.parallel
     tensor, sizes = parallel.tensor_model_parallel_size, parallel.mesh_sizes
     if model.num_experts is None:
@@ -345,6 +344,7 @@ def _communication(config: TaskConfig) -> Iterator[str]:
 
 
 def _recompute(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the recomputation of activations."""
     training, layers = config.training, config.model.num_layers
     method, number = training.recompute_method, training.recompute_num_layers
     if training.recompute_granularity == "full":

@@ -52,6 +52,7 @@ def relation_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with rotary embeddings and their scaling."""
     if model.position_embedding_type == "yarn":
         yield from _yarn(model)
     share, width, rotated = model.rotary_percent, model.head_dim, model.rotated_channels

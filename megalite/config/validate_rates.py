@@ -67,6 +67,7 @@ def _idle(config: TaskConfig, unit: str) -> Iterator[str]:
 
 
 def _noam(config: TaskConfig, unit: str, hidden_size: int) -> Iterator[str]:
+    """Yield what is wrong with the decay of noam, whose highest rate follows from a formula."""
     optimizer, warmup = config.optimizer, _lengths(config, unit)[0]
     if not warmup:
         yield f"--lr-decay-style noam needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"

@@ -1,19 +1,55 @@
-"""Relations between the options of data parallelism that communicates less."""
+"""Relations between the options of data parallelism that communicates less, and the sites that nodes are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from megalite.config.fields import flag_of, needs
-from megalite.config.parameter_server import server_problems
-from megalite.config.synchronization import SynchronizationConfig
+from megalite.config.synchronization import Algorithm, SynchronizationConfig
+from megalite.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from megalite.config.run import TaskConfig
 
+AnyConfig = TypeVar("AnyConfig", bound="TaskConfig")
+_SERVERS = "--asynchronous parameter-server"
 _SPARSE = ("topk", "randomk", "threshold", "dgc", "count-sketch")
 _AVERAGES = ("local-sgd", "post-local-sgd", "fedavg", "diloco")
+
+
+def with_sites(config: AnyConfig, world_size: int, node_ranks: int | None) -> AnyConfig:
+    """Return the configuration with a site per node, if it asks for sums within nodes, then between them.
+
+    If all data-parallel ranks are on one node, there is nothing between nodes, and the backend sums.
+
+    Args:
+        config: the configuration.
+        world_size: the number of ranks.
+        node_ranks: the number of ranks on this rank's node; None: it is not known.
+
+    Raises:
+        ConfigurationError: the nodes do not have equal numbers of data-parallel ranks.
+    """
+    chosen, parallel = config.synchronization, config.parallel
+    by_node = chosen.all_reduce_algorithm == "hierarchical" and chosen.sites == 1 and not chosen.has_replicas
+    of_stage, uneven = divmod(world_size, parallel.pipeline_model_parallel_size)
+    node_ranks = 1 if world_size == 1 else node_ranks
+    if not by_node or uneven or node_ranks is None:  # the validation tells why not
+        return config
+    widths = (parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
+    if node_ranks % of_stage == 0:
+        sites = 1
+    elif of_stage % node_ranks == 0 and all(world_size // width % (of_stage // node_ranks) == 0 for width in widths):
+        sites = of_stage // node_ranks
+    else:
+        raise ConfigurationError(
+            f"--all-reduce-algorithm hierarchical: {world_size} ranks in nodes of {node_ranks} do not have equal "
+            "numbers of data-parallel ranks: give --sites"
+        )
+    algorithm: Algorithm = "hierarchical" if sites > 1 else "backend"
+    return replace(config, synchronization=replace(chosen, sites=sites, all_reduce_algorithm=algorithm))
 
 
 def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
@@ -24,16 +60,16 @@ def synchronization_problems(config: TaskConfig, world_size: int) -> Iterator[st
     yield from _compression_problems(config)
     yield from _local_update_problems(config)
     if chosen.has_servers:
-        yield from server_problems(config, world_size)
+        yield from _server_problems(config, world_size)
         return
-    needed = "--asynchronous parameter-server"
-    yield from needs(chosen, "num_servers max_staleness backup_workers drop_stragglers_after", needed)
+    yield from needs(chosen, "num_servers max_staleness backup_workers drop_stragglers_after", _SERVERS)
     yield from _site_problems(config, world_size)
     yield from _peer_problems(config, world_size)
     yield from _algorithm_problems(config)
 
 
 def _compression_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with the compression of gradients."""
     chosen, parallel, optimizer = config.synchronization, config.parallel, config.optimizer
     names = set(chosen.gradient_compression)
     if len(chosen.gradient_compression) > 2 or not chosen.gradient_compression:
@@ -94,6 +130,7 @@ def _compression_problems(config: TaskConfig) -> Iterator[str]:
 
 
 def _local_update_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with local updates."""
     chosen, parallel, method = config.synchronization, config.parallel, config.synchronization.local_update
     if not chosen.has_replicas:
         yield from needs(chosen, "local_update_* outer_* elastic_rate", "--local-update")
@@ -138,6 +175,7 @@ def _local_update_problems(config: TaskConfig) -> Iterator[str]:
 
 
 def _site_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the division of ranks into sites or replicas."""
     chosen, parallel = config.synchronization, config.parallel
     copies = parallel.data_parallel_size(world_size)
     of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
@@ -174,6 +212,7 @@ def _peer_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
 
 
 def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
+    """Yield what is wrong with --all-reduce-algorithm."""
     chosen, strategy = config.synchronization, config.parallel.data_parallel_sharding_strategy
     what = f"--all-reduce-algorithm {chosen.all_reduce_algorithm}"
     if chosen.all_reduce_algorithm == "hierarchical":
@@ -190,3 +229,35 @@ def _algorithm_problems(config: TaskConfig) -> Iterator[str]:
             yield f"{what} sums within replicas: drop --local-update-warmup-iters, whose steps sum over all replicas"
         if chosen.all_reduce_algorithm == "tree" and config.parallel.zero_stage >= 2:
             yield f"{what} gives all ranks the whole sum: not under --data-parallel-sharding-strategy {strategy}"
+
+
+def _server_problems(config: TaskConfig, world_size: int) -> Iterator[str]:
+    """Yield a line for each relation that does not hold in a run with parameter servers."""
+    chosen, parallel, training = config.synchronization, config.parallel, config.training
+    servers, workers = chosen.num_servers, world_size - chosen.num_servers
+    if servers >= world_size:
+        yield f"--num-servers {servers} of {world_size} ranks leaves no worker"
+        return
+    if chosen.max_staleness and (chosen.backup_workers or chosen.drop_stragglers_after is not None):
+        yield "--backup-workers and --drop-stragglers-after leave late gradients out of a step: drop --max-staleness"
+    if chosen.backup_workers >= workers:
+        yield f"--backup-workers {chosen.backup_workers} of {workers} workers leaves none whose gradients are applied"
+    if parallel.model_parallel_size > 1 or parallel.expert_model_parallel_size > 1:
+        yield f"{_SERVERS}: a worker is one rank: drop --tp, --pp, --cp and --ep"
+    unsharded, logging = parallel.zero_stage == 0, config.logging
+    others = {
+        "--gradient-compression": chosen.compresses,
+        "--local-update": chosen.has_replicas,
+        "--sites": chosen.sites > 1,
+        "--all-reduce-algorithm": chosen.all_reduce_algorithm != "backend",
+        "--use-distributed-optimizer or --data-parallel-sharding-strategy: servers shard the optimizer": not unsharded,
+        "--overlap-grad-reduce: a worker sends its gradients at once": parallel.overlap_grad_reduce,
+        "--store-param-remainders": config.optimizer.store_param_remainders,
+        "--async-save": config.checkpoint.async_save,
+        "--fp16: all workers would share its loss scale": training.fp16,
+        "--moe-record-routing": training.moe_record_routing is not None,
+        "--profile-pipeline": config.profiling.profile_pipeline is not None,
+        "--log-params-norm: no rank has all masters": logging.log_params_norm,
+        "--log-num-zeros-in-grad: no rank has all gradients": logging.log_num_zeros_in_grad,
+    }
+    yield from (f"{_SERVERS}: drop {name}" for name, is_given in others.items() if is_given)

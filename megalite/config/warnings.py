@@ -63,6 +63,7 @@ def config_warnings(config: RunConfig, *, per_token_loss: bool) -> tuple[str, ..
 
 
 def _context_parallel(config: RunConfig) -> Iterator[str]:
+    """Yield what may be slow or surprising under context parallelism."""
     model, size, length = config.model, config.parallel.context_parallel_size, config.data.seq_length
     if size == 1:
         return

@@ -10,7 +10,7 @@ from operator import add
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.mapping import LastTensor
 from megalite.errors import CheckpointError
@@ -60,7 +60,6 @@ class ChunkedFiles:
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, as in `Files`."""
         return self._last.get(name, partial(self._whole, name))
 
     def _whole(self, name: str) -> Tensor:

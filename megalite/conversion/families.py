@@ -12,6 +12,13 @@ from megalite.conversion import config_keys as keys
 from megalite.conversion.config_keys import Keys, fixed, key, tied
 from megalite.conversion.family import Family
 from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, QUERY, UP, MappedBox, Rule, linear, norm, table
+from megalite.conversion.position_keys import (
+    rotary,
+    rotary_of_two_kinds,
+    window_everywhere,
+    window_from_layer,
+    window_pattern,
+)
 
 # ------------------------------------------------------------------------------------------------ Llama and its like
 
@@ -41,16 +48,8 @@ _LLAMA_ENDS = _ends("model.embed_tokens.weight", "model.norm", "lm_head.weight")
 _LLAMA_MLP_NORM = norm("model.layers.{layer}.post_attention_layernorm", "mlp_norm")
 _LLAMA_RULES = (*_LLAMA_LAYER, *_LLAMA_MLP_NORM, *_LLAMA_ENDS)
 
-_OF_ALL = tuple(
-    fixed(name, value, written=False)
-    for name, value in {
-        "is_causal": True,
-        "is_encoder_decoder": False,
-        "tie_encoder_decoder": False,
-        "add_cross_attention": False,
-        "pruned_heads": {},
-    }.items()
-)
+_UNUSED = {"is_encoder_decoder": False, "tie_encoder_decoder": False, "add_cross_attention": False, "pruned_heads": {}}
+_OF_ALL = tuple(fixed(name, value, written=False) for name, value in ({"is_causal": True} | _UNUSED).items())
 _SIZES = (
     key("vocab_size", "vocab_size"),
     key("hidden_size", "hidden_size"),
@@ -75,14 +74,14 @@ def _llama_like(
     always: dict[str, object],
     groups: int | None,
     *own: Keys,
-    rotary: Keys | None = None,
+    position: Keys | None = None,
 ) -> Family:
     """Return a family similar to Llama.
 
-    `groups`: number of key-value heads if config.json does not have it. `rotary`: entry for rotary embeddings; None:
+    `groups`: number of key-value heads if config.json does not have it. `position`: entry for rotary embeddings; None:
     that of Llama.
     """
-    shared = (*_OF_ALL, keys.activation("hidden_act", "silu", gated=True), rotary or keys.rotary(), tied(False))
+    shared = (*_OF_ALL, keys.activation("hidden_act", "silu", gated=True), position or rotary(), tied(False))
     all_keys = (*_LLAMA_KEYS, *shared, keys.grouped_queries(groups), *own)
     return Family(name, architecture, all_keys, always, _LLAMA_RULES)
 
@@ -96,14 +95,14 @@ LLAMA = _llama_like(
     keys.linear_biases(),
     fixed("rope_interleaved", False, written=False),
 )
-MISTRAL = _llama_like("mistral", "MistralForCausalLM", _WITHOUT_BIASES, 8, keys.head_width(), keys.window_everywhere())
+MISTRAL = _llama_like("mistral", "MistralForCausalLM", _WITHOUT_BIASES, 8, keys.head_width(), window_everywhere())
 QWEN2 = _llama_like(
     "qwen2",
     "Qwen2ForCausalLM",
     _WITHOUT_BIASES | {"add_qkv_bias": True},
     32,
     keys.head_width(),
-    keys.window_from_layer(),
+    window_from_layer(),
     fixed("use_mrope", False, written=False),
 )
 QWEN3 = _llama_like(
@@ -113,14 +112,17 @@ QWEN3 = _llama_like(
     32,
     keys.head_width(128),
     fixed("attention_bias", False),
-    keys.window_from_layer(),
+    window_from_layer(),
 )
 
 # ------------------------------------------------------------------------------------------------ experts
 
 
-def _gated(block: str, tensor: str, width: str, names: Sequence[str]) -> tuple[Rule, ...]:
-    """Return the rules for the gate, up and down matrices of experts, which have these names.
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gated(block: str, tensor: str, width: str, names: Sequence[str] = _GATE_UP_DOWN) -> tuple[Rule, ...]:
+    """Return the rules for the gate, up and down matrices of experts, one or shared, which have these names.
 
     `tensor`: prefix of the logical tensors. `width`: the axis of the inner width.
     """
@@ -138,12 +140,6 @@ def _experts(block: str, names: Sequence[str]) -> tuple[Rule, ...]:
     return (router, *_gated(f"{block}.experts.{{expert}}", "moe", "expert_ffn", names))
 
 
-def _shared_experts(block: str) -> tuple[Rule, ...]:
-    """Return the rules for the matrices of the shared experts, with the name of their block."""
-    return _gated(block, "moe.shared", "shared_ffn", _GATE_UP_DOWN)
-
-
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _FUSED_EXPERTS = (
     Rule(f"{_MLP}.gate.weight", "experts hidden -> experts hidden", (MappedBox("moe.router"),)),
     Rule(
@@ -181,11 +177,11 @@ MIXTRAL = _with_experts(
         8,
         keys.head_width(),
         key("rms_norm_eps", "norm_epsilon", 1e-5),
-        keys.window_everywhere(None),
+        window_everywhere(None),
         keys.num_experts("num_local_experts", "num_experts"),
         key("num_experts_per_tok", "moe_router_topk", 2),
         fixed("router_jitter_noise", 0.0),
-        rotary=keys.rotary(default_base=1_000_000.0),
+        position=rotary(default_base=1_000_000.0),
     ),
     _experts("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")),
 )
@@ -196,7 +192,7 @@ QWEN2_MOE = _with_experts(
         _WITHOUT_BIASES | {"add_qkv_bias": True, "moe_shared_expert_gate": True},
         16,
         keys.head_width(),
-        keys.window_from_layer(states_layers=True),
+        window_from_layer(states_layers=True),
         fixed("qkv_bias", True),
         keys.num_experts("num_experts"),
         key("num_experts_per_tok", "moe_router_topk", 4),
@@ -204,7 +200,7 @@ QWEN2_MOE = _with_experts(
         *_QWEN_KEYS,
     ),
     _QWEN_EXPERTS,
-    *_shared_experts(f"{_MLP}.shared_expert"),
+    *_gated(f"{_MLP}.shared_expert", "moe.shared", "shared_ffn"),
     Rule(f"{_MLP}.shared_expert_gate.weight", "one hidden -> one hidden", (MappedBox("moe.shared_gate"),)),
 )
 QWEN3_MOE = _with_experts(
@@ -222,17 +218,13 @@ QWEN3_MOE = _with_experts(
     ),
     _QWEN_EXPERTS,
 )
+_SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
 GLM4_MOE = replace(
     _with_experts(
         _llama_like(
             "glm4_moe",
             "Glm4MoeForCausalLM",
-            _WITHOUT_BIASES
-            | {
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_dtype": "fp32",
-            },
+            _WITHOUT_BIASES | _SIGMOID,
             8,
             keys.head_width(),
             key("rms_norm_eps", "norm_epsilon", 1e-5),
@@ -247,10 +239,10 @@ GLM4_MOE = replace(
             keys.expert_groups(),
             keys.normalized_scores("norm_topk_prob", "num_experts_per_tok", 8),
             keys.without_prediction_layers(),
-            rotary=keys.rotary(share="partial_rotary_factor", default_share=0.5),
+            position=rotary(share="partial_rotary_factor", default_share=0.5),
         ),
         _QWEN_EXPERTS,
-        *_shared_experts(f"{_MLP}.shared_experts"),
+        *_gated(f"{_MLP}.shared_experts", "moe.shared", "shared_ffn"),
         Rule(f"{_MLP}.gate.e_score_correction_bias", "experts -> experts", (MappedBox("state/moe.expert_bias"),)),
     ),
     predicts_further=True,
@@ -279,7 +271,7 @@ _SANDWICH_KEYS = (
 GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
-    (*_GEMMA_KEYS, keys.grouped_queries(16), keys.tanh_gate(), keys.rotary(), _ONE_WAY),
+    (*_GEMMA_KEYS, keys.grouped_queries(16), keys.tanh_gate(), rotary(), _ONE_WAY),
     _GEMMA_ALWAYS,
     _LLAMA_RULES,
 )
@@ -288,8 +280,8 @@ GEMMA2 = Family(
     "Gemma2ForCausalLM",
     (
         *_SANDWICH_KEYS,
-        keys.rotary(),
-        keys.window_pattern(full_every=2),
+        rotary(),
+        window_pattern(full_every=2),
         keys.soft_cap("attn_logit_softcapping", 50.0),
         keys.soft_cap("final_logit_softcapping", 30.0),
     ),
@@ -301,8 +293,8 @@ GEMMA3 = Family(
     "Gemma3ForCausalLM",
     (
         *_SANDWICH_KEYS,
-        keys.rotary_of_two_kinds(),
-        keys.window_pattern(full_every=6, pattern_key=True),
+        rotary_of_two_kinds(),
+        window_pattern(full_every=6, pattern_key=True),
         fixed("attn_logit_softcapping", None),  # transformers reads this key, but does not apply a cap
         keys.soft_cap("final_logit_softcapping", None),
     ),
@@ -372,7 +364,7 @@ GPT_NEOX = Family(
         key("attention_dropout", "attention_dropout", 0.0),
         key("use_parallel_residual", "use_parallel_residual", True),
         keys.activation("hidden_act", "gelu", gated=False),
-        keys.rotary("rotary_emb_base", "rotary_pct", 0.25),
+        rotary("rotary_emb_base", "rotary_pct", 0.25),
         tied(False),
         fixed("attention_bias", True, written=False),
     ),

@@ -15,7 +15,7 @@ from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import Cut, write_files
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers, packed
+from megalite.checkpoint.tensors import Kind, natural_order, packed
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.families import FAMILIES, LACKING
 from megalite.conversion.family import CARRIED, Family, choose
@@ -75,7 +75,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
     data, length = tokenizer_fields(folder), model.max_position_embeddings
     notes: tuple[str, ...] = ()
     if files.left_out:
-        first = min(files.left_out, key=numbers_as_numbers)
+        first = min(files.left_out, key=natural_order)
         left_out = f"{len(files.left_out):,} tensors of layers that predict further tokens (MTP), such as {first}"
         notes = (f"note: {folder} has {left_out}: megalite has no such layers and leaves them out",)
     what = f"{family.name}, {folder}"
@@ -152,6 +152,7 @@ def tokenizer_folder(tokenizer_model: str | None) -> Path | None:
 
 
 def _check_model_alone(folder: Path, flags: TokenizerFlags) -> None:
+    """Raise CheckpointError if a folder's files declare tokens that its tokenizer.model alone does not give."""
     beside = read_folder(folder)
     declared = dict[str, int | None].fromkeys(token.content for token in (*beside.named.values(), *beside.extra))
     declared |= {token.content: number for number, token in beside.by_id.items()}
@@ -212,7 +213,7 @@ def write_huggingface(
 
 def weight_files(kinds: Mapping[str, Kind], shard: int) -> tuple[Cut, Format]:
     """Return the tensors of each file of a folder, and the files' format. `shard`: maximum size of a file in bytes."""
-    names = packed(sorted(kinds, key=numbers_as_numbers), lambda name: kinds[name].size, shard)
+    names = packed(sorted(kinds, key=natural_order), lambda name: kinds[name].size, shard)
     count = len(names)
     file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
     byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)

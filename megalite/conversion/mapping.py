@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.checkpoint.tensors import Kind, Source, widest
 from megalite.config import ModelConfig
@@ -224,7 +224,6 @@ class FromFiles:
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         for tensor, held, view in self._boxes[name]:
             both = held.intersection(box)
             if both is not None:
@@ -279,7 +278,7 @@ class ToFiles:
         }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
+        """Fill `values` with a box of a file's tensor: straight from the run's elements if they lie in a row there."""
         stored = self._runs[name]
         runs = list(islice(Box.whole(self.tensors[name].shape).runs_of(box), 2))
         if stored is not None and len(runs) == 1 and values.is_contiguous():

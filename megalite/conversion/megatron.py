@@ -17,7 +17,7 @@ from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import write_files
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers
+from megalite.checkpoint.tensors import Kind, natural_order
 from megalite.config import ModelConfig
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
@@ -66,7 +66,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     model = replace(model, vocab_size=tokens)
     logical = logical_tensors(model)
     mapping = file_tensors(RULES, model, logical)
-    others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=numbers_as_numbers)
+    others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=natural_order)
     if others:
         some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
         raise CheckpointError(f"{folder} has {some}, which the network in its arguments does not have")
@@ -119,6 +119,7 @@ class _Stacked:
     """
 
     def __init__(self, files: ToFiles, model: ModelConfig, vocabulary: int) -> None:
+        """Name and stack the tensors. `vocabulary`: rows of the tables of tokens, with padding."""
         self._files = files
         self._stacks = len({layer.feed_forward for layer in model.layers}) == 1
         self._names: dict[str, str] = {}
@@ -140,7 +141,7 @@ class _Stacked:
         return self._stacks and ".layers." in name
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
+        """Fill `values` with a box of a tensor of all layers, whose first dimension is the layer; padding is zero."""
         stacked, name = self._stacked(name), self._names[name]
         if stacked:
             within = Box(box.offset[1:], box.size[1:])

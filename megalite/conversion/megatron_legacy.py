@@ -107,6 +107,7 @@ class Legacy:
             first += layers
 
     def _chunks(self, name: str, stored: StoredTensor, rank: int, gated: bool) -> Iterator[Chunk]:
+        """Yield the chunks of a tensor that a tensor-parallel rank has stored; of a replicated one, those of rank 0."""
         ranks, size = self._tensor_ranks, stored.shape
         if len(size) not in (1, 2):
             raise CheckpointError(f"{self._folder} has {name} {list(size)}, which is neither a matrix nor a row")

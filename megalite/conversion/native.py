@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,24 @@ from typing import Any
 import torch
 
 from megalite.atomic_files import writing
-from megalite.checkpoint import TrainingState
+from megalite.checkpoint import Contents, Plan, TrainingState
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
-from megalite.checkpoint.manifest import MASTER, MODEL, STATE
+from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.checkpoint.manifest import MASTER, MODEL, STATE, is_optimizer_state
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
-from megalite.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tokenizer import TokenizerFlags
+from megalite.config.validate_model import uneven_widths
 from megalite.conversion.huggingface import copy_companions, tokenizer_folder
-from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed, logical_tensors, states_of_training
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.model.gpt import make_chunks
+from megalite.optim.buckets import DataParallel
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sharding import Box
+from megalite.pipeline.stages import Stages
 from megalite.process.progress import Advance
 from megalite.storage import AnyPath, open_directory
 
@@ -106,3 +113,34 @@ def write_megalite(
         training=TrainingConfig(micro_batch_size=1, **_FLAGS[dtype]),
     )
     return write_checkpoint(source, TrainingState(0, 0, 0), asdict(run), directory, cut, workers, advance)
+
+
+def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+    """Yield for each rank the boxes of weights and modules' state that it would save.
+
+    The number of ranks is the smallest one that the layout allows. The model of each rank is built on the meta device.
+    Raises ConfigurationError if the model cannot be divided in this way.
+    """
+    check_divides(model, parallel)
+    parts = stage_layers(model, parallel)
+    stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
+    size = parallel.ranks_needed
+    world = ParallelMesh(world_size=size, **parallel.mesh_sizes)
+
+    def contents_at(mesh: ParallelMesh) -> Contents:
+        held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
+        ranks = mesh.ranks("pp")
+        chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
+        return Contents.of(chunks, mesh, DataParallel(torch.float32))
+
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), zero_stage=0, instances=1)
+    for rank in range(size):
+        yield [(part.name, part.box) for part in plan.saved(rank) if not is_optimizer_state(part.name)]
+
+
+def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigurationError if the model cannot be divided equally among the ranks."""
+    if parallel.pipeline_model_parallel_size < 1:
+        raise ConfigurationError("--pipeline-model-parallel-size must be at least 1")
+    if problems := uneven_widths(model, parallel.tensor_model_parallel_size):
+        raise ConfigurationError("\n".join(problems))

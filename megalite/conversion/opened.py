@@ -107,7 +107,6 @@ class Renamed:
         }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         self._source.fill(self._names[name], box, values)
 
 
@@ -123,7 +122,6 @@ class Watched:
         self.tensors: Mapping[str, Kind] = source.tensors
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         self._source.fill(name, box, values)
         if values.numel() and not all(math.isfinite(end.item()) for end in values.aminmax()):
             self._found.add(name)

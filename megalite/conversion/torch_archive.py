@@ -68,6 +68,7 @@ class _Window(io.RawIOBase):
 
 
 def _read_archive(content: memoryview) -> Any:
+    """Return the object in an archive. Raises ValueError if it is not one that torch.save writes."""
     entries: dict[str, zipfile.ZipInfo] = {}
     folders = set()
     with zipfile.ZipFile(cast(BinaryIO, _Window(content))) as archive:
@@ -119,6 +120,7 @@ def _described(described: Any, storages: dict[str, Storage]) -> Storage:
 
 
 def _read_pickles(content: memoryview) -> Any:
+    """Return the object in a file from before torch 1.6. Raises ValueError if it is not one."""
     stream = io.BytesIO(content[:LARGEST])
     storages: dict[str, Storage] = {}
     if load(stream) != _MAGIC or load(stream) != _VERSION:

@@ -56,6 +56,7 @@ class _Upcycled:
     """Tensors of a network with experts, from those of a dense one (a `Source`)."""
 
     def __init__(self, dense: Source, model: ModelConfig, seed: int) -> None:
+        """Find for each tensor of `model` the dense one to copy; those without one are drawn from `seed`."""
         self._dense, self._seed = dense, seed
         self._copied: dict[str, str] = {}
         self._drawn: dict[str, LogicalTensor] = {}
@@ -73,7 +74,6 @@ class _Upcycled:
                 self.tensors[name] = Kind(tensor.shape, torch.float32)
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         if name in self._drawn:
             values.copy_(initial_values(self._drawn[name], box, self._seed))
         elif name in self._copied:

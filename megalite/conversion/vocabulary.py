@@ -42,7 +42,6 @@ class _Grown:
         self.tensors: Mapping[str, Kind] = {**source.tensors, **more}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`."""
         saved = box.intersection(self._source.tensors[name].whole)
         count = 0 if saved is None else saved.size[0]
         if saved is not None:

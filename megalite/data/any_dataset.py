@@ -98,6 +98,11 @@ class _Reader(torch.utils.data.Dataset[Any]):
             return error
 
     def read(self, request: _Request) -> _Read:
+        """Read and collate the samples of a request, with random numbers that depend only on seed and samples.
+
+        Raises:
+            DataError: the dataset or its collate function failed.
+        """
         samples, source = request.samples, self._source
         with random_state_kept():
             if source.is_stream:
@@ -174,6 +179,11 @@ class AnyDatasetLoader:
         return read.batch
 
     def _from_workers(self, request: _Request) -> _Read:
+        """Take the next read of the worker processes, which begin again where the request is not the next.
+
+        Raises:
+            DataError: a sample or a process failed.
+        """
         try:
             if self._ahead is None:
                 self._ahead = self._start_workers()
@@ -193,6 +203,7 @@ class AnyDatasetLoader:
         return read
 
     def _start_workers(self) -> DataLoader[Any]:
+        """Make torch's loader of whole micro-batches, which draws nothing from the generator of the run."""
         atexit.register(self.close)  # before multiprocessing waits for the processes
         self._closing.value = False
         options = dict(self._source.worker_options)

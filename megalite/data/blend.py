@@ -193,7 +193,6 @@ class BlendedDataset(Generic[Sample]):
                 )
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.dataset_index)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -134,6 +134,7 @@ def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dic
     with nullcontext() if template is None else closing(_Renderer(template)) as renderer:
 
         def spans(record: dict[str, Any]) -> list[Span]:
+            """Return the spans of a record; a ValueError names a field that is missing or has no use."""
             fields = {name: value for name, value in record.items() if value is not None and name not in ORIGIN}
             if "messages" in fields:
                 messages = _messages(fields.pop("messages"), renderer is not None)
@@ -262,6 +263,7 @@ class _Renderer:
         self._socket.close()
 
     def _start(self) -> None:
+        """Start the process that renders, in an environment without secrets, and send it the template."""
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(LONGEST_WAIT)
         # Only the variables that the interpreter needs to start in the same way: others may be secrets.
@@ -275,6 +277,7 @@ class _Renderer:
         self._ask([self._template.source, dict(self._template.special_tokens), self._template.for_tools])
 
     def _ask(self, request: Any) -> Any:
+        """Return the answer to a request. A ValueError says why there is none: refused, ended, or out of time."""
         line = b""
         with suppress(TimeoutError, ConnectionError), self._socket.makefile("rb") as answers:
             self._socket.sendall(json.dumps(request).encode() + b"\n")

@@ -100,6 +100,11 @@ def find_inputs(
 
 
 def _matches(pattern: str) -> list[str]:
+    """Return the files that an --input means, sorted: one path, the texts below a directory, or a pattern's.
+
+    Raises:
+        DataError: there are none.
+    """
     path = Path(pattern)
     if path.is_dir():
         found = [str(file) for file in sorted(_below(path)) if suffix(file.name) in SUFFIXES]
@@ -167,6 +172,11 @@ def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | No
 
 
 def _lines(path: str, begin: Position) -> Iterator[Chunk]:
+    """Yield whole lines in chunks of a little more than CHUNK_BYTES, from `begin` on.
+
+    Raises:
+        DataError: a line is longer than LARGEST_TEXT bytes.
+    """
     with open(path, "rb") as stored, _decompressed(path, stored) as file:
         _skip(file, begin.offset)
         while data := file.read(CHUNK_BYTES):
@@ -197,6 +207,11 @@ def _text(path: str, begin: Position) -> Iterator[Chunk]:
 
 
 def _rows(path: str, keys: Sequence[str], begin: Position) -> Iterator[Chunk]:
+    """Yield the columns `keys` of a Parquet file in chunks of about CHUNK_BYTES, from row `begin.records` on.
+
+    Raises:
+        DataError: there is no such column.
+    """
     parquet = optional_import("pyarrow.parquet", "pyarrow", f"{path} is a Parquet file")
     with open(path, "rb") as stored, parquet.ParquetFile(stored) as table:
         missing = [key for key in keys if key not in table.schema_arrow.names]
@@ -222,6 +237,7 @@ def _rows(path: str, keys: Sequence[str], begin: Position) -> Iterator[Chunk]:
 
 @contextmanager
 def _decompressed(path: str, stored: IO[bytes]) -> Iterator[io.BufferedIOBase | IO[bytes]]:
+    """Open the bytes inside a stored file, by its suffix. Bytes that are not zstd's are a ValueError."""
     if path.lower().endswith(".gz"):
         with gzip.open(stored, "rb") as file:
             yield file
@@ -249,6 +265,7 @@ class _ZstdStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the buffer from as many frames as the file has, and return the number of bytes, 0 at the end."""
         while not self._ready:
             self._compressed = self._compressed or self._file.read(ZSTD_PIECE)
             if not self._compressed:

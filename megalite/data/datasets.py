@@ -147,6 +147,7 @@ def build_datasets(
 
 
 def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:
+    """Return why a split gets no sequence of one of its sources, or None. An empty source is a DataError."""
     for prefix in part.prefixes:
         sequences = sources[prefix].sequences
         if not sequences:
@@ -165,6 +166,8 @@ def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[An
 def _build_split(
     part: DatasetSpec, need: int, least: int, sources: Mapping[str, Source[Sample]], cache: IndexCache, surplus: float
 ) -> Dataset[Sample]:
+    """Build a dataset of `need` samples. A blend without weights may have fewer, but not below `least`."""
+
     def build(prefix: str, num_samples: int | None) -> Dataset[Sample]:
         return sources[prefix].dataset(part.sequences(sources[prefix].sequences), num_samples)
 

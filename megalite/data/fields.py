@@ -52,7 +52,6 @@ class FieldsDataset:
     pad: int | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> SampleFields:

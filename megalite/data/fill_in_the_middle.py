@@ -105,7 +105,6 @@ class FillInTheMiddleDataset:
         self.some_text = tokenizer.encode("1")
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> np.ndarray:
@@ -127,6 +126,7 @@ class FillInTheMiddleDataset:
         return _join_with([self._rearranged(f, random) if c else f for f, c in pairs], self.rules.separator)
 
     def _rearranged(self, tokens: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+        """Return the tokens with the middle of their text last, or as they are if they begin inside a character."""
         rules, encode = self.rules, self.tokenizer.encode
         begin = sum(1 for _ in takewhile(self._is_no_text, tokens.tolist()))
         text = self.tokenizer.decode(tokens[begin:].tolist())

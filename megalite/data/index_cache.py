@@ -71,6 +71,7 @@ class IndexCache:
             return self._keep(folder, text, build()) if arrays is None else arrays
 
     def _load(self, folder: Path, description: str) -> Arrays | None:
+        """Return the memory-mapped arrays of a folder, or None with a note that says what is wrong with it."""
         try:
             record = read_json(folder / "description.json", largest=_LARGEST)
             if record["description"] != description:
@@ -87,6 +88,7 @@ class IndexCache:
         return None
 
     def _keep(self, folder: Path, description: str, arrays: Arrays) -> Arrays:
+        """Write the folder in one step and return its arrays, mapped; without a place to write, the given ones."""
         temporary = temporary_path(folder)
         try:
             remove_leftovers(folder)

@@ -152,6 +152,7 @@ class IndexedDataset:
         self._check_boundaries(advance)
 
     def _check_pointers(self, advance: Callable[[int], None]) -> None:
+        """Refuse an index in which a sequence does not begin, in bytes, where the one before ends."""
         begin = 0
         for first in range(0, len(self), BLOCK):
             pointers = self.sequence_pointers[first : first + BLOCK]
@@ -166,6 +167,7 @@ class IndexedDataset:
             advance(pointers.nbytes)
 
     def _check_boundaries(self, advance: Callable[[int], None]) -> None:
+        """Refuse documents that are not all the sequences in order. `advance` takes the bytes that were read."""
         path, boundaries = idx_path(self.prefix), self.document_indices
         if (boundaries[0], boundaries[-1]) != (0, len(self)):
             expected = f"document boundaries from 0 to {len(self)}, the number of sequences"
@@ -180,6 +182,7 @@ class IndexedDataset:
             advance(block.nbytes)
 
     def _open_tokens(self, mmap: bool) -> Callable[[int, int], np.ndarray]:
+        """Return the function that reads tokens, given a position in bytes and a count."""
         path, dtype, expected = bin_path(self.prefix), self.dtype, self.tokens * self.dtype.itemsize
         try:
             size = path.stat().st_size
@@ -208,6 +211,7 @@ def _read_at(descriptor: int, position: int, count: int, dtype: np.dtype[Any]) -
 
 
 def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int]:
+    """Return the dtype and the numbers of sequences and document boundaries; another size is a DataError."""
     if len(index) < HEADER.size:
         _damaged(path, f"a header of {HEADER.size} bytes", f"{len(index)} bytes")
     magic, version, code, sequences, boundaries = HEADER.unpack_from(index.data)

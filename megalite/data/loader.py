@@ -90,6 +90,11 @@ class MicroBatchLoader:
         return {samples: self._ahead.get(samples) or self._executor.submit(self._load, samples) for samples in wanted}
 
     def _load(self, samples: range) -> MicroBatchArrays:
+        """Read samples into arrays [samples, sequence], or None where no sample has such an array.
+
+        Raises:
+            DataError: the dataset ends before, or a token is not of the vocabulary.
+        """
         if samples.stop > len(self.dataset):
             raise DataError(
                 f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset is for a shorter run: "

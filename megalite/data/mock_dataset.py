@@ -32,7 +32,6 @@ class MockDataset:
     stream: int = 0
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self.num_samples
 
     def __getitem__(self, sample: int) -> np.ndarray:

@@ -181,7 +181,6 @@ class SFTDataset:
     starts: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.starts) - 1
 
     def __getitem__(self, sample: int) -> SampleFields:

@@ -44,7 +44,6 @@ class Record:
 
 
 def side_file_path(prefix: str | Path) -> Path:
-    """Return the path of the side file."""
     return Path(f"{prefix}{SUFFIX}")
 
 

@@ -146,6 +146,11 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return [written[number] for number in range(len(requests))]
 
     def _write(self, contexts: Sequence[str], options: dict[str, Any], advance: Callable[[int], None]) -> list[str]:
+        """Write a text for each context, up to the first stop text, and return all of them on every rank.
+
+        Raises:
+            ConfigurationError: the tokens to write leave no room for a prompt.
+        """
         wanted = dict(normalize_gen_kwargs(options))
         stops = [stop for stop in wanted.pop("until") if stop]
         tokens, sampling = wanted.pop("max_gen_toks"), _sampling(wanted)

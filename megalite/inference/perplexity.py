@@ -41,7 +41,6 @@ class Figures:
         return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
 
     def to_json(self) -> dict[str, object]:
-        """Return all figures as JSON values."""
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 

@@ -36,6 +36,11 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
+    """Yield the prompts of a file: its lines that are not blank, or the "prompt" of each line of JSON.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not of this form.
+    """
     try:
         lines = read_small_file(path, largest=_LARGEST_PROMPTS).decode().split("\n")
     except (OSError, ValueError) as error:

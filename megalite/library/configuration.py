@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from megalite.config import RunConfig
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.data import DataConfig
+from megalite.config.model import ModelConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
-from megalite.config.sites import with_sites
+from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate, validate_task
+from megalite.config.validate_synchronization import with_sites
 from megalite.config.yaml_file import nearest
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError
+from megalite.library.settings import Layout, Optimizer
+from megalite.tasks.module_task import ModuleOptions
+
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 _TAKEN = {
     "parallel": "ddp_bucket_size grad_reduce_in_bf16 overlap_p2p_communication align_grad_reduce "
+    "cp_comm_type "
     "microbatch_group_size_per_virtual_pipeline_stage expert_tensor_parallel_size distributed_backend "
     "distributed_timeout_minutes",
     "training": "eval_iters eval_interval eval_global_batch_size exit_interval exit_duration_in_mins loss_scale "
@@ -40,6 +50,50 @@ _REFUSED = {
 }
 
 
+def sections_of(
+    optimizer: Optimizer,
+    layout: Layout,
+    *,
+    precision: Precision,
+    micro_batch_size: int,
+    global_batch_size: int | None,
+    seed: int,
+    save: str | Path | None,
+    world_size: int,
+) -> dict[str, Any]:
+    """Return the sections of a configuration that any model has. Raises ConfigurationError for an unknown precision."""
+    if precision not in get_args(Precision):
+        raise ConfigurationError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
+    return {
+        "parallel": layout.config(world_size),
+        "optimizer": optimizer.config(),
+        "training": TrainingConfig(
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            eval_iters=0,
+            bf16=precision == "bf16",
+            fp16=precision == "fp16",
+            fp64=precision == "fp64",
+        ),
+        "checkpoint": CheckpointConfig(
+            save=None if save is None else str(save), resume=None if save is None else "auto"
+        ),
+    }
+
+
+def sections_of_gpt(model: ModelConfig, seq_length: int | None, options: ModuleOptions) -> dict[str, Any]:
+    """Return the sections that only a GPT has. Raises ConfigurationError for options that are for modules."""
+    plain = ModuleOptions(options.stages, options.loss, options.count)
+    names = [each.name for each in fields(plain)]
+    if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
+        raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
+    if seq_length is None:
+        raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
+    # The samples come from the program.
+    return {"model": model, "data": DataConfig(seq_length=seq_length, tokenizer_type="NullTokenizer", mock_data=True)}
+
+
 def configured(
     sections: Mapping[str, Any],
     settings: Mapping[str, Any],
@@ -52,6 +106,8 @@ def configured(
     `node_ranks`: the number of ranks on this rank's node; None: it is not known.
     """
     of_gpt = "model" in sections
+    if not of_gpt:  # a layer gets its mask when it runs, and a ring takes none
+        sections = {**sections, "parallel": replace(sections["parallel"], cp_comm_type=("all_gather",))}
     config = RunConfig(**sections) if of_gpt else TaskConfig(**sections)
     taken = _taken(of_gpt=of_gpt)
     for name, value in settings.items():
@@ -77,6 +133,10 @@ def configured(
         # The program gives the length: any that no other option is too long for.
         validate(replace(config, training=replace(training, train_iters=2**30)), world_size)
     else:
+        if (ways := config.parallel.cp_comm_type) not in (("p2p",), ("all_gather",), ("allgather",), ("a2a",)):
+            raise ConfigurationError(f"cp_comm_type={ways}: of modules, it is one of p2p, all_gather and a2a for all")
+        if "cp_comm_type" in settings and config.parallel.context_parallel_size == 1:
+            raise ConfigurationError(f"cp_comm_type={ways} changes nothing without Layout(cp=...)")
         validate_task(config, world_size)
     return config
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.config.model import ModelConfig
 from megalite.errors import MegaliteError
 from megalite.model.batch import LayerContext
-from megalite.model.moe import MoE
+from megalite.model.block import make_moe
 from megalite.model.router import BALANCING_LOSSES, Z_LOSS
 from megalite.modules.stage import mean_over_samples
 from megalite.parallel import collectives
@@ -70,7 +70,7 @@ class Experts(nn.Module):
             add_bias_linear=bias,
             init_method_std=std,
         )
-        self.moe, self.context = MoE(config, context, 0), context
+        self.moe, self.context = make_moe(config, context, 0), context
         for parameter in self.moe.parameters():
             assert isinstance(parameter, Parameter)
             parameter.sharding = _renamed(parameter.sharding, "layers.0.moe", name)

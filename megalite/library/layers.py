@@ -10,30 +10,28 @@ the same. Weights are drawn from a normal distribution, so they are equal under 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.errors import MegaliteError
-from megalite.model.attention_core import LocalCore
-from megalite.model.context_parallel import ContextParallelCore
+from megalite.model.attention import Attention, AttentionSizes
+from megalite.model.rotary import plain_frequencies, tables_of
 from megalite.model.sample_mask import SampleMask
 from megalite.modules.sequences import layout_of
 from megalite.parallel import collectives, cross_entropy, embedding, linear
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.context import AttentionWay, ParallelContext
-from megalite.parallel.inside import Inside
-from megalite.parallel.key_value_exchange import Gather
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import stacked
-from megalite.parallel.randomness import Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal, Sharding
+from megalite_kernels.attention import Mask, dense_mask
 from megalite_kernels.loss_options import LossOptions
-from megalite_kernels.norm import norm
+from megalite_kernels.rotary import rotary_embedding
 
 MATRIX = "rows columns -> 1 rows columns"
 
@@ -118,36 +116,11 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         super().__init__(context, context.split(table, {0: "vocabulary"}, padded=-(-num_embeddings // size) * size))
 
 
-class LayerNorm(nn.Module):
-    """`nn.LayerNorm` over the last dimension. With sequence parallelism, ranks add up their parts of its gradient."""
-
-    has_bias = True
-
-    def __init__(self, context: ParallelContext, name: str, width: int, eps: float = 1e-5) -> None:
-        super().__init__()
-
-        def vector(part: str, value: float) -> Parameter:
-            tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
-            return context.parameter(context.replicated(tensor))
-
-        self.eps, self.weight = eps, vector("weight", 1.0)
-        self.bias = vector("bias", 0.0) if self.has_bias else None
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize [..., width]."""
-        return norm(input, self.weight, self.bias, self.eps)
-
-
-class RMSNorm(LayerNorm):
-    """`nn.RMSNorm` over the last dimension, as `LayerNorm`."""
-
-    has_bias = False
-
-
-class ParallelAttention(nn.Module):
+class ParallelAttention(Attention):
     """Multi-head or grouped-query attention whose heads are divided over the tensor-parallel ranks.
 
-    Context-parallel ranks gather keys and values: their tokens see those of the whole sample.
+    Tokens of context-parallel ranks see those of the whole sample: a ring passes keys and values on, or all are
+    gathered (`Trainer(cp_comm_type=...)`).
     """
 
     context_parallel = True
@@ -165,6 +138,8 @@ class ParallelAttention(nn.Module):
         bias: bool = True,
         head_dim: int | None = None,
         std: float = 0.02,
+        rotary_base: float | None = None,
+        window: int | None = None,
     ) -> None:
         """Make the layer.
 
@@ -173,59 +148,62 @@ class ParallelAttention(nn.Module):
             causal: a token sees none of the tokens after it.
             cross: keys and values are made of another sequence, the second argument of `forward`.
             head_dim: width of a head; None for hidden / heads.
+            rotary_base: rotate queries and keys by their positions in the sample, with this base; None: do not.
+            window: number of tokens before its own that a token sees, with `causal`; None for all.
 
         Raises:
-            MegaliteError: the heads cannot be divided.
+            MegaliteError: the heads cannot be divided, or options do not fit together.
         """
-        super().__init__()
-        groups, self.width = kv_heads or heads, head_dim or hidden // heads
+        groups, width = kv_heads or heads, head_dim or hidden // heads
         _check_division(context, name, "heads", heads)
         _check_division(context, name, "kv_heads", groups)
         if heads % groups or (head_dim is None and hidden % heads):
             raise MegaliteError(f"{name}: {heads} heads of hidden={hidden}, and kv_heads={groups}: give divisors")
-        if cross and causal:
-            raise MegaliteError(f"{name}: attention to another sequence is not causal")
-        self.name, self.context, self.causal, self.shared = name, context, causal, groups < heads
+        if cross and (causal or rotary_base is not None):
+            raise MegaliteError(f"{name}: attention to another sequence is not causal, and has no rotary_base")
+        if window is not None and (window < 0 or not causal):
+            raise MegaliteError(f"{name}: window={window} needs causal=True and a number of tokens from 0 on")
+        if rotary_base is not None and (rotary_base <= 0 or width % 2):
+            raise MegaliteError(f"{name}: rotary_base={rotary_base} needs a number above 0 and heads of even width")
+        if causal and heads // context.group("heads").size % (ranks := context.attention_ways[0].head_ranks):
+            raise MegaliteError(
+                f"{name}: cp_comm_type divides the {heads} heads, after tp, over {ranks} context-parallel ranks, and "
+                "that leaves a rest: choose p2p or all_gather"
+            )
+        self.cross, self.causal = cross, causal
+        gather = AttentionWay(gathers=True)  # all that attention which is not causal does
+        way = context.attention_ways[0] if causal else gather
+        sizes = AttentionSizes(hidden, heads, groups, width, std, std, bias, bias, window)
+        super().__init__(replace(context, attention_ways=(way,)), name, sizes)
+        self.name, self.context, self.rotary_base, self.gathers = name, context, rotary_base, way == gather
+        size = context.group("heads").size
+        self.columns = [count * width // size for count in (heads, groups, groups)]
+        self.shared = groups < heads
+
+    def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
+        """Make those of tensors of their own for keys and values: one placement stands for all ranks."""
 
         def weight(part: str, count: int) -> Sharding:
             pattern = "heads width hidden -> 1 (heads width) hidden"
-            tensor = LogicalTensor(f"{name}.{part}", (count, self.width, hidden), Normal(std), True, pattern)
+            shape = (count, sizes.width, sizes.hidden)
+            tensor = LogicalTensor(f"{name}.{part}", shape, Normal(sizes.std), True, pattern)
             return context.split(tensor, {0: "heads"})
 
         def vector(part: str, count: int) -> Sharding:
-            tensor = LogicalTensor(f"{name}.{part}_bias", (count, self.width), Constant(0.0), False)
+            tensor = LogicalTensor(f"{name}.{part}_bias", (count, sizes.width), Constant(0.0), False)
             return context.split(tensor, {0: "heads"}, columns=0)
 
         def projection(**parts: int) -> linear.ColumnParallelLinear:
             weights, vectors = ([make(*part) for part in parts.items()] for make in (weight, vector))
-            return linear.ColumnParallelLinear(context, "heads", [stacked(weights)], [stacked(vectors)] * bias)
+            return linear.ColumnParallelLinear(context, "heads", [stacked(weights)], [stacked(vectors)] * sizes.bias)
 
-        self.key_value = projection(key=groups, value=groups) if cross else None
-        self.query = projection(query=heads) if cross else projection(query=heads, key=groups, value=groups)
-        pattern = "hidden heads width -> 1 hidden (heads width)"
-        output = LogicalTensor(f"{name}.output", (hidden, heads, self.width), Normal(std), True, pattern)
-        output_bias = LogicalTensor(f"{name}.output_bias", (hidden,), Constant(0.0), False)
-        self.output = linear.RowParallelLinear(
-            context,
-            "heads",
-            context.split(output, {1: "heads"}, columns=2),
-            context.replicated(output_bias) if bias else None,
-        )
-        size = context.group("heads").size
-        self.columns = [count * self.width // size for count in (heads, groups, groups)]
-        self.core: ContextParallelCore | None = None
-        if causal and context.mesh.size("cp") > 1:
-            of_heads = [head * groups // heads for head in range(heads // size)]
-            local = LocalCore(range(heads // size), of_heads, None, None, 0.0, Site(0, "attention"), recompute=False)
-            self.core = ContextParallelCore(local, context, AttentionWay(gathers=True))
+        heads, groups = sizes.heads, sizes.groups
+        self.key_value = projection(key=groups, value=groups) if self.cross else None
+        self.query = projection(query=heads) if self.cross else projection(query=heads, key=groups, value=groups)
 
-    @property
-    def inside(self) -> list[Inside]:
-        """The collectives of forward with the other context-parallel ranks."""
-        group = self.context.mesh.group("cp")
-        return Gather.inside(group) if group.size > 1 else []
-
-    def forward(self, hidden: Tensor, memory: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, memory: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Apply attention to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.
 
         Args:
@@ -237,27 +215,49 @@ class ParallelAttention(nn.Module):
         else:
             assert memory is not None, "attention with cross=True takes two sequences"
             parts = (self.query(hidden), *self.key_value(memory).split(self.columns[1:], dim=-1))
-        query, key, value = (part.unflatten(-1, (-1, self.width)) for part in parts)
-        layout = _cut(self.context, len(query))
-        if self.core is not None and mask is None:
-            first = query.new_zeros(1, layout.length, dtype=torch.int64)
-            seen = SampleMask(layout, first, FirstKeys(), lambda: None, in_blocks=False)
-            return self.output(self.core(query, key, value, seen, layout, None))
+        query, key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in parts)
+        layout, device = _cut(self.context, len(query)), query.device
+        if self.rotary_base is not None:
+            wide = torch.promote_types(query.dtype, torch.float32)
+            frequencies = plain_frequencies(self.head_dim, self.rotary_base, wide, device)
+            tables = tables_of(frequencies, layout.places(device)[None])
+            query, key = rotary_embedding(query, key, *tables, interleaved=False)
+        if self.causal and mask is None:
+            return self.output(self.core(query, key, value, self._seen(layout, device), layout, None))
         if self.context.mesh.size("cp") > 1:
-            key, value = _of_samples(self.context, torch.stack([key, value], 1)).unbind(1)
-            if mask is not None and (mask.shape[-2] not in (1, len(query)) or mask.shape[-1] != len(key)):
-                raise MegaliteError(
-                    f"{self.name}: mask {tuple(mask.shape)} does not fit {len(query)} queries of this rank and "
-                    f"{len(key)} keys of the sample: of a mask, sequence_dims names the queries alone"
-                )
+            key, value = self._of_sample(key, value, mask, len(query))
         if self.causal and mask is not None:
-            places = torch.arange(len(key), device=mask.device)
-            mask = mask & (places <= layout.places(mask.device)[:, None])
+            back = layout.places(device)[:, None] - torch.arange(len(key), device=device)
+            mask = mask & (back >= 0 if self.window is None else (back >= 0) & (back <= self.window))
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=self.causal and mask is None, enable_gqa=self.shared
-        )
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=self.shared)
         return self.output(mixed.permute(2, 0, 1, 3).flatten(2))
+
+    def _seen(self, layout: SequenceLayout, device: torch.device) -> Mask | SampleMask:
+        """Return the mask of causal attention, within the window if there is one."""
+        if self.window is None and self.context.mesh.size("cp") == 1:
+            return None
+        places = torch.arange(layout.length, device=device)
+        first = (torch.zeros_like(places) if self.window is None else (places - self.window).clamp(min=0))[None]
+
+        def whole() -> Mask:
+            return None if self.window is None else dense_mask(first)
+
+        if self.context.mesh.size("cp") == 1:
+            return whole()
+        return SampleMask(layout, first, FirstKeys(window=self.window), whole, in_blocks=False)
+
+    def _of_sample(self, key: Tensor, value: Tensor, mask: Tensor | None, queries: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all tokens of the samples."""
+        if not self.gathers:
+            raise MegaliteError(f"{self.name}: a mask needs the keys of the sample: choose cp_comm_type all_gather")
+        key, value = _of_samples(self.context, torch.stack([key, value], 1)).unbind(1)
+        if mask is not None and (mask.shape[-2] not in (1, queries) or mask.shape[-1] != len(key)):
+            raise MegaliteError(
+                f"{self.name}: mask {tuple(mask.shape)} does not fit {queries} queries of this rank and "
+                f"{len(key)} keys of the sample: of a mask, sequence_dims names the queries alone"
+            )
+        return key, value
 
 
 def vocab_parallel_cross_entropy(

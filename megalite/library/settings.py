@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.config.parallel import SHAPES, STRATEGIES, ParallelConfig, ScheduleName
 from megalite.errors import ConfigurationError
 
@@ -80,6 +80,7 @@ sequence_parallel=False, overlap=False)
         )
 
     def _check_schedule(self) -> None:
+        """Raise ConfigurationError if the schedule is unknown or needs another number of stages per rank."""
         if self.stages_per_rank > 1 and self.pp == 1:
             raise ConfigurationError(f"Layout(stages_per_rank={self.stages_per_rank}) needs pp of 2 or more")
         if self.schedule is None:
@@ -140,8 +141,17 @@ class Optimizer:
         )
 
     def _own(self) -> dict[str, Any]:
-        shared = {entry.name for entry in fields(Optimizer)}
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in shared}
+        """Return the values of this optimizer's own options, by their names in the configuration: with a prefix."""
+        own = dict[str, Any]()
+        for entry in fields(self)[len(fields(Optimizer)) :]:
+            value = getattr(self, entry.name)
+            if entry.name == "betas" and len(value) != 2:
+                raise ConfigurationError(f"betas={value!r}: give two numbers")
+            parts = zip(("beta1", "beta2"), value, strict=True) if entry.name == "betas" else ((entry.name, value),)
+            for name, part in parts:
+                names = (prefix + name for prefix in RULE_FLAGS[self.NAME].prefixes)
+                own[next(each for each in names if each in OptimizerConfig.__dataclass_fields__)] = part
+        return own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +167,6 @@ class AdamW(Optimizer):
 
     NAME = "adam"
 
-    def _own(self) -> dict[str, Any]:
-        return {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_eps": self.eps}
-
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
@@ -172,9 +179,6 @@ class SGD(Optimizer):
     momentum: float = 0.0
 
     NAME = "sgd"
-
-    def _own(self) -> dict[str, Any]:
-        return {"sgd_momentum": self.momentum}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +196,6 @@ class Muon(Optimizer):
 
     NAME = "muon"
 
-    def _own(self) -> dict[str, Any]:
-        return {
-            "muon_momentum": self.momentum,
-            "muon_nesterov": self.nesterov,
-            "adam_beta1": self.betas[0],
-            "adam_beta2": self.betas[1],
-            "adam_eps": self.eps,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class LARS(Optimizer):
@@ -214,9 +209,6 @@ class LARS(Optimizer):
     coefficient: float = 0.001
 
     NAME = "lars"
-
-    def _own(self) -> dict[str, Any]:
-        return {"lars_momentum": self.momentum, "lars_coefficient": self.coefficient}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +224,6 @@ class LAMB(Optimizer):
 
     NAME = "lamb"
 
-    def _own(self) -> dict[str, Any]:
-        return {"adam_beta1": self.betas[0], "adam_beta2": self.betas[1], "adam_eps": self.eps}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Lion(Optimizer):
@@ -248,9 +237,6 @@ class Lion(Optimizer):
 
     NAME = "lion"
 
-    def _own(self) -> dict[str, Any]:
-        return {"lion_beta1": self.betas[0], "lion_beta2": self.betas[1]}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
@@ -263,6 +249,3 @@ class Adafactor(Optimizer):
     eps: float = 1e-30
 
     NAME = "adafactor"
-
-    def _own(self) -> dict[str, Any]:
-        return {"adafactor_eps": self.eps}

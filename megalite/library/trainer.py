@@ -6,29 +6,26 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config import RunConfig
-from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
-from megalite.config.training import TrainingConfig
 from megalite.data.sample_source import SampleSource
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, ConfigurationError, MegaliteError, exit_code_of
 from megalite.extras.post_training.export import export_tensors
 from megalite.extras.post_training.token_methods import TokenMethods
 from megalite.extras.post_training.token_task import TokenTask
-from megalite.library.configuration import configured, evaluation_batches
+from megalite.library import configuration
 from megalite.library.settings import Layout, Optimizer
 from megalite.lifecycle.common_end import CommonEnd
-from megalite.lifecycle.failure import leave_code, report_uncaught
+from megalite.lifecycle.failure import report_uncaught, write_exit_code
 from megalite.lifecycle.startup import Startup
 from megalite.modules.records import decays as decays_by_shape
 from megalite.modules.sequences import SequenceDims
@@ -37,18 +34,18 @@ from megalite.parallel.stage import LossTerm
 from megalite.process.ending import at_exit
 from megalite.process.output import write_out
 from megalite.process.place import Place, place_from_environment
-from megalite.training.dataset_task import DatasetTask, check_alike
+from megalite.run.evaluation import evaluate
+from megalite.run.loop import TrainingLoop
+from megalite.run.run import Run
+from megalite.tasks.dataset_task import DatasetTask, check_alike
+from megalite.tasks.loss_functions import Count, Function
+from megalite.tasks.module_task import Build, Costs, ModuleOptions, ModuleTask
 from megalite.training.display import Display
-from megalite.training.evaluation import evaluate
-from megalite.training.loop import TrainingLoop
+from megalite.training.gradients import Gradients
 from megalite.training.metrics import StepMetrics
-from megalite.training.module_task import Build, Costs, Count, Function, ModuleOptions, ModuleTask
-from megalite.training.run import Run
 from megalite.training.task import Task
-from megalite.training.trainer import ENDLESS, Gradients
+from megalite.training.trainer import ENDLESS
 from megalite.watchdog.sections import EVALUATION
-
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class Trainer(TokenMethods):
@@ -83,7 +80,7 @@ class Trainer(TokenMethods):
         terms: Sequence[LossTerm] = (),
         optimizer: Optimizer,
         layout: Layout | None = None,
-        precision: Precision = "fp32",
+        precision: configuration.Precision = "fp32",
         micro_batch_size: int | None = None,
         global_batch_size: int | None = None,
         seq_length: int | None = None,
@@ -155,24 +152,16 @@ class Trainer(TokenMethods):
         micro = train.batch_size if micro_batch_size is None and train is not None else micro_batch_size
         if micro is None:
             raise ConfigurationError("give Trainer(micro_batch_size=...), the samples that a rank processes at once")
-        if precision not in get_args(Precision):
-            raise ConfigurationError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
-        sections: dict[str, Any] = {
-            "parallel": (layout or Layout()).config(place.world_size),
-            "optimizer": optimizer.config(),
-            "training": TrainingConfig(
-                micro_batch_size=micro,
-                global_batch_size=global_batch_size,
-                seed=seed,
-                eval_iters=0,
-                bf16=precision == "bf16",
-                fp16=precision == "fp16",
-                fp64=precision == "fp64",
-            ),
-            "checkpoint": CheckpointConfig(
-                save=None if save is None else str(save), resume=None if save is None else "auto"
-            ),
-        }
+        sections = configuration.sections_of(
+            optimizer,
+            layout or Layout(),
+            precision=precision,
+            micro_batch_size=micro,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            save=save,
+            world_size=place.world_size,
+        )
         if (model is None) == (stages is None):
             raise ConfigurationError("give Trainer a model, or stages=[...] in place of it")
         options = ModuleOptions(
@@ -191,23 +180,12 @@ class Trainer(TokenMethods):
             costs=costs,
         )
         if isinstance(model, ModelConfig):
-            plain = ModuleOptions(options.stages, loss, count)
-            names = [each.name for each in fields(plain)]
-            if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
-                raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
-            if seq_length is None:
-                raise ConfigurationError("give Trainer(seq_length=...), the tokens per sample of the GPT")
-            sections |= {
-                "model": model,
-                "data": DataConfig(
-                    seq_length=seq_length,
-                    tokenizer_type="NullTokenizer",
-                    mock_data=True,  # the samples come from the program
-                ),
-            }
+            sections |= configuration.sections_of_gpt(model, seq_length, options)
         elif seq_length is not None:
             raise ConfigurationError(f"seq_length={seq_length} is for a GPTConfig, not for modules")
-        self.config = config = configured(sections, settings, valid, place.world_size, place.local_world_size)
+        self.config = config = configuration.configured(
+            sections, settings, valid, place.world_size, place.local_world_size
+        )
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
             startup.open_store()
@@ -221,12 +199,11 @@ class Trainer(TokenMethods):
         self._files = ExitStack()
         self._run = self._files.enter_context(Run(config, make_task, place, startup))
         assert self._run.trainer is not None  # without a length, no run has ended
-        self._trainer, self._quiet, self._stopped = self._run.trainer, quiet, False
+        self._trainer, self._quiet, self._stopped, self._ended = self._run.trainer, quiet, False, False
         self._loop: TrainingLoop | None = None
         self._gradients: Gradients | None = None
         self._last_record: dict[str, Any] = {}
         self._loop_files = ExitStack()
-        self._ended = False
         self._common_end = CommonEnd(self.mesh)
         self._earlier_error = getattr(sys, "last_value", None)  # a notebook goes on after an error
         at_exit(self._at_exit)
@@ -301,17 +278,15 @@ class Trainer(TokenMethods):
         """
         task, trainer = self._run.task, self._trainer
         assert isinstance(task, DatasetTask)
-        source = task.valid
+        source, batches = task.valid, self.config.training.eval_iters
         if dataset is not None:
             seed, collate = self.config.training.seed, None if task.train is None else task.train.collate
             source = SampleSource.of(dataset, seed=seed, shuffle=False, collate=collate)
             for note in check_alike("the dataset of the evaluation", source, self.mesh):
                 self._display().message(note)
+            batches = configuration.evaluation_batches(source, trainer.evaluation_batch_size, batches)
         if source is None:
             raise ConfigurationError("there is nothing to evaluate: give Trainer(valid_dataset=...)")
-        batches = self.config.training.eval_iters
-        if dataset is not None:
-            batches = evaluation_batches(source, trainer.evaluation_batch_size, batches)
         with trainer.sections(EVALUATION):
             means = evaluate(trainer, loader=task.loader(source), batches=batches)
         assert means is not None
@@ -339,9 +314,10 @@ class Trainer(TokenMethods):
             self._close_loop()
         self._files.close()
         if self.rank == 0:
-            leave_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
+            write_exit_code(EXIT_RESUMABLE if self._stopped else EXIT_FINISHED)
 
     def _at_exit(self) -> None:
+        """Close the run when the program ends without an error, and end with the exit code of a failure to do so."""
         if self._ended or getattr(sys, "last_value", None) is not self._earlier_error:  # the program ends by an error
             return
         try:
@@ -424,10 +400,10 @@ class Trainer(TokenMethods):
 
 def _place() -> Place:
     """Return this process's place: that in the process group which the program has, or else that of the launcher."""
-    if not dist.is_initialized():
-        return place_from_environment()
-    rank, size = dist.get_rank(), dist.get_world_size()
     told = place_from_environment()
+    if not dist.is_initialized():
+        return told
+    rank, size = dist.get_rank(), dist.get_world_size()
     if told.world_size == size:
         return replace(told, rank=rank)
     return Place(rank, torch.cuda.current_device() if torch.cuda.is_available() else 0, size)

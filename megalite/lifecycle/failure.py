@@ -38,7 +38,7 @@ from megalite.errors import (
     code_in,
     exit_code_of,
 )
-from megalite.process.bounded import aside, within
+from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
 from megalite.process.output import require_streams, say, write_out
@@ -68,18 +68,18 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """
     require_streams()
     exit_on_stop_signals()
-    last_words(partial(leave_code, EXIT_RESUMABLE))
+    last_words(partial(write_exit_code, EXIT_RESUMABLE))
     try:
         with _output_written():
             code = main()
             ignore_stop_signals()
         if place_or_alone().rank == 0:
-            leave_code(code)
+            write_exit_code(code)
     except SystemExit as ending:  # its message has been printed already, for example by --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
             if ending.code != EXIT_FINISHED:
-                leave_code(ending.code)  # also after a stop signal: a rank that caused it has left its own code
+                write_exit_code(ending.code)  # also after a stop signal: a rank that caused it has left its own code
             _exit(ending.code)
         raise
     except BrokenPipeError:
@@ -182,6 +182,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    """End this process with an error's message, printed once by the lowest failing rank, and with its exit code."""
     # From now on a stop signal of the launcher ends this process at once, with this error's exit code.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
@@ -193,25 +194,25 @@ def _fail(message: str, code: int) -> NoReturn:
             within(_STORE_SECONDS, partial(store.check, [_REPORT]))
             code = _agree(store, message, code, place.rank)
         except (RuntimeError, TimeoutError, ValueError):  # the store is gone, hangs, or has values that are not ours
-            _speak_unless_ended(message, code, place)
+            _report_after_delay(message, code, place)
     elif place.world_size > 1 and not torchrun_ends_all and code != EXIT_RESUMABLE:
-        code = _leave_word(message, code, place)
+        code = _post_failure(message, code, place)
     else:
-        _speak_unless_ended(message, code, place)
+        _report_after_delay(message, code, place)
     _exit(code)
 
 
-def _leave_word(message: str, code: int, place: Place) -> int:
+def _post_failure(message: str, code: int, place: Place) -> int:
     """Leave a message for the ranks that would wait for this one. Report the error unless another rank failed earlier.
 
     Returns the exit code of the rank that failed first.
     """
     speak = cache(partial(_speak, message, code, place.rank))  # prints only once, however often it is called
     try:
-        from megalite.lifecycle.rendezvous import WORD_SECONDS, tell_failure
+        from megalite.lifecycle.rendezvous import WORD_SECONDS, publish_failure
 
         is_first: Future[Any] = Future()
-        telling: Future[Any] = aside(lambda: tell_failure(place, code, is_first.set_result))
+        telling: Future[Any] = in_thread(lambda: publish_failure(place, code, is_first.set_result))
         wait([is_first, telling], _LAUNCHER_SECONDS, return_when=FIRST_COMPLETED)
         if not is_first.done() or is_first.result():  # also if the store is not open yet, because rank 0 is late
             speak()
@@ -275,7 +276,7 @@ def _wait_for_report(store: Store, seconds: float) -> None:
         time.sleep(0.05)  # polls, because `store.wait` prints torch's warnings when it times out
 
 
-def _speak_unless_ended(message: str, code: int, place: Place) -> None:
+def _report_after_delay(message: str, code: int, place: Place) -> None:
     if place.rank > 0:
         # Staggered by local rank: after the first rank of a node has reported and ended, the launcher ends the others.
         time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * place.local_rank)
@@ -283,14 +284,14 @@ def _speak_unless_ended(message: str, code: int, place: Place) -> None:
 
 
 def _speak(message: str, code: int, rank: int) -> None:
-    leave_code(code)
+    write_exit_code(code)
     where = f" on rank {rank}" if rank else ""
     write_out()
     with suppress(OSError):
         say(f"error{where}: {message}", to_error=True)
 
 
-def leave_code(code: int) -> None:
+def write_exit_code(code: int) -> None:
     """Write the exit code to the file MEGALITE_EXIT_FILE, for the program that started the launcher.
 
     An existing file is kept: later errors are consequences of the first one.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import secrets
+import hashlib
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from megalite import torch_internals
 from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.lifecycle.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
-from megalite.parallel import collectives, device
+from megalite.parallel import device
+from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
 from megalite.process.place import Place
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megalite.torch_internals import Store
 
 
-def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
+def locate(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     """Return this process's place on the mesh, without communication.
 
     Raises ConfigurationError if the flags do not fit the number of ranks or the device.
@@ -53,7 +53,7 @@ def require_sends(backend: str, stages: int) -> None:
         raise ConfigurationError("--distributed-backend gloo cannot send from GPU to GPU, as stages must: use nccl")
 
 
-def come_together(
+def connect_ranks(
     parallel: ParallelConfig,
     place: Place,
     mesh: ParallelMesh,
@@ -75,16 +75,15 @@ def come_together(
     if place.world_size == 1:
         watch(None)
     elif dist.is_initialized():
-        store = torch_internals.default_store()
-        watch(store)
-        _compare(description, store, mesh)
+        watch(torch_internals.default_store())
+        _compare(description, mesh)
     else:
         store = connect(place, timeout.total_seconds(), PURPOSE)
         wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
-            _compare(description, store, mesh)
+            _compare(description, mesh)
         except RuntimeError as error:
             if "oo many open files" in str(error):
                 raise too_many_open_files(str(error)) from error
@@ -101,23 +100,16 @@ def _backend(parallel: ParallelConfig, mesh: ParallelMesh) -> str:
     return parallel.distributed_backend or device.default_backend(mesh.device)
 
 
-def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
+def _compare(description: str, mesh: ParallelMesh) -> None:
     """Raise ConfigurationError on all ranks if their descriptions differ.
 
-    Uses only the store and the world group: ranks that were started with different layouts share no other group.
+    Uses only the world group: ranks that were started with different layouts share no other group.
     """
-    # A number of this run's own: a program may start one run after the other in the same processes.
-    own = torch.tensor([secrets.randbits(31) if mesh.rank == 0 else 0], device=mesh.device)
-    prefix = f"description/{int(collectives.all_reduce_(own, mesh.world()).item())}"
-    if mesh.rank == 0:
-        store.set(f"{prefix}/0", description)
-    differs = store.get(f"{prefix}/0").decode() != description
-    if differs:
-        store.set(f"{prefix}/{mesh.rank}", description)
-    urgency = torch.tensor([mesh.world_size - mesh.rank if differs else 0], device=mesh.device)
-    lowest = mesh.world_size - int(collectives.all_reduce_(urgency, mesh.world(), "max").item())
-    if lowest < mesh.world_size:
-        theirs, first = (store.get(f"{prefix}/{rank}").decode().splitlines() for rank in (lowest, 0))
+    digests = all_gather_json(hashlib.blake2b(description.encode(), digest_size=16).hexdigest(), mesh)
+    lowest = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if lowest is not None:
+        texts = all_gather_json(description if mesh.rank in (0, lowest) else "", mesh)
+        theirs, first = (texts[rank].splitlines() for rank in (lowest, 0))
         pairs = [(a.strip(), b.strip()) for a, b in zip_longest(theirs, first, fillvalue="nothing") if a != b]
         raise ConfigurationError(
             f"rank {lowest} was started with other flags than rank 0: "
@@ -125,7 +117,7 @@ def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
         )
 
 
-def leave(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
+def disconnect(mesh: ParallelMesh, *, all_groups: bool = True) -> None:
     """Destroy the process groups at the end of a run. `all_groups`: that of all ranks, too."""
     if mesh.world_size > 1 and not dist.is_initialized():  # the program has destroyed all groups
         return

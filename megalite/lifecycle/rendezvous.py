@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError, code_in
-from megalite.process.bounded import aside, within
+from megalite.process.bounded import in_thread, within
 from megalite.process.host import listen, require_open_files
 from megalite.process.launchers import attempt, hosted_by_launcher
 from megalite.process.output import say
@@ -75,7 +75,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
     # ranks would wait for it.
     require_open_files(_FILES + _FILES_A_RANK * place.world_size)
     try:
-        store = _opened(aside(open_store), place, seconds + STORE_HANGS)
+        store = _opened(in_thread(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
         raise CommunicationError(
             f"{store_name(place)} does not answer: its process has not started, or is suspended"
@@ -128,7 +128,7 @@ def store_name(place: Place) -> str:
 def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
     """Wait until rank 0 has seen all ranks.
 
-    If rank 0 or a failed rank (`tell_failure`) has reported the failure, the other ranks exit silently.
+    If rank 0 or a failed rank (`publish_failure`) has reported the failure, the other ranks exit silently.
 
     Args:
         watch: called before a rank joins, on rank 0 first: from then on the death of a rank is detected. Returns True
@@ -140,23 +140,23 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
     """
     if place.rank == 0:
         watch()
-        _in_time(place, seconds, "the store does not answer", partial(_come, store, place.rank))
+        _in_time(place, seconds, "the store does not answer", partial(_check_in, store, place.rank))
         word = _in_time(place, seconds, "the store does not answer", partial(_wait_as_host, store, place, seconds))
         if word:
-            _stay(store, place.world_size)
+            _linger(store, place.world_size)
             sys.exit(code_in(word, EXIT_RESUMABLE))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # longer than ours: torch prints on its time-out
     _in_time(place, seconds, "rank 0 has not connected, or hangs", partial(store.wait, [f"{_CAME}/0"], limit))
     watched = _in_time(place, seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
-    _in_time(place, seconds, "the store does not answer", partial(_come, store, place.rank))
+    _in_time(place, seconds, "the store does not answer", partial(_check_in, store, place.rank))
     meet = partial(_wait_for_host, store, place, limit, watched)
     word = _in_time(place, seconds, "rank 0 connected, but hangs", meet)
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
 
 
-def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> int:
+def publish_failure(place: Place, code: int, decide: Callable[[bool], object]) -> int:
     """Report in the store that this rank has failed, for the ranks that wait there.
 
     Args:
@@ -177,13 +177,13 @@ def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> i
     decide(first == mine)
     if place.rank == 0:
         store.set(_ALL, first)
-    _come(store, place.rank)
+    _check_in(store, place.rank)
     if place.rank == 0:
-        _stay(store, place.world_size)
+        _linger(store, place.world_size)
     return code_in(first, EXIT_RESUMABLE)
 
 
-def _stay(store: Store, world_size: int) -> None:
+def _linger(store: Store, world_size: int) -> None:
     """Keep rank 0's store open until all ranks have read the message in it, at most `WORD_SECONDS`."""
     end = time.monotonic() + WORD_SECONDS
     while store.add(_CAME, 0) < world_size and time.monotonic() < end:
@@ -211,7 +211,7 @@ def _wait_for_host(store: Store, place: Place, limit: datetime.timedelta, watche
     return store.get(_ALL).decode(errors="replace")
 
 
-def _come(store: Store, rank: int) -> None:
+def _check_in(store: Store, rank: int) -> None:
     store.set(f"{_CAME}/{rank}", "")
     store.add(_CAME, 1)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from megalite.config import ParallelConfig
 from megalite.config.monitoring import WatchdogConfig
 from megalite.lifecycle.failure import report
-from megalite.lifecycle.launch import come_together, leave, take_place
+from megalite.lifecycle.launch import connect_ranks, disconnect, locate
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.launchers import hosted_by_launcher
 from megalite.process.place import Place
@@ -28,7 +28,7 @@ def joined(parallel: ParallelConfig, place: Place, description: str) -> Iterator
 
     `description`: the configuration of this rank as lines of text; must be equal on all ranks.
     """
-    mesh, sections = take_place(parallel, place), Sections()
+    mesh, sections = locate(parallel, place), Sections()
     with ExitStack() as stack:
 
         def watch(store: Store | None) -> bool:
@@ -36,9 +36,9 @@ def joined(parallel: ParallelConfig, place: Place, description: str) -> Iterator
             return watchdog is not None and stack.enter_context(watchdog).linked
 
         with sections(MEETING):
-            come_together(parallel, place, mesh, description, watch)
+            connect_ranks(parallel, place, mesh, description, watch)
         yield mesh
-    leave(mesh)
+    disconnect(mesh)
 
 
 def run_watchdog(

@@ -18,7 +18,7 @@ from megalite.config import RunConfig
 from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
 from megalite.lifecycle.deadline import job_end
-from megalite.lifecycle.failure import leave_code
+from megalite.lifecycle.failure import write_exit_code
 from megalite.process.output import say
 from megalite.process.place import Place
 from megalite.storage import AnyPath, open_directory
@@ -75,7 +75,7 @@ class Startup:
 
             self._store = open_early(self._place)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """Stop watching. From now on the training loop handles STOP, including one created since the last look."""
         self._over.set()
 
@@ -83,7 +83,7 @@ class Startup:
         while not self._over.wait(interval):
             if identity(path) not in (None, self.preexisting_stop) and not self._over.is_set():
                 if self._place.rank == 0:
-                    leave_code(EXIT_RESUMABLE)
+                    write_exit_code(EXIT_RESUMABLE)
                     with suppress(OSError):  # the output may be closed or its disk full
                         say(f"stopped while the run was starting, by {path}: nothing is lost")
                 os.kill(os.getpid(), signal.SIGTERM)  # raises in the main thread, which cleans up unfinished work

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
 from megalite.model.attention_core import LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.context_parallel import ContextParallelCore
-from megalite.model.norm import Norm
+from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AXES, ParallelContext
 from megalite.parallel.inside import Inside
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -19,6 +20,39 @@ from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
 from megalite_kernels.rotary import rotary_embedding
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """Sizes and options of attention.
+
+    Attributes:
+        groups: key-value groups, each for equally many consecutive heads.
+        width: width of a head.
+        std: standard deviation of the initial weights of queries, keys and values.
+        output_std: the same of the output layer.
+        bias: biases of queries, keys and values.
+        output_bias: bias of the output layer.
+        window: number of keys before its own that a token attends to; None for all.
+        scale: factor of the scores; None for 1 / sqrt(width).
+        cap: soft cap of the scores; None for no cap.
+        dropout: dropout probability of attention probabilities.
+        rotary_interleaved: rotate channel 2i with 2i + 1, instead of channel i with i + half of the rotated channels.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    width: int
+    std: float = 0.02
+    output_std: float = 0.02
+    bias: bool = False
+    output_bias: bool = False
+    window: int | None = None
+    scale: float | None = None
+    cap: float | None = None
+    dropout: float = 0.0
+    rotary_interleaved: bool = False
 
 
 def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
@@ -52,7 +86,7 @@ def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[i
 
 
 def _query_key_value(
-    config: ModelConfig, context: ParallelContext, query: LogicalTensor, key_value: LogicalTensor
+    sizes: AttentionSizes, context: ParallelContext, query: LogicalTensor, key_value: LogicalTensor
 ) -> list[Sharding]:
     """Place queries and keys and values.
 
@@ -60,7 +94,7 @@ def _query_key_value(
     that share groups.
     """
     group = context.group("heads")
-    runs = key_value_runs(config.num_attention_heads, config.kv_groups, group.size, group.rank)
+    runs = key_value_runs(sizes.heads, sizes.groups, group.size, group.rank)
     own = context.split(query, {0: "heads"}, columns=len(query.shape) - 2)
     fused = stacked([own, *(_key_value(group, key_value, run) for run in runs if len(run[2]) == 1)])
     return [fused, *(_key_value(group, key_value, run) for run in runs if len(run[2]) > 1)]
@@ -69,51 +103,48 @@ def _query_key_value(
 class Attention(nn.Module):
     """Causal multi-head, grouped-query or multi-query attention."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None:
-        """`recompute`: recompute the core (scores, softmax, weighted values) in backward instead of saving it."""
+    def __init__(
+        self,
+        context: ParallelContext,
+        name: str,
+        sizes: AttentionSizes,
+        *,
+        norm: Callable[..., LayerNorm] | None = None,
+        layer: int = 0,
+        recompute: bool = False,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            norm: makes the norms of each head's queries and keys, of a context, a name and a width; None for none.
+            layer: number of the layer in the network: of its place in the cache, its dropout and its `AttentionWay`.
+            recompute: recompute the core (scores, softmax, weighted values) in backward instead of saving it.
+        """
         super().__init__()
-        heads, groups, width, hidden = (
-            config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
-        )  # fmt: skip
         group = context.group("heads")
-        self.head_dim, self.heads = width, heads // group.size
-        self.window = config.layers[layer].keys_before
-        self.rotary_interleaved, self.layer = config.rotary_interleaved, layer
-        name = f"layers.{layer}.attention"
-        draw = Normal(config.init_method_std)
-        matrices = "heads width hidden -> 1 (heads width) hidden"
-        query = LogicalTensor(f"{name}.query", (heads, width, hidden), draw, True, matrices)
-        matrices = "groups two width hidden -> two (groups width) hidden"
-        key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
-        biases: list[Sharding] = []
-        if config.add_bias_linear or config.add_qkv_bias:
-            query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
-            key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), Constant(0.0), False)
-            biases = _query_key_value(config, context, query_bias, key_value_bias)
-        self.query_key_value = ColumnParallelLinear(
-            context, "heads", _query_key_value(config, context, query, key_value), biases
-        )
-        draw_output, matrices = Normal(config.output_init_std), "hidden heads width -> 1 hidden (heads width)"
-        output = LogicalTensor(f"{name}.output", (hidden, heads, width), draw_output, True, matrices)
-        output_bias = LogicalTensor(f"{name}.output_bias", (hidden,), Constant(0.0), False)
+        self.head_dim, self.heads = sizes.width, sizes.heads // group.size
+        self.window, self.rotary_interleaved, self.layer = sizes.window, sizes.rotary_interleaved, layer
+        self._make_projections(context, name, sizes)
+        pattern, draw = "hidden heads width -> 1 hidden (heads width)", Normal(sizes.output_std)
+        output = LogicalTensor(f"{name}.output", (sizes.hidden, sizes.heads, sizes.width), draw, True, pattern)
+        output_bias = LogicalTensor(f"{name}.output_bias", (sizes.hidden,), Constant(0.0), False)
         self.output = RowParallelLinear(
             context,
             "heads",
             context.split(output, {1: "heads"}, columns=2),
-            context.replicated(output_bias) if config.add_bias_linear else None,
+            context.replicated(output_bias) if sizes.output_bias else None,
         )
         self.query_norm = self.key_norm = None
-        if config.qk_layernorm:
+        if norm is not None:
             # Each rank normalizes its own heads, so these gradients are partial even without sequence parallelism.
-            self.query_norm = Norm(config, context, f"{name}.query_norm", width, of_part=True)
-            self.key_norm = Norm(config, context, f"{name}.key_norm", width, of_part=True)
-        scalar = config.query_pre_attn_scalar
+            self.query_norm = norm(context, f"{name}.query_norm", sizes.width, of_part=True)
+            self.key_norm = norm(context, f"{name}.key_norm", sizes.width, of_part=True)
         local = LocalCore(
             heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
-            groups=self._key_value_of_head(config, group),
-            scale=None if scalar is None else 1.0 / math.sqrt(scalar),
-            cap=config.attn_logit_softcapping,
-            dropout=config.attention_dropout,
+            groups=self._key_value_of_head(sizes, group),
+            scale=sizes.scale,
+            cap=sizes.cap,
+            dropout=sizes.dropout,
             site=Site(layer, "attention"),
             recompute=recompute,
         )
@@ -121,17 +152,32 @@ class Attention(nn.Module):
         if context.mesh.size("cp") > 1:
             self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
 
+    def _make_projections(self, context: ParallelContext, name: str, sizes: AttentionSizes) -> None:
+        """Make the projections to queries, keys and values: one layer, whose tensors are `query` and `key_value`."""
+        heads, groups, width, hidden = sizes.heads, sizes.groups, sizes.width, sizes.hidden
+        draw, matrices = Normal(sizes.std), "heads width hidden -> 1 (heads width) hidden"
+        query = LogicalTensor(f"{name}.query", (heads, width, hidden), draw, True, matrices)
+        matrices = "groups two width hidden -> two (groups width) hidden"
+        key_value = LogicalTensor(f"{name}.key_value", (groups, 2, width, hidden), draw, True, matrices)
+        biases: list[Sharding] = []
+        if sizes.bias:
+            query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
+            key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), Constant(0.0), False)
+            biases = _query_key_value(sizes, context, query_bias, key_value_bias)
+        weights = _query_key_value(sizes, context, query, key_value)
+        self.query_key_value = ColumnParallelLinear(context, "heads", weights, biases)
+
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
         return [] if isinstance(self.core, LocalCore) else self.core.inside
 
-    def _key_value_of_head(self, config: ModelConfig, over: Group) -> list[int]:
+    def _key_value_of_head(self, sizes: AttentionSizes, over: Group) -> list[int]:
         """Return the local key-value group of each local query head. `over`: the ranks over which heads are split."""
-        runs = key_value_runs(config.num_attention_heads, config.kv_groups, over.size, over.rank)
+        runs = key_value_runs(sizes.heads, sizes.groups, over.size, over.rank)
         runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the fused parameter: own groups first
         local = {group: i for i, group in enumerate(g for first, count, _ in runs for g in range(first, first + count))}
-        heads_per_group = config.num_attention_heads // config.kv_groups
+        heads_per_group = sizes.heads // sizes.groups
         return [local[(over.rank * self.heads + head) // heads_per_group] for head in range(self.heads)]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:

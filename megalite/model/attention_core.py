@@ -78,7 +78,7 @@ class LocalCore:
         mixed = attention(*self._heads_first(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
-    @property
+    @functools.cached_property
     def groups_are_even(self) -> bool:
         """True if each group serves an equal number of consecutive heads."""
         heads, groups = len(self.groups), max(self.groups) + 1

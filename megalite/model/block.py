@@ -5,18 +5,22 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) replace attention(.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megalite.config.model import FeedForward, Mixer, ModelConfig
-from megalite.model.attention import Attention
+from megalite.model.attention import Attention, AttentionSizes
 from megalite.model.batch import LayerContext
-from megalite.model.mlp import MLP
+from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.moe import MoE
-from megalite.model.norm import Norm
+from megalite.model.norm import LayerNorm, RMSNorm
 from megalite.model.recompute import Recompute
+from megalite.model.router import Router
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
@@ -28,9 +32,15 @@ class MixerModule(Protocol):
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
-
     def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+
+
+class MakeMixer(Protocol):
+    """Function that makes a mixer of a layer."""
+
+    def __call__(
+        self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool
+    ) -> MixerModule: ...
 
 
 class FeedForwardModule(Protocol):
@@ -39,20 +49,87 @@ class FeedForwardModule(Protocol):
     Input and output are [sequence (/ size under sequence parallelism), batch, hidden].
     """
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
-
-    @staticmethod
-    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the loss terms that layers of this kind return.
-
-        A sum over the tokens of a layer's input has the axes `context.token_axes`.
-        """
-
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
 
 
-MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
-FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP, "moe": MoE}
+class FeedForwardKind(NamedTuple):
+    """Kind of feed-forward layer.
+
+    Attributes:
+        make: makes that of a layer, by its number.
+        loss_terms: declares the loss terms that layers of this kind return. A sum over the tokens of a layer's input
+            has the axes `context.token_axes`.
+    """
+
+    make: Callable[[ModelConfig, ParallelContext, int], FeedForwardModule]
+    loss_terms: Callable[[ModelConfig, ParallelContext], tuple[LossTerm, ...]] = lambda config, context: ()
+
+
+def make_norm(config: ModelConfig) -> Callable[..., LayerNorm]:
+    """Return the function that makes the network's norms, of a context, a name and a width."""
+    kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
+    return functools.partial(kind, eps=config.norm_epsilon, around_one=config.apply_layernorm_1p)
+
+
+def make_attention(config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> Attention:
+    """Make the attention of a layer from the network's configuration."""
+    scalar = config.query_pre_attn_scalar
+    sizes = AttentionSizes(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.kv_groups,
+        width=config.head_dim,
+        std=config.init_method_std,
+        output_std=config.output_init_std,
+        bias=config.add_bias_linear or config.add_qkv_bias,
+        output_bias=config.add_bias_linear,
+        window=config.layers[layer].keys_before,
+        scale=None if scalar is None else 1.0 / math.sqrt(scalar),
+        cap=config.attn_logit_softcapping,
+        dropout=config.attention_dropout,
+        rotary_interleaved=config.rotary_interleaved,
+    )
+    norm = make_norm(config) if config.qk_layernorm else None
+    return Attention(context, f"layers.{layer}.attention", sizes, norm=norm, layer=layer, recompute=recompute)
+
+
+MIXERS: Mapping[Mixer, MakeMixer] = {"attention": make_attention}
+
+
+def feed_forward_sizes(config: ModelConfig, ffn: int) -> FeedForwardSizes:
+    """Return the sizes of layers of this inner width."""
+    std, output_std = config.init_method_std, config.output_init_std
+    return FeedForwardSizes(config.hidden_size, ffn, config.activation, std, output_std, config.add_bias_linear)
+
+
+def make_mlp(config: ModelConfig, context: ParallelContext, layer: int) -> MLP:
+    return MLP(context, f"layers.{layer}.mlp", feed_forward_sizes(config, config.ffn_size))
+
+
+def make_moe(config: ModelConfig, context: ParallelContext, layer: int) -> MoE:
+    """Make the experts of a layer from the network's configuration."""
+    shared = config.moe_shared_expert_intermediate_size
+    return MoE(
+        context,
+        f"layers.{layer}.moe",
+        Router(config, context, layer),
+        feed_forward_sizes(config, config.expert_ffn_size),
+        shared=None if shared is None else feed_forward_sizes(config, shared),
+        shared_gate=config.moe_shared_expert_gate and shared is not None,
+        overlaps_shared_experts=config.moe_shared_expert_overlap,
+        dispatcher=config.moe_token_dispatcher_type,
+        padded=config.moe_pad_expert_input_to_capacity,
+    )
+
+
+def _terms_of_routers(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+    return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
+
+
+FEED_FORWARDS: Mapping[FeedForward, FeedForwardKind] = {
+    "dense": FeedForwardKind(make_mlp),
+    "moe": FeedForwardKind(make_moe, _terms_of_routers),
+}
 
 
 class LayerOutput(NamedTuple):
@@ -70,14 +147,14 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, recompute: Recompute) -> None:
         super().__init__()
 
-        def norm(name: str) -> Norm:
-            return Norm(config, context, f"layers.{layer}.{name}", config.hidden_size)
+        def norm(name: str) -> LayerNorm:
+            return make_norm(config)(context, f"layers.{layer}.{name}", config.hidden_size)
 
         self.input_norm = norm("input_norm")
         spec = config.layers[layer]
         self.attention = MIXERS[spec.mixer](config, context, layer, recompute=recompute.attention)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = FEED_FORWARDS[spec.feed_forward](config, context, layer)
+        self.mlp = FEED_FORWARDS[spec.feed_forward].make(config, context, layer)
         if isinstance(self.mlp, MoE):
             self.mlp.recompute = recompute.moe
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None

@@ -77,6 +77,7 @@ class _Calls(NamedTuple):
 class _AttentionByParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key_value: Tensor, calls: _Calls) -> Tensor:
+        """Attend to the blocks of keys as they arrive, and merge the parts by their log-sum-exp, in fp32 or wider."""
         batch, heads, tokens, width = query.shape
         # Tokens come first in memory, so that the caller's output is a view of the one that backward keeps.
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -101,6 +102,7 @@ class _AttentionByParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of queries, and of keys and values as their blocks come by once more."""
         (query, prepared, output, lse), calls, gradient = ctx.saved_tensors, ctx.calls, gradients[0]
         query, prepared = query.detach(), prepared.detach()
         of_query, total = torch.zeros(query.shape, dtype=lse.dtype, device=query.device), calls.exchange.gradient_sum()
@@ -213,6 +215,7 @@ class ContextParallelCore:
         layout: SequenceLayout,
         random: RandomKey | None,
     ) -> Tensor:
+        """Compute attention over the other ranks' keys, by parts where the mask and the device allow it."""
         inner = self.inner
         if self.others.size == 1:
             return inner(query, key, value, mask.of_whole, layout, random)

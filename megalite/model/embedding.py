@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.randomness import RandomKey, Site, dropout
@@ -17,44 +15,48 @@ from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
-def token_table(config: ModelConfig, context: ParallelContext, name: str, vocab_size: int) -> Sharding:
-    """Place a table with a row per token, with its vocabulary split over the tensor-parallel ranks."""
-    shape, draw = (vocab_size, config.hidden_size), Normal(config.init_method_std)
-    table = LogicalTensor(name, shape, draw, True, is_embedding_or_output=True)
-    padded = config.padded_vocab_size(context.group("vocabulary").size)
+def token_table(context: ParallelContext, name: str, shape: tuple[int, int], padded: int, std: float) -> Sharding:
+    """Place a table with a row per token, [vocabulary, hidden], its rows split over the tensor-parallel ranks.
+
+    `padded`: the number of rows with padding, which is divided over the ranks.
+    """
+    table = LogicalTensor(name, shape, Normal(std), True, is_embedding_or_output=True)
     return context.split(table, {0: "vocabulary"}, padded=padded)
 
 
-def word_sharding(config: ModelConfig, context: ParallelContext, vocab_size: int, copies: tuple[int, ...]) -> Sharding:
-    """Place the word embedding.
-
-    `copies`: the ranks that hold this part of the weight, for the embedding or for an output layer tied to it.
-    """
-    record = token_table(config, context, "embedding.word", vocab_size)
-    return replace(record, replica_ranks=copies, grad_is_partial=len(copies) > 1)
-
-
 class Embedding(nn.Module):
-    """Sum of word embeddings and, if configured, learned position embeddings.
+    """Sum of word embeddings and, if there are any, learned position embeddings."""
 
-    `word`: the placement of the word embedding.
-    """
+    def __init__(
+        self,
+        context: ParallelContext,
+        word: Sharding,
+        hidden: int,
+        *,
+        positions: int | None,
+        std: float,
+        scaled: bool,
+        dropout: float,
+    ) -> None:
+        """Make the layer.
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, word: Sharding) -> None:
+        Args:
+            word: the placement of the word embedding.
+            positions: number of learned positions; None for no such table.
+            std: standard deviation of the initial values of positions.
+            scaled: multiply word embeddings by the root of `hidden`.
+        """
         super().__init__()
         self.word = VocabParallelEmbedding(context, word)
         self.position = None
-        if config.position_embedding_type == "learned_absolute":
-            if config.max_position_embeddings is None:
-                raise ValueError("a learned position table needs max_position_embeddings")
-            shape = (config.max_position_embeddings, config.hidden_size)
-            position = LogicalTensor("embedding.position", shape, Normal(config.init_method_std), True)
+        if positions is not None:
+            position = LogicalTensor("embedding.position", (positions, hidden), Normal(std), True)
             self.position = context.parameter(context.replicated(position))
         self.scale = None
-        if config.scale_embeddings:
+        if scaled:
             # Rounded to the dtype of the weights, as in Hugging Face's Gemma.
-            self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
-        self.dropout = config.hidden_dropout
+            self.scale = torch.tensor(math.sqrt(hidden), dtype=context.dtype).item()
+        self.dropout = dropout
         self.shard = context.shard
         self.site = Site(0, "embedding")
 

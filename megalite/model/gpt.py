@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import FEED_FORWARDS, Block
+from megalite.model.block import FEED_FORWARDS, Block, make_norm
 from megalite.model.cache import KeyValueCache
-from megalite.model.embedding import Embedding, word_sharding
-from megalite.model.head import LM_LOSS, Head, LossConfig
+from megalite.model.embedding import Embedding, token_table
+from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
@@ -25,7 +25,7 @@ from megalite.parallel.context import AXES, AttentionWay, ParallelContext
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.sharding import Use
+from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.parallel.stage_module import StageModule
 from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask, goes_in_blocks, takes_addend
@@ -72,8 +72,12 @@ class GPT(StageModule):
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
-        word = word_sharding(config, context, self.vocab_size, tied_ranks or (mesh.rank,))
-        self.embedding = Embedding(config, context, word) if stage_layers.embedding else None
+        shape = self.vocab_size, config.hidden_size
+        padded = config.padded_vocab_size(context.group("vocabulary").size)
+        word = token_table(context, "embedding.word", shape, padded, config.init_method_std)
+        copies = tied_ranks or (mesh.rank,)
+        word = replace(word, replica_ranks=copies, grad_is_partial=len(copies) > 1)
+        self.embedding = self._make_embedding(word) if stage_layers.embedding else None
         self.layers = nn.ModuleList(
             Block(config, context, layer, self.recompute)
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
@@ -85,8 +89,26 @@ class GPT(StageModule):
             own = self.embedding.word.weight if self.embedding is not None else tied
             if own is not None and not config.untie_embeddings_and_output_weights:
                 own.sharding = replace(own.sharding, uses=(Use(late_sum=True), Use(chunk=int(self.embedding is None))))
-            weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
-            self.head = Head(config, context, self.vocab_size, weight, loss or LossConfig())
+            weight = own if own is not None else word
+            if config.untie_embeddings_and_output_weights:
+                weight = token_table(context, "output", shape, padded, config.init_method_std)
+            cap, norm = config.final_logit_softcapping, make_norm(config)(context, "final_norm", config.hidden_size)
+            self.head = Head(norm, OutputLayer(context, weight, self.vocab_size, cap, loss or LossConfig()))
+
+    def _make_embedding(self, word: Sharding) -> Embedding:
+        """Make the embedding of tokens, with that of positions if they are learned."""
+        config = self.config
+        if config.position_embedding_type == "learned_absolute" and config.max_position_embeddings is None:
+            raise ValueError("a learned position table needs max_position_embeddings")
+        return Embedding(
+            self.context,
+            word,
+            config.hidden_size,
+            positions=config.learned_positions,
+            std=config.init_method_std,
+            scaled=config.scale_embeddings,
+            dropout=config.hidden_dropout,
+        )
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules that forward runs in order. Together they own all parameters."""
@@ -159,6 +181,7 @@ class GPT(StageModule):
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
+        """Return what all layers need of a micro-batch: rotary tables, a mask for each window, layout and key."""
         rotary = windowed_rotary = None
         if self.config.rotary:
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
-from megalite.model.embedding import token_table
-from megalite.model.norm import Norm
+from megalite.model.norm import LayerNorm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_entropy
 from megalite.parallel.linear import ColumnParallelLinear
@@ -91,24 +89,11 @@ class OutputLayer(ColumnParallelLinear):
 
 
 class Head(nn.Module):
-    """Final norm and output layer.
+    """Final norm and output layer."""
 
-    `tied`: if the output layer is tied to the word embedding, the embedding's weight, or its placement if no stage on
-    this rank has the embedding. None for an output layer with a weight of its own.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        context: ParallelContext,
-        vocab_size: int,
-        tied: Parameter | Sharding | None,
-        loss: LossConfig,
-    ) -> None:
+    def __init__(self, norm: LayerNorm, output: OutputLayer) -> None:
         super().__init__()
-        self.norm = Norm(config, context, "final_norm", config.hidden_size)
-        weight = token_table(config, context, "output", vocab_size) if tied is None else tied
-        self.output = OutputLayer(context, weight, vocab_size, config.final_logit_softcapping, loss)
+        self.norm, self.output = norm, output
 
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, *, plain: bool = False, entropies: bool = False

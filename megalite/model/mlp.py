@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
+from megalite.config.activations import Activation
 from megalite.model.batch import LayerContext
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
+from megalite.parallel.stage import NO_SUMS, TermSums
 from megalite_kernels.activation import FUNCTIONS
+
+
+@dataclass(frozen=True)
+class FeedForwardSizes:
+    """Sizes and options of a feed-forward layer, or of each expert.
+
+    Attributes:
+        ffn: inner width; with a gate, that of each half.
+        std: standard deviation of the initial weights.
+        output_std: the same of the last matrix.
+    """
+
+    hidden: int
+    ffn: int
+    activation: Activation
+    std: float
+    output_std: float
+    bias: bool
 
 
 class MLP(nn.Module):
     """Feed-forward layer: down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
 
-    def __init__(
-        self, config: ModelConfig, context: ParallelContext, layer: int, name: str = "mlp", ffn_size: int | None = None
-    ) -> None:
-        """Build the layer, or the shared experts of a layer with another name and width."""
+    def __init__(self, context: ParallelContext, name: str, sizes: FeedForwardSizes) -> None:
         super().__init__()
-        name, hidden, ffn = f"layers.{layer}.{name}", config.hidden_size, ffn_size or config.ffn_size
-        self.activation = FUNCTIONS[config.activation.name]
-        draw = Normal(config.init_method_std)
-        if config.activation.gated:
+        hidden, ffn, draw = sizes.hidden, sizes.ffn, Normal(sizes.std)
+        self.activation = FUNCTIONS[sizes.activation.name]
+        if sizes.activation.gated:
             inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")
             inner_bias = LogicalTensor(f"{name}.gate_up_bias", (2, ffn), Constant(0.0), False)
         else:
@@ -35,23 +51,18 @@ class MLP(nn.Module):
             context,
             "ffn",
             [context.split(inner, {dimension: "ffn"})],
-            [context.split(inner_bias, {dimension: "ffn"}, columns=0)] if config.add_bias_linear else [],
+            [context.split(inner_bias, {dimension: "ffn"}, columns=0)] if sizes.bias else [],
             adds_bias=False,
         )
-        draw_down = Normal(config.output_init_std)
+        draw_down = Normal(sizes.output_std)
         down = LogicalTensor(f"{name}.down", (hidden, ffn), draw_down, True, "hidden ffn -> 1 hidden ffn")
         down_bias = LogicalTensor(f"{name}.down_bias", (hidden,), Constant(0.0), False)
         self.down = RowParallelLinear(
             context,
             "ffn",
             context.split(down, {1: "ffn"}),
-            context.replicated(down_bias) if config.add_bias_linear else None,
+            context.replicated(down_bias) if sizes.bias else None,
         )
-
-    @staticmethod
-    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the loss terms of this kind of layer: none."""
-        return ()
 
     def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """Apply the layer to [sequence (/ size under sequence parallelism), batch, hidden], keeping this shape.

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
-from megalite.model.mlp import MLP
+from megalite.model.mlp import MLP, FeedForwardSizes
 from megalite.model.router import Router
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
@@ -26,25 +26,18 @@ from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grou
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite.parallel.stage import LossTerm, TermSums
+from megalite.parallel.stage import TermSums
 from megalite_kernels.activation import FUNCTIONS
 
 
 class Experts(nn.Module):
     """This rank's experts: down(weight * activation(up(x))), or down(weight * activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+    def __init__(self, context: ParallelContext, name: str, experts: int, sizes: FeedForwardSizes) -> None:
         super().__init__()
-        assert config.num_experts is not None
-        name, experts, hidden, ffn = (
-            f"layers.{layer}.moe",
-            config.num_experts,
-            config.hidden_size,
-            config.expert_ffn_size,
-        )
-        self.activation = partial(FUNCTIONS[config.activation.name], bias=None)
-        draw = Normal(config.init_method_std)
-        if config.activation.gated:
+        hidden, ffn, draw = sizes.hidden, sizes.ffn, Normal(sizes.std)
+        self.activation = partial(FUNCTIONS[sizes.activation.name], bias=None)
+        if sizes.activation.gated:
             pattern = "experts two ffn hidden -> (experts two) ffn hidden"
             up = LogicalTensor(f"{name}.gate_up", (experts, 2, ffn, hidden), draw, True, pattern)
             up_bias = LogicalTensor(f"{name}.gate_up_bias", (experts, 2, ffn), Constant(0.0), False)
@@ -55,12 +48,12 @@ class Experts(nn.Module):
             up_bias = LogicalTensor(f"{name}.up_bias", (experts, ffn), Constant(0.0), False)
         dimension = len(up.shape) - 2
         pattern = "experts hidden ffn -> experts hidden ffn"
-        down = LogicalTensor(f"{name}.down", (experts, hidden, ffn), Normal(config.output_init_std), True, pattern)
+        down = LogicalTensor(f"{name}.down", (experts, hidden, ffn), Normal(sizes.output_std), True, pattern)
         down_bias = LogicalTensor(f"{name}.down_bias", (experts, hidden), Constant(0.0), False)
         self.up = context.parameter(context.split(up, {0: "experts", dimension: "expert ffn"}))
         self.down = context.parameter(context.split(down, {0: "experts", 2: "expert ffn"}))
         self.up_bias = self.down_bias = None
-        if config.add_bias_linear:
+        if sizes.bias:
             self.up_bias = context.parameter(context.split(up_bias, {0: "experts", dimension: "expert ffn"}))
             # Only the first rank of an expert adds it, so the ranks' gradients are summed.
             added_once = replace(context.split(down_bias, {0: "experts"}), grad_is_partial=True)
@@ -91,20 +84,37 @@ class MoE(nn.Module):
 
     recompute = False
 
-    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+    def __init__(
+        self,
+        context: ParallelContext,
+        name: str,
+        router: Router,
+        sizes: FeedForwardSizes,
+        *,
+        shared: FeedForwardSizes | None = None,
+        shared_gate: bool = False,
+        overlaps_shared_experts: bool = False,
+        dispatcher: Literal["allgather", "alltoall", "flex"] = "alltoall",
+        padded: bool = False,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            sizes: those of each expert.
+            shared: those of the shared experts together; None for none.
+            shared_gate: multiply the output of the shared experts with a sigmoid gate.
+            overlaps_shared_experts: compute them while tokens are on their way.
+            dispatcher: see `--moe-token-dispatcher-type`.
+            padded: pad the rows of each expert to its capacity.
+        """
         super().__init__()
-        assert config.num_experts is not None
-        self.router = Router(config, context, layer)
-        self.experts = Experts(config, context, layer)
-        self.shared_experts: MLP | None = None
+        self.router = router
+        self.experts = Experts(context, name, router.num_experts, sizes)
+        self.shared_experts = None if shared is None else MLP(context, f"{name}.shared", shared)
         self.shared_gate = None
-        if config.moe_shared_expert_intermediate_size is not None:
-            width = config.moe_shared_expert_intermediate_size
-            self.shared_experts = MLP(config, context, layer, "moe.shared", width)
-            if config.moe_shared_expert_gate:
-                draw = Normal(config.init_method_std)
-                gate = LogicalTensor(f"layers.{layer}.moe.shared_gate", (1, config.hidden_size), draw, True)
-                self.shared_gate = context.parameter(context.replicated(gate))
+        if shared_gate:
+            gate = LogicalTensor(f"{name}.shared_gate", (1, sizes.hidden), Normal(sizes.std), True)
+            self.shared_gate = context.parameter(context.replicated(gate))
         mesh = context.mesh
         # Without sequence parallelism, all tensor-parallel ranks have the same tokens, and nothing travels.
         self.replicas = mesh.group("tp") if mesh.size("tp") > 1 and not context.sequence_parallel else None
@@ -113,18 +123,13 @@ class MoE(nn.Module):
         group = Group((mesh.rank,), 0) if self.replicas is not None else context.group("experts", "expert ffn")
         self.dispatcher = Dispatcher(
             group,
-            config.num_experts,
+            router.num_experts,
             parts=1 if self.replicas is not None else mesh.size("etp"),
-            kind=config.moe_token_dispatcher_type,
+            kind=dispatcher,
         )
-        self.overlaps_shared_experts = config.moe_shared_expert_overlap
-        self.padded = config.moe_pad_expert_input_to_capacity
+        self.overlaps_shared_experts = overlaps_shared_experts
+        self.padded = padded
         self.ranks_per_sample = context.ranks_per_sample(group.ranks)
-
-    @staticmethod
-    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
-        """Declare the loss terms of the routers."""
-        return tuple(replace(term, axes=context.token_axes) for term in Router.loss_terms(config))
 
     @property
     def inside(self) -> list[Inside]:
@@ -143,6 +148,7 @@ class MoE(nn.Module):
         return self._apply_experts(hidden, context)
 
     def _apply_experts(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        """Send tokens to their experts and bring the outputs back, with the sums of the loss terms."""
         if self.replicas is not None and torch.is_grad_enabled():
             raise ValueError(
                 "a layer with experts on several tensor-parallel ranks trains only with sequence parallelism"

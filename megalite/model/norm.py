@@ -1,35 +1,46 @@
-"""RMSNorm and LayerNorm as modules."""
+"""LayerNorm and RMSNorm, with weights that all tensor-parallel ranks have."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite_kernels.norm import norm, residual_norm
 
 
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, with weights replicated on every tensor-parallel rank.
+class LayerNorm(nn.Module):
+    """`nn.LayerNorm` over the last dimension. With sequence parallelism, ranks add up their parts of its gradient."""
 
-    `of_part`: see `ParallelContext.replicated`.
-    """
+    has_bias = True
 
     def __init__(
-        self, config: ModelConfig, context: ParallelContext, name: str, width: int, *, of_part: bool = False
+        self,
+        context: ParallelContext,
+        name: str,
+        width: int,
+        eps: float = 1e-5,
+        *,
+        around_one: bool = False,
+        of_part: bool = False,
     ) -> None:
+        """Make the layer.
+
+        Args:
+            around_one: the parameter is the weight minus 1, and begins at 0.
+            of_part: see `ParallelContext.replicated`.
+        """
         super().__init__()
-        self.epsilon, self.around_one = config.norm_epsilon, config.apply_layernorm_1p
+        self.eps, self.around_one = eps, around_one
 
         def vector(part: str, value: float) -> Parameter:
             tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
             return context.parameter(context.replicated(tensor, of_part=of_part))
 
-        self.weight = vector("weight", 0.0 if self.around_one else 1.0)
-        self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
+        self.weight = vector("weight", 0.0 if around_one else 1.0)
+        self.bias = vector("bias", 0.0) if self.has_bias else None
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Normalize the input [..., width]. With a residual of that shape, return the norm of their sum and the sum."""
@@ -37,5 +48,11 @@ class Norm(nn.Module):
         if self.around_one:  # in fp32: in bf16, adding 1 would round away small weights
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if residual is None:
-            return norm(input, weight, self.bias, self.epsilon)
-        return residual_norm(input, residual, weight, self.bias, self.epsilon)
+            return norm(input, weight, self.bias, self.eps)
+        return residual_norm(input, residual, weight, self.bias, self.eps)
+
+
+class RMSNorm(LayerNorm):
+    """`nn.RMSNorm` over the last dimension, as `LayerNorm`."""
+
+    has_bias = False

@@ -22,11 +22,14 @@ def in_windows(config: ModelConfig, base: float) -> ModelConfig:
     )
 
 
+def plain_frequencies(channels: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the angle per position of each pair of channels, unscaled, [channels / 2]."""
+    return 1.0 / base ** (torch.arange(0, channels, 2, dtype=dtype, device=device) / channels)
+
+
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the angle per position of each pair of channels, [rotated / 2]."""
-    rotated = config.rotated_channels
-    exponents = torch.arange(0, rotated, 2, dtype=dtype, device=device) / rotated
-    frequencies = 1.0 / config.rotary_base**exponents
+    frequencies = plain_frequencies(config.rotated_channels, config.rotary_base, dtype, device)
     if config.position_embedding_type == "yarn":
         return _yarn(frequencies, config)
     if config.use_rope_scaling:
@@ -86,7 +89,12 @@ def amplitude(config: ModelConfig) -> float:
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine [sequence, batch, 1, rotated / 2] for positions [batch, sequence], in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
-    angles = positions.t().unsqueeze(-1).to(wide) * inverse_frequencies(config, wide, positions.device)
-    tables = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    tables = tables_of(inverse_frequencies(config, wide, positions.device), positions)
     scale = amplitude(config)
     return tables if scale == 1.0 else (tables[0] * scale, tables[1] * scale)
+
+
+def tables_of(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine [sequence, batch, 1, pairs] of positions [batch, sequence], in the frequencies' dtype."""
+    angles = positions.t().unsqueeze(-1).to(frequencies.dtype) * frequencies
+    return angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)

@@ -82,6 +82,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, eps: float, group: Group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Normalize features by the mean and variance over all ranks, and return these with the number of values."""
         values = _by_feature(input)
         own = values.mean(1)
         squares = (values - own[:, None]).square().sum(1)  # around the rank's own mean: nothing cancels

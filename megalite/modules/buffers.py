@@ -90,6 +90,10 @@ class KeptBuffers(nn.Module):
         check_same(tensors, self._mesh, 'give its buffer the rule "average" or "first rank", or change it alike')
 
     def _take_over(self) -> None:
+        """Take the values of buffers that forward has replaced by other tensors into the state that is saved.
+
+        Raises MegaliteError if a buffer has another shape than before.
+        """
         for owner, key, state, _ in self._buffers_of:
             buffer = getattr(owner, key)
             if buffer is not state.values:
@@ -126,6 +130,7 @@ class KeptBuffers(nn.Module):
 
 
 def _state(name: str, buffer: Tensor, rule: Rule, mesh: ParallelMesh) -> State:
+    """Return the record of a buffer. Raises MegaliteError for a dtype that cannot be saved, or has no average."""
     is_complex = buffer.is_complex()
     if buffer.is_floating_point() and buffer.dtype not in SAVED:
         raise MegaliteError(
@@ -150,4 +155,4 @@ def _storable(values: Tensor) -> Tensor:
 
 def _broadcast_first_(flat: Tensor, group: Group) -> None:
     work = collectives.launch(dist.broadcast, flat, group.ranks[0], group=group.process_group, async_op=True)
-    collectives.Pending(work, lambda: flat, group.waits).wait("the copy of buffers failed")
+    collectives.Pending(work, flat, group.waits).wait("the copy of buffers failed")

@@ -190,6 +190,10 @@ class _Holders:
 
 
 def _holders(modules: Sequence[nn.Module]) -> dict[int, _Holders]:
+    """Return where each parameter is, by its id: its name, its stages and the number of its places.
+
+    Raises MegaliteError for two parameters of one name, and for a parallel layer's weight in several places.
+    """
     found: dict[int, _Holders] = {}
     named: dict[str, tuple[int, int]] = {}
     for stage, module in enumerate(modules):
@@ -225,6 +229,10 @@ def _parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.
 
 
 def _sharding(tensor: LogicalTensor, holders: Sequence[int], mesh: ParallelMesh, stages: Stages) -> Sharding:
+    """Return the record of a plain parameter that these stages have.
+
+    Raises MegaliteError if pipeline ranks share it under tensor parallelism.
+    """
     ranks = sorted({stages.place(stage)[0] for stage in holders})
     here = sum(stages.place(stage)[0] == mesh.coordinate("pp") for stage in holders)
     if len(ranks) > 1 and mesh.size("tp") > 1:
@@ -252,6 +260,7 @@ def _by_rules(parameter: Parameter, weight_decay: Callable[[str, Tensor], bool],
 
 
 def _parameter(old: nn.Parameter, sharding: Sharding, mesh: ParallelMesh) -> Parameter:
+    """Return a parameter with a record in place of a plain one. Raises MegaliteError for whole numbers."""
     name, scalar = sharding.name, not old.dim()
     if not old.is_floating_point():
         raise MegaliteError(f"{name} is of {old.dtype}, and parameters are floating-point numbers: make it a buffer")

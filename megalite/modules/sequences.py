@@ -63,6 +63,10 @@ def own_part(values: Any, dims: SequenceDims, mesh: ParallelMesh) -> Any:
 
 
 def _own(field: str | int, value: Any, dimension: int, mesh: ParallelMesh) -> Tensor:
+    """Return this rank's part of a field along its dimension of the sequence.
+
+    Raises ConfigurationError if there is no such dimension, and DataError if it does not divide evenly.
+    """
     if not isinstance(value, Tensor) or not -value.dim() <= dimension < value.dim():
         shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ConfigurationError(

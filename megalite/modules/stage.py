@@ -265,6 +265,7 @@ class ModuleStage(StageModule):
             generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def _to_recompute(self, recompute: bool | Sequence[str]) -> list[nn.Module]:
+        """Return the submodules to recompute. Raises MegaliteError for a pattern that names none."""
         if isinstance(recompute, bool):
             return [part for _, part in self.parts() if next(part.parameters(), None) is not None] if recompute else []
         parts = dict(self.module.named_modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from megalite.errors import MegaliteError
 from megalite.optim.flat import allocate_storage, free_storage, owned
-from megalite.optim.kept_gradients import KeptGradients
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Reduction
 from megalite.parallel import collectives
@@ -98,19 +98,17 @@ class Accumulator:
         self.reduction, self._in_flight, self._stage, self._overlap = reduction, in_flight, stage, overlap
         self._allow_unused = allow_unused
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
+        self.gradients_per_micro_batch = len(self._slot_of) * sum(use.times for use in uses.values())
+        """Number of gradients per micro-batch, over all parameters and uses."""
         ends = [0, *(slot.stop for slot in layout.slots)]
         starts = [*(slot.start for slot in layout.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
         # Number of reductions in this step: those that have started, and those that are expected in total.
         self._rounds = self._rounds_due = self._micro_batches_per_round = 0
         self._arrived: dict[tuple[int, int], int] = {}  # number of gradients by (id of the parameter, use)
-        self._outstanding = 0
+        self._due: dict[int, int] = {}  # expected number of gradients of one parameter per round, by use
+        self._outstanding = self._outstanding_at_first = 0
         self._pending: collectives.Pending | None = None
-
-    @property
-    def gradients_per_micro_batch(self) -> int:
-        """Number of gradients per micro-batch, over all parameters and uses."""
-        return len(self._slot_of) * sum(use.times for use in self.uses.values())
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
         """Return the summed gradient of one parameter from a use in `flats`, in the parameter's shape."""
@@ -120,13 +118,14 @@ class Accumulator:
         """Reset the counts and expect the gradients of this number of micro-batches."""
         self._rounds, self._rounds_due = 0, micro_batches if self._stage >= 2 else 1
         self._micro_batches_per_round = micro_batches // self._rounds_due
+        self._due = {number: use.times * self._micro_batches_per_round for number, use in self.uses.items()}
         self._begin_round()
 
     def _begin_round(self) -> None:
         for use, kept in self._kept.items():
-            kept.begin_round(self._due(use))
+            kept.begin_round(self._due[use])
         self._arrived = {(parameter, use): 0 for use in self.uses for parameter in self._slot_of}
-        self._outstanding = self.gradients_per_micro_batch * self._micro_batches_per_round
+        self._outstanding = self._outstanding_at_first = self.gradients_per_micro_batch * self._micro_batches_per_round
 
     def add(self, parameter: Parameter, gradient: Gradient, use: int) -> None:
         """Add a gradient.
@@ -134,24 +133,20 @@ class Accumulator:
         The last gradient of a round starts the reduction, if the reduction overlaps backward or if the next round needs
         the buffer (ZeRO 2 and 3).
         """
-        key, due = (id(parameter), use), self._due(use)
-        if self._arrived[key] == due:
+        key = id(parameter), use
+        if (arrived := self._arrived[key]) == (due := self._due[use]):
             name = parameter.sharding.name
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
-        if self._stage >= 2 and self._outstanding == self.gradients_per_micro_batch * self._micro_batches_per_round:
+        if self._stage >= 2 and self._outstanding == self._outstanding_at_first:
             self._allocate()  # this is the first gradient of a round
         if use in self._kept:
             self._kept[use].add(parameter, gradient)
         else:  # The first one overwrites the buffer: its old or uninitialized values need not be set to zero.
-            gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
-        self._arrived[key] += 1
+            gradient.add_to(self._views[key], overwrite=arrived == 0)
+        self._arrived[key] = arrived + 1
         self._outstanding -= 1
         if self._outstanding == 0 and (self._overlap or self._stage >= 2) and not self._allow_unused:
             self._launch_reduction()
-
-    def _due(self, use: int) -> int:
-        """Return the expected number of gradients of one parameter per round, from this use."""
-        return self.uses[use].times * self._micro_batches_per_round
 
     def _allocate(self) -> None:
         self._finish_round()
@@ -198,7 +193,7 @@ class Accumulator:
         missing = [
             (self._slot_of[parameter].parameter.sharding.name, arrived, due)
             for (parameter, use), arrived in self._arrived.items()
-            if arrived != (due := self._due(use))
+            if arrived != (due := self._due[use])
         ]
         (name, arrived, due), *others = missing
         also = f" (also too few: {', '.join(other for other, *_ in others[:9])})" if others else ""
@@ -257,3 +252,56 @@ class Accumulator:
         if self._rounds < self._rounds_due:
             raise RuntimeError(f"only {self._rounds} of the {self._rounds_due} reductions of a step have begun")
         self._finish_round()
+
+
+class KeptGradients:
+    """Sum of a round's gradients from one use, such as that of an embedding that is also the output layer.
+
+    They are kept if they take no more memory than their sum.
+    It has the bits of a flat sum to which each gradient is added when it arrives, because they are added in the same
+    order. That flat sum has memory only from when it is needed. If the gradients of the round can be kept, this is when
+    `total` is called: then the sum and all of them take memory. Otherwise, it is from the first gradient on: then none
+    of them does. It is also from a gradient on that must be added at once, or is so much larger than those before it
+    that they cannot be kept.
+    """
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
+        self._layout, self._dtype = layout, dtype
+        self._places = {id(slot.parameter): slot for slot in layout.slots}
+        self._kept: deque[tuple[Parameter, Gradient]] = deque()
+        self._bytes = self._due = 0
+        self._sum: Tensor | None = None
+
+    def begin_round(self, due: int) -> None:
+        """Begin a new round, with this number of gradients of each parameter."""
+        self._kept.clear()
+        self._bytes, self._due, self._sum = 0, due * len(self._places), None
+
+    def add(self, parameter: Parameter, gradient: Gradient) -> None:
+        self._kept.append((parameter, gradient))
+        if self._sum is not None or not self._can_keep(gradient.kept_bytes):
+            self._add_up()
+
+    def _can_keep(self, size: int | None) -> bool:
+        """Tell whether the gradients of the round can be kept, if those due have this size in bytes."""
+        if size is None or self._bytes + self._due * size > self._layout.length * self._dtype.itemsize:
+            return False
+        self._bytes, self._due = self._bytes + size, self._due - 1
+        return True
+
+    def total(self) -> Tensor:
+        """Return the flat sum [length of the bucket] of the round's gradients, and keep none of them."""
+        found, self._sum = self._add_up(), None
+        return found
+
+    @torch.no_grad()
+    def _add_up(self) -> Tensor:
+        """Add the gradients in the order of their arrival to the flat sum, and free each."""
+        if self._sum is None:
+            device = self._layout.slots[0].parameter.device
+            self._sum = torch.zeros(self._layout.length, dtype=self._dtype, device=device)
+        while self._kept:
+            parameter, gradient = self._kept.popleft()
+            slot = self._places[id(parameter)]
+            gradient.add_to(self._sum[slot.start : slot.stop].view(parameter.shape), overwrite=False)
+        return self._sum

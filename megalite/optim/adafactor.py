@@ -19,8 +19,8 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.factors import COLUMNS, ROWS, keeps_averages, lengths
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment, Shard
+from megalite.optim.tensor_groups import by_group, places
 from megalite.optim.update_rule import UpdateRule
-from megalite.optim.wholes import by_group, places
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.sharding import LogicalTensor, Piece
@@ -142,6 +142,7 @@ class Adafactor(UpdateRule):
         self._factored = by_group(moment for moment in moments if moment.tensor.matrices is not None)
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update second moments, then weights, with two sums over each group that shares matrices."""
         for segment in self._segments:
             segment.gradients.mul_(factor)
         self._add_gradients(1 - step**-DECAY)

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.optim.accumulator import Accumulator, StepCollective
-from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
-from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, unique_parameters
+from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, bucket_layouts, unique_parameters
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh

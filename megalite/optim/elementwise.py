@@ -125,6 +125,7 @@ def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
 
 
 def _apex_update(segment: Segment, config: OptimizerConfig) -> _Update:
+    """Return the update of a segment by Apex, whose optimizer has the segment's own state and masters."""
     apex = importlib.import_module("apex.optimizers")
     master = segment.master.detach().requires_grad_()  # a view of the masters that torch accepts as a parameter
     if config.optimizer == "sgd":
@@ -155,6 +156,7 @@ class FlatRule(UpdateRule):
         self._segments, self._config = segments, config
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update each segment in one launch. `factor` multiplies the gradients, `step` counts from 1."""
         config = self._config
         for segment in self._segments:
             rate, decay = rates.of(segment.group)

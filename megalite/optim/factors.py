@@ -39,6 +39,7 @@ def average_of_columns(config: OptimizerConfig, parameter: Parameter, mesh: Para
 
 
 def _averages(parameter: Parameter, mesh: ParallelMesh, axis: int) -> State | None:
+    """Return averages [matrices, size along `axis`] of the matrices whose first elements are here, or None."""
     record = parameter.sharding
     pieces: list[Piece] = []
     stop = 0

@@ -1,6 +1,6 @@
 """State that differs between replicas, the rule by which it follows another layout, and extra state.
 
-Everything here is a pure function of the mesh and of the parameters' `Sharding` records, as in `bucket_shard.py`.
+Everything here is a pure function of the mesh and of the parameters' `Sharding` records, as in `layout.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketShardSpec
 from megalite.parallel.sharding import partition_range
 
 Relayout = Literal["sum", "average", "drop", "refuse"]

@@ -80,12 +80,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """Return the dtypes of a parameter's flat state, masters included, in the order of `StateSlice.state`.
-
-    A frozen one has none.
-    """
-    if not parameter.requires_grad:
-        return {}
+    """Return the dtypes of a trained parameter's flat state, masters included, in the order of `StateSlice.state`."""
     names = *state_names(config, ParameterGroup.of(parameter)), "master"
     dtypes = {name: state_dtype(config, name, parameter.dtype) for name in names}
     return {name: dtype for name, dtype in dtypes.items() if name != "master" or dtype != parameter.dtype}

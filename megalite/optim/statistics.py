@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from megalite.optim.buckets import Bucket
-from megalite.optim.exact_sum import sums_over_ranks
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.packed import View, chunks
 from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
+from megalite_kernels.exact_sum import exact_digits, rounded
 from megalite_kernels.l2_norm import sums_of_squares
+
+
+def sums_over_ranks(numbers: Sequence[Tensor], group: Group) -> list[float]:
+    """Return the sum of each tensor's elements over the ranks of a group, rounded once, with the same bits on each.
+
+    The result does not depend on the order of the additions or on the split. Each rank's device adds up digits, which
+    ranks add up. The host waits for the device once, and puts the digits together.
+
+    Args:
+        numbers: float64 tensors on the mesh's device. No element may be negative. All ranks pass the same number of
+            tensors; their sizes may differ.
+        group: the ranks.
+
+    Returns:
+        One number per tensor. It is infinity if the sum exceeds the range of float64 or if an element is infinite, and
+        NaN if an element is NaN.
+    """
+    return [rounded(row) for row in collectives.all_reduce_(exact_digits(numbers), group).tolist()]
 
 
 def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> dict[str, float]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment, Shard
+from megalite.optim.tensor_groups import messages, norms, tensor_groups
 from megalite.optim.update_rule import UpdateRule
-from megalite.optim.wholes import messages, norms, wholes
 from megalite.parallel.mesh import ParallelMesh
 
 PART = 1 << 22
@@ -28,17 +28,18 @@ class TrustRatio(UpdateRule):
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config, self._mesh = config, mesh
         self._segments = [segment for shard in shards for segment in shard.segments]
-        self._wholes = [whole for _, few in messages(wholes(shards, mesh)) for whole in few]
+        self._tensors = [whole for _, few in messages(tensor_groups(shards, mesh)) for whole in few]
         """Tensors with weight decay, in the order of their norms."""
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update the weights: those with decay by the ratio of two norms of whole tensors, the others without."""
         for segment in self._segments:
             segment.gradients.mul_(factor)
             for part in segment.parts(PART):
                 self.add_gradients(part)
-        weights = norms(self._wholes, lambda segment: segment.master, self._mesh)
-        updates = norms(self._wholes, lambda segment: self.compared(segment, rates.weight_decay, step), self._mesh)
-        for whole, weight, update in zip(self._wholes, weights, updates, strict=True):
+        weights = norms(self._tensors, lambda segment: segment.master, self._mesh)
+        updates = norms(self._tensors, lambda segment: self.compared(segment, rates.weight_decay, step), self._mesh)
+        for whole, weight, update in zip(self._tensors, weights, updates, strict=True):
             for run in whole.runs:
                 rate, decay = rates.of(run.segment.group)
                 self.apply(run.segment, rate * self.ratio(weight, update, decay), decay, step)
@@ -50,7 +51,7 @@ class TrustRatio(UpdateRule):
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for kind in ("weights", "updates"):
-            for group, _ in messages(self._wholes):
+            for group, _ in messages(self._tensors):
                 yield f"norms of {kind}", group.ranks
 
     @abstractmethod

@@ -42,7 +42,8 @@ class Pending:
     """A collective in progress."""
 
     work: Any
-    finish: Callable[[], Tensor]
+    result: Tensor | Callable[[], Tensor]
+    """The result, or the function that makes it when the work is done."""
     waits: WaitTimer | None = None
     """Timer to which the time spent waiting is added."""
 
@@ -61,7 +62,7 @@ class Pending:
                 raise CommunicationError(f"{what % details}: {_LOST}{str(error).splitlines()[0]}") from error
             if self.waits is not None:
                 self.waits.seconds += time.perf_counter() - began
-        return self.finish()
+        return self.result if isinstance(self.result, Tensor) else self.result()
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def launch(operation: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 
 def completed(result: Tensor) -> Pending:
-    return Pending(None, lambda: result)
+    return Pending(None, result)
 
 
 def _is_gloo(group: Group) -> bool:
@@ -98,7 +99,7 @@ def _is_gloo(group: Group) -> bool:
 
 def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce `tensor` in place ("sum" or "max"). No autograd graph may have saved it."""
-    return all_reduce_async_(tensor, group, op).wait()
+    return tensor if group.size == 1 else all_reduce_async_(tensor, group, op).wait()
 
 
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
@@ -118,7 +119,7 @@ def _all_reduce_async_(tensor: Tensor, group: Group, op: str) -> Pending:
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = launch(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
-    return Pending(work, lambda: tensor, group.waits)
+    return Pending(work, tensor, group.waits)
 
 
 def all_reduce_in_rank_order_(tensor: Tensor, group: Group) -> Tensor:
@@ -165,7 +166,7 @@ def _all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -
         gathered.view(group.size, *tensor.shape).copy_(tensor.clone())  # which may be a part of the result
         return completed(gathered)
     work = launch(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
-    return Pending(work, lambda: gathered, group.waits)
+    return Pending(work, gathered, group.waits)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
@@ -223,6 +224,7 @@ def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
 
 
 def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Pending:
+    """Begin `all_to_all_rows`. Without a connection, a copy of the rows or zeros stand for those received."""
     if group.size == 1:
         return completed(rows)
     rows = rows.contiguous()
@@ -234,7 +236,7 @@ def all_to_all_rows_async(rows: Tensor, sent: Sequence[int], received: Sequence[
         return completed(rows.clone() if result.shape == rows.shape else result.zero_())
     process_group = group.process_group
     work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
-    return Pending(work, lambda: result, group.waits)
+    return Pending(work, result, group.waits)
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -254,7 +256,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
         return completed(result if own.data_ptr() == result.data_ptr() else result.copy_(own))
     if not _is_gloo(group):
         work = launch(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
-        return Pending(work, lambda: result, group.waits)
+        return Pending(work, result, group.waits)
     received = torch.empty_like(tensor)
     work = launch(dist.all_to_all_single, received, tensor, group=group.process_group, async_op=True)
 

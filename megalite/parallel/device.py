@@ -6,8 +6,11 @@ import os
 import resource
 import sys
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from megalite.torch_internals import is_profiling
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -95,3 +98,8 @@ def return_unused_memory(device: torch.device) -> None:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def profile_range(name: str) -> AbstractContextManager[object]:
+    """Return a context that names its block in the profile being recorded. Without a profiler it does nothing."""
+    return torch.profiler.record_function(name) if is_profiling() else nullcontext()

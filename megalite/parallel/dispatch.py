@@ -93,7 +93,6 @@ class Dispatcher:
 
     @property
     def local_experts(self) -> int:
-        """Number of experts of each rank."""
         return self.num_experts * self.parts // self.group.size
 
     def collectives(self, padded: bool) -> list[tuple[str, bool]]:
@@ -133,6 +132,8 @@ class Dispatcher:
     def _gather(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
+        """Send all tokens to all ranks; each keeps the rows of its experts. See `dispatch`."""
+
         def gather(rows: Tensor) -> Pending:
             return collectives.all_gather_async(rows, self.group)
 
@@ -153,6 +154,7 @@ class Dispatcher:
     def _exchange(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
+        """Send each token once to each rank that has a chosen expert of it. See `dispatch`."""
         ranks, size, local = self._ranks_of(choices), self.group.size, self.local_experts
         if padded is None:
             counts = torch.cat([occurrences(ranks.flatten(), size)[:, None], self._pairs_by_rank(choices)], dim=1)
@@ -188,6 +190,7 @@ class Dispatcher:
     def _exchange_by_deep_ep(
         self, tokens: Tensor, choices: Tensor, weights: Tensor, padded: PaddedRows | None
     ) -> Callable[[], Dispatched]:
+        """Do what `_exchange` does by DeepEP's kernels. See `dispatch`."""
         local = self.local_experts
         # DeepEP knows experts of ranks, but no parts of experts: for it, each part is an expert of its rank.
         ranks = (choices // local * self.parts)[..., None] + torch.arange(self.parts, device=choices.device)

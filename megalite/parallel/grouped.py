@@ -55,6 +55,7 @@ class _ActivatedGroupedLinear(torch.autograd.Function):
         weight: Parameter,
         groups: ExpertRows,
     ) -> Tensor:
+        """Return the products [rows, out]. The input is saved, and activated again in backward."""
         ctx.weight, ctx.activation, ctx.groups = weight, activation, groups
         ctx.save_for_backward(input, scale)
         activated = _scale_(activation(input), scale)

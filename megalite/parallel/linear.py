@@ -71,16 +71,17 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and the weights, whose products run beside the messages."""
         input, weights = ctx.saved_tensors[0].detach(), ctx.weights  # a deferred gradient must not keep the graph
         group: Group = ctx.group
         later = ctx.sequence_parallel and is_deferred(weights[0])
         gather_now = ctx.sequence_parallel and not later and any(weight.requires_grad for weight in weights)
-        input_again = collectives.all_gather_async(input, group) if gather_now else collectives.completed(input)
+        input_again = collectives.all_gather_async(input, group) if gather_now else None
         parts = _split_outputs(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             input_gradient.addmm_(part, weight)
-        whole = input_again.wait()
+        whole = input_again.wait() if input_again is not None else input
         input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
         if ctx.sequence_parallel:
             reduction = collectives.reduce_scatter_async(input_gradient, group)

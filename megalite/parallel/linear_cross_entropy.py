@@ -136,6 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of `hidden` and the weight. The logits are computed again, a chunk at a time."""
         hidden, labels, log_sums = (
             saved.detach() for saved in ctx.saved_tensors
         )  # a deferred gradient must not keep the graph

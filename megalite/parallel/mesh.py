@@ -55,9 +55,10 @@ class Group:
     """Buffers of another communication library for this group, by their sizes. `ParallelMesh.close` destroys them."""
     traffic: Traffic = field(default_factory=Traffic, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))  # no property, because each layer asks several times
 
     @property
     def is_connected(self) -> bool:
@@ -225,7 +226,6 @@ class ParallelMesh:
         return self._by_axes[axes]
 
     def world(self) -> Group:
-        """Return the group of all ranks."""
         return self.group(*DENSE_AXES)
 
     def group_of(self, ranks: Sequence[int]) -> Group:

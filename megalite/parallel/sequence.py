@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,12 +59,12 @@ class SequenceLayout:
         starts = (tuple(number * chunk for number in chunks) for chunks in table)
         return SequenceLayout(length, tuple(tuple(range(at, at + chunk) for at in each) for each in starts), rank)
 
-    @property
+    @cached_property
     def runs(self) -> Runs:
         """The indices of this rank's tokens."""
         return self.of_ranks[self.rank]
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """True if the rank has all tokens, in order."""
         return self.runs == (range(self.length),)

@@ -143,6 +143,7 @@ class _Rank:
         self._need("F", action, self._ends[True, "F"][action.chunk])
 
     def _backward(self, action: Action) -> None:
+        """Raise ScheduleError for a backward, B or I, that its forward, order or gradients do not allow."""
         kind, m, chunk, _ = action
         if not self._step.backward:
             self._refuse("evaluation has no backward")

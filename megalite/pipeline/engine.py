@@ -19,9 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, completed
-from megalite.parallel.device import synchronize
+from megalite.parallel.device import profile_range, synchronize
 from megalite.parallel.parameter import DeferredGradients
-from megalite.parallel.profile_range import profile_range
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
@@ -223,6 +222,7 @@ class _Step(Generic[MicroBatch]):
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
 
     def execute(self, action: Action) -> None:
+        """Run one action of the list. Without a receiver of gradients, W and R do nothing."""
         kind = action.kind
         if kind == "F":
             self._forward(action)
@@ -259,6 +259,7 @@ class _Step(Generic[MicroBatch]):
     # ------------------------------------------------------------------------------------------------ computation
 
     def _forward(self, action: Action) -> None:
+        """Run a chunk on a micro-batch, add its loss terms to the sums, and pass its tensors on."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
         arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
@@ -279,6 +280,7 @@ class _Step(Generic[MicroBatch]):
             self._pass_on("F", action, passed_on, chunk.stage + 1)
 
     def _backward(self, action: Action) -> None:
+        """Run a chunk's backward and pass the gradients of its inputs back; an input without one is an error."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
         (edges, terms), inputs = self._outputs.pop(key), self._inputs.pop(key, ())
         gradients = self._arrived("B", action) if edges else []

@@ -100,6 +100,7 @@ def _receives(rank: int, table: Table, spans: Sequence[Span], sent: Sent) -> dic
 def _with_messages(
     rank: int, order: Iterable[Action], table: Table, receives: Mapping[int, Sequence[Action]], *, overlap: bool
 ) -> Iterator[Action]:
+    """Yield the order with its messages. With `overlap`, a send is over one computation later, else at once."""
     on_their_way: list[Action] = []
     computations = 0
     for action in order:

@@ -141,6 +141,11 @@ class ProvedSchedules:
 
     @_without_garbage_collection()
     def _list(self, step: _Step) -> list[Action]:
+        """Return this rank's actions, made once.
+
+        Raises:
+            ScheduleError: the list was not proved, or is another than the proved one.
+        """
         if step not in self._lists:
             if step not in self._proved:
                 raise ScheduleError(f"no {step} was proved before the first step")

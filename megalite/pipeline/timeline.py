@@ -65,7 +65,6 @@ class TimeLine:
         return (1e3, "ms") if self.end >= 1e-3 else (1e6, "µs")
 
     def show(self, time: float) -> str:
-        """Return a time as text."""
         factor, name = self.unit
         return f"{time * factor:.4g} {name}".rstrip()
 

@@ -44,6 +44,7 @@ def to_trace(time_line: TimeLine) -> str:
 
 
 def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
+    """Yield the events of the trace format: names of ranks and tracks, and spans in microseconds."""
     for rank, spans in enumerate(time_line.spans):
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
@@ -78,6 +79,7 @@ def read_trace(path: Path) -> TimeLine:
 
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
+    """Return the time line that a trace describes; a ValueError or KeyError says what it lacks."""
     header = trace["otherData"]
     stages = Stages(**{name: header["stages"][name] for name in _STAGES})
     if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each stage has at least one event

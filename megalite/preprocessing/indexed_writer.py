@@ -38,7 +38,6 @@ class ChecksummedFile(TemporaryFile):
                 self._add(piece)
 
     def write(self, data: bytes) -> None:
-        """Append the data."""
         super().write(data)
         self._add(data)
 
@@ -168,6 +167,7 @@ class IndexedDatasetWriter:
                 file.sync()
 
     def _write_index(self, file: TemporaryFile) -> None:
+        """Write the .idx in its format, from the lengths and document ends that were added."""
         _, sequences, documents = self.extent
         file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], sequences, documents + 1))
         for lengths in read_blocks(self._lengths.temporary, "<i4"):

@@ -75,7 +75,6 @@ LAST_LINE = 1 << 10
 
 
 def partial_folder(output_prefix: str) -> Path:
-    """Return the folder of unfinished output."""
     return Path(f"{output_prefix}.partial")
 
 

@@ -107,6 +107,7 @@ def _check_keys(keys: Sequence[str]) -> None:
 def _write(
     output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], show: Show, start: float
 ) -> None:
+    """Write the chunks, name the records that are left out, and show the progress since `start`."""
     before, sizes = output.done, [_size(path) for path in files]
     begins = [0, *accumulate(size or 0 for size in sizes)]
     total = 0 if None in sizes else begins[-1]

@@ -52,6 +52,7 @@ class Workers:
         return self._threads.submit(self._encode, chunk)
 
     def _encode(self, chunk: Chunk) -> EncodedChunk:
+        """Pass a chunk to an idle process and return its result. Runs in a thread."""
         process = self._idle.get()
         try:
             process.send(chunk)

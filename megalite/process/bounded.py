@@ -16,10 +16,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     Raises TimeoutError if the call takes longer; it then keeps running in its thread. Calls of a store need this: they
     wait for ever for a store whose process is stopped, whatever time-out they were given.
     """
-    return aside(call).result(seconds)
+    return in_thread(call).result(seconds)
 
 
-def aside(call: Callable[[], T]) -> Future[T]:
+def in_thread(call: Callable[[], T]) -> Future[T]:
     """Make the call in a separate daemon thread. The process does not wait for it at exit, unlike for an executor."""
     future: Future[T] = Future()
 

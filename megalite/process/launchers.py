@@ -29,7 +29,7 @@ class Number(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class LauncherInfo:
     """Facts about this process and the others, as a launcher tells them; None for each that it does not tell."""
 
     launcher: str = ""
@@ -42,7 +42,7 @@ class Told:
     agents: bool = False
     """True if each process may be an agent, such as torchrun or Open MPI's, which has started ranks of its own."""
 
-    def or_else(self, other: Told) -> Told:
+    def or_else(self, other: LauncherInfo) -> LauncherInfo:
         """Return these facts, and those of another launcher of the same processes where these say nothing.
 
         Raises ConfigurationError if they disagree. A process that sees one GPU at most may have any local rank.
@@ -63,7 +63,7 @@ class Told:
         names = [field.name for field in fields(self) if getattr(self, field.name) in (None, "")]
         return replace(self, **{name: getattr(other, name) for name in names})
 
-    def within(self, outer: Told) -> Told:
+    def within(self, outer: LauncherInfo) -> LauncherInfo:
         """Return what this launcher and an outer one, inside of whose processes it may run, tell together."""
         whole = None not in (self.rank, self.world_size, self.local_rank)
         if whole and outer.agents and _value(outer.world_size) != _value(self.world_size):
@@ -100,15 +100,15 @@ class _Names(NamedTuple):
     local_world_size: str = ""
     job: str = ""
 
-    def read(self, environment: Mapping[str, str]) -> Told:
+    def read(self, environment: Mapping[str, str]) -> LauncherInfo:
         """Return what its variables tell: nothing if it has set none of them."""
         rank, world_size, local_rank, local_world_size = (
             read_number(environment, name) if environment.get(name) else None for name in self[1:5]
         )
         if not (rank or world_size):
-            return Told()
+            return LauncherInfo()
         port = derived_port(environment[self.job]) if environment.get(self.job) else None
-        return Told(self.launcher, rank, world_size, local_rank, local_world_size, port=port)
+        return LauncherInfo(self.launcher, rank, world_size, local_rank, local_world_size, port=port)
 
 
 def _parts(prefix: str) -> tuple[str, str, str, str]:
@@ -138,9 +138,9 @@ UNCLEAR_RANKS = ("GLOBAL_RANK", "NODE_RANK", "GROUP_RANK")
 RANK_VARIABLES = ("RANK", *(names.rank for names in (*_MPI_LAUNCHERS, *_POD_LAUNCHERS)), "SLURM_PROCID", *UNCLEAR_RANKS)
 
 
-def launchers(environment: Mapping[str, str]) -> Iterator[Told]:
+def launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
     """Yield what launchers of several processes tell, from the innermost kind to the outermost."""
-    told = Told()
+    told = LauncherInfo()
     for launcher in _MPI_LAUNCHERS:
         told = told.or_else(launcher.read(environment))
     yield _meet_here(told)
@@ -148,21 +148,21 @@ def launchers(environment: Mapping[str, str]) -> Iterator[Told]:
     yield _kubernetes(environment)
 
 
-def _meet_here(told: Told) -> Told:
+def _meet_here(told: LauncherInfo) -> LauncherInfo:
     """Return the same, with an address of this machine if all ranks run on it."""
     if told.rank is None or told.world_size is None or _value(told.local_world_size) != told.world_size.value:
         return told
     return replace(told, host="127.0.0.1", port=told.port or derived_port(str(_launcher_process(told.rank))))
 
 
-def _slurm(environment: Mapping[str, str]) -> Told:
+def _slurm(environment: Mapping[str, str]) -> LauncherInfo:
     """Return what srun tells its tasks, and that the shells of sbatch and salloc are alone."""
     counted = environment.get("SLURM_STEP_NUM_TASKS")
     if not counted and not environment.get("SLURM_STEP_ID") and environment.get("SLURM_PROCID", "0") == "0":
-        return Told()  # a batch script, which has the job's SLURM_NTASKS
+        return LauncherInfo()  # a batch script, which has the job's SLURM_NTASKS
     step = environment.get("SLURM_STEP_ID", "0")
     if not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
-        return Told("SLURM", world_size=Number(1, "SLURM_STEP_ID"))
+        return LauncherInfo("SLURM", world_size=Number(1, "SLURM_STEP_ID"))
     rank, world_size, local_rank, node = (
         read_number(environment, f"SLURM_{name}")
         for name in ("PROCID", "STEP_NUM_TASKS" if counted else "NTASKS", "LOCALID", "NODEID")
@@ -170,7 +170,7 @@ def _slurm(environment: Mapping[str, str]) -> Told:
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # 2(x3),1
     tasks = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
     here = tasks[node.value] if node and node.value < len(tasks) else None
-    return Told(
+    return LauncherInfo(
         "srun",
         rank,
         world_size,
@@ -188,7 +188,7 @@ def first_host(nodes: str) -> str | None:
     return re.sub(r"\[(\d+)[^]]*\]", r"\1", first[0]) if first else None
 
 
-def _kubernetes(environment: Mapping[str, str]) -> Told:
+def _kubernetes(environment: Mapping[str, str]) -> LauncherInfo:
     """Return what a pod knows of the pods of its Job, JobSet, TrainJob or LeaderWorkerSet: each has one process."""
     nodes, here = environment.get("PET_NNODES", ""), environment.get("PET_NPROC_PER_NODE", "")
     counted = "LOCAL_RANK" in environment or environment.get("WORLD_SIZE", nodes) == nodes  # pods, or ranks in them
@@ -196,7 +196,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Told:
     if ":" in nodes or (here.isdigit() and int(here) > 1) or auto:
         name = "PET_NNODES" if ":" in nodes else "PET_NPROC_PER_NODE"
         raise ConfigurationError(f"{name}={environment[name]} is for torchrun: start it in the pod, instead of python")
-    told = Told()
+    told = LauncherInfo()
     for launcher in _POD_LAUNCHERS:
         told = told.or_else(launcher.read(environment))
     if not told.launcher:

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TypeVar
 
 from megalite.errors import ConfigurationError
-from megalite.process.launchers import RANK_VARIABLES, UNCLEAR_RANKS, Number, Told, launchers, read_number
+from megalite.process.launchers import RANK_VARIABLES, UNCLEAR_RANKS, LauncherInfo, Number, launchers, read_number
 from megalite.process.output import say
 
 Value = TypeVar("Value")
@@ -89,7 +89,7 @@ def place_or_alone() -> Place:
         return Place(next((int(text) for text in texts if text.isascii() and text.isdigit()), 0), 0, 1)
 
 
-def _torchrun(environment: Mapping[str, str]) -> Told:
+def _torchrun(environment: Mapping[str, str]) -> LauncherInfo:
     """Return what the variables say that torchrun sets, or a person for it."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world_size, local_rank, local_size = (read_number(environment, name) for name in names)
@@ -97,10 +97,10 @@ def _torchrun(environment: Mapping[str, str]) -> Told:
     if port and not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
         raise ConfigurationError(f"MASTER_PORT={port!r} is not a port: give a number from 1 to 65535")
     host = environment.get("MASTER_ADDR") or None
-    return Told("", rank, world_size, local_rank, local_size, host, int(port) if port else None)
+    return LauncherInfo("", rank, world_size, local_rank, local_size, host, int(port) if port else None)
 
 
-def _warn_of_others(launcher: Told) -> None:
+def _warn_of_others(launcher: LauncherInfo) -> None:
     """Warn, in the first of several processes that a launcher started, that each runs alone."""
     size, rank = launcher.world_size, launcher.rank
     if size and size.value > 1 and not (rank and rank.value):
@@ -112,11 +112,11 @@ def _warn(text: str) -> None:
     say(f"warning: {text}", to_error=True)
 
 
-def _who_set(told: Told) -> str:
+def _who_set(told: LauncherInfo) -> str:
     return f"{told.launcher} set " if told.launcher else ""
 
 
-def _place(told: Told, world_size: int) -> Place:
+def _place(told: LauncherInfo, world_size: int) -> Place:
     """Return the place of one of `world_size` ranks. Raises ConfigurationError if the launcher does not tell enough."""
     rank, local_rank, local_size = (
         number.value if number else None for number in (told.rank, told.local_rank, told.local_world_size)

@@ -59,6 +59,7 @@ def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advan
 
 
 def _line_per_interval(doing: str, total: int, unit: str) -> Advance:
+    """Return a function that is told of progress, and prints a line of it once in a while."""
     done, next_line, lock = 0, time.monotonic() + INTERVAL, Lock()
 
     def advance(size: int) -> None:

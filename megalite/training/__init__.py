@@ -1,3 +1,3 @@
-"""Training: the training loop, the trainer, resuming, metrics, the display and profiling."""
+"""The step of a training run and its state: gradients, update, saving and loading, records, display and profiles."""
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ def to_micro_batches(
 def _to_micro_batch(
     fields: MicroBatchArrays, seed: int, dtype: torch.dtype, device: torch.device, cutting: Cutting
 ) -> MicroBatch:
+    """Return this rank's tokens of whole samples [batch, sequence], with the mask and the key that go with them."""
     first, bounds = None, FirstKeys()
     if fields["document_ids"] is not None:
         first = first_keys(torch.from_numpy(fields["document_ids"]))

@@ -58,6 +58,7 @@ def make_loader(
     dataset: Dataset[SampleFields],
     routing: RoutingRecords | None = None,
 ) -> MicroBatchLoader:
+    """Return the loader of this rank's micro-batches."""
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
@@ -215,6 +216,7 @@ def make_plan(
     mesh: ParallelMesh,
     stages: Stages,
     synchronization: Synchronization | None = None,
+    optimizer: Optimizer | None = None,
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
@@ -222,6 +224,7 @@ def make_plan(
         chunks_at: returns the stages of a rank, given the mesh of that rank.
         mesh: the mesh of all ranks.
         synchronization: that of the ranks; None: plain data parallelism.
+        optimizer: that of this rank, if there is one, so that its network is not built again.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = synchronization.options(data_parallel(config, mesh, stages))
@@ -241,6 +244,7 @@ def make_plan(
         bucket_states=synchronization.bucket_states,
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
+        own=optimizer,
     )
 
 

@@ -17,7 +17,7 @@ from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
-from megalite.process.bounded import aside
+from megalite.process.bounded import in_thread
 from megalite.storage import AnyPath
 from megalite.training.display import Display
 
@@ -138,7 +138,7 @@ class Checkpoints:
         """Start the removal of old checkpoints in the background, since it may take long on some file systems."""
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
-            self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
+            self._removal = in_thread(partial(checkpoint.remove_old, self._directory, interval))
 
     def log_progress(self, text: str) -> None:
         """Append a line with time, job and number of ranks to DIR/progress.txt, if `--log-progress` is given.

@@ -205,6 +205,7 @@ def _chat_template(data: DataConfig) -> ChatTemplate | None:
 def _with_fields(
     data: DataConfig, seed: int, tokenizer: Tokenizer, datasets: Datasets[np.ndarray]
 ) -> Datasets[SampleFields]:
+    """Return the datasets with labels, positions and masks, with middles of texts cut out if asked for."""
     rules = _fill_in_the_middle(data, tokenizer) if data.fim_data else None
 
     def with_fields(tokens: Dataset[np.ndarray] | None) -> FieldsDataset | None:
@@ -226,6 +227,11 @@ def _with_fields(
 
 
 def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:
+    """Return the rules of --fim-data, with the numbers of its tokens.
+
+    Raises ConfigurationError if the tokenizer lacks one of them.
+    """
+
     def token(name: str, text: str) -> int:
         return token_by_name(tokenizer, text, f"--fim-{name}")
 

@@ -34,7 +34,7 @@ class _Console(Console):
         raise
 
 
-class _Bearing:
+class _LossyStream:
     """Stream that discards data which cannot be written (full disk). Raises BrokenPipeError if nobody reads it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -82,7 +82,7 @@ class Display:
     ) -> None:
         self._total, self._log_interval, self._enabled = train_iterations, log_interval, enabled
         self._iteration, self._first = start_iteration, start_iteration + 1
-        self._stream = _Bearing(stream or sys.stdout)
+        self._stream = _LossyStream(stream or sys.stdout)
         self._console = _Console(file=cast(TextIO, self._stream), highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._losses = [math.nan] * _WIDTH
@@ -128,6 +128,7 @@ class Display:
             self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(_plain, shown)]))
 
     def _line(self, metrics: StepMetrics) -> str:
+        """Return the line of a step for an output that is no terminal."""
         digits, of_total = (0, "") if self._total is None else (len(str(self._total)), f"/{self._total}")
         parts = [
             f"step {metrics.iteration:{digits}}{of_total}",
@@ -152,6 +153,7 @@ class Display:
         return timedelta(seconds=round(mean * (total - self._iteration)))
 
     def _show(self, metrics: StepMetrics) -> None:
+        """Draw the progress bar, the curve of the loss and the figures of a step over those of the step before."""
         figures = Table.grid(padding=(0, 2))
         if (total := self._total) is None:
             self._losses = [*self._losses[1:], metrics.loss]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from megalite.checkpoint import TrainingState
+from megalite.checkpoint import Manifest, TrainingState
 from megalite.checkpoint.manifest import STATE, dtype_name
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.training.data import NOT_OF_THE_SAMPLES
+from megalite.training.metrics import Recorded
 
 # Fields by section that change neither the samples, nor their order, nor the training steps.
 _OTHERWISE = {
@@ -28,6 +29,28 @@ _OTHERWISE = {
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""
 # `check_compatible` compares the other fields of the model.
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Report on what a run has loaded; empty if it starts fresh."""
+
+    notes: tuple[str, ...] = ()
+    records: Recorded | None = None
+    """Records that `metrics.jsonl` must contain when the run resumes; None if there is nothing to check."""
+
+
+def expected_records(config: TaskConfig, described: Manifest, *, has_validation: bool) -> Recorded:
+    """Return which metrics records a run had written by the time of its checkpoint `described`."""
+    settings, saved, state = config.checkpoint, described.config.get("training", {}), described.training
+    interval = config.training.eval_interval
+    due = has_validation and (state.iteration % interval == 0 or saved.get("train_iters") == state.iteration)
+    as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
+    return Recorded(
+        state.iteration,
+        from_first=settings.load is None or settings.loads_where_it_saves,
+        evaluated=due and as_before and not state.evaluation_left,
+    )
 
 
 def load_notes(

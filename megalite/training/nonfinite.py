@@ -188,6 +188,7 @@ def _describe_cause(
     mesh: ParallelMesh,
     step: SkippedStep,
 ) -> str:
+    """Return what a second run of a skipped step has found, by the reports of all ranks on both runs."""
     if not result.skipped:
         return f"it was finite. So suspect a device or its memory, not the model. In the first run {_suspects(first)}"
     if any(report.finding for report in second):

@@ -20,8 +20,8 @@ from megalite.config.run import TaskConfig
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.profile_range import profile_range
 from megalite.pipeline.drawing import write_timeline
 from megalite.pipeline.engine import Recording
 from megalite.pipeline.schedules import Action
@@ -86,7 +86,7 @@ class Profiler:
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
-    def over(self) -> None:
+    def finish(self) -> None:
         """End profiling, because the run ends."""
         if self._steps:
             self._display.message(f"the profile of steps {self._between()} is lost: the run ends before them")
@@ -110,13 +110,14 @@ class Profiler:
             yield
         if self._steps and number == self._steps[-1]:
             with self._sections(PROFILE):
-                self._finish()
+                self._write()
         if self._config.record_memory_history and number % self._log_interval == 0:
             problem = write_snapshot(self._config, self._mesh.rank)
             if problem is not None:
                 self._display.message(problem)
 
-    def _finish(self) -> None:
+    def _write(self) -> None:
+        """Write the recorded steps, and tell where. A failed write is a warning, the same on every rank."""
         recorder, steps, by_torch = self._recorder, self._steps, self._by_torch
         self._recorder, self._steps = None, range(0)
         name = f"step_{steps[0]:07d}-{steps[-1]:07d}_rank_"

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
@@ -45,11 +43,9 @@ class Summarized(Protocol):
     task: Task
     mesh: ParallelMesh
     directory: AnyPath | None
-    dtype: torch.dtype
     chunks: Sequence[StageModule]
     optimizer: Optimizer
     schedules: ProvedSchedules
-    batch_size: GlobalBatchSize
     iterations: int
 
     def num_micro_batches(self, batch_size: int) -> int:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from megalite.checkpoint import Manifest
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
-from megalite.modules.forward_state import Copies
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -29,15 +27,15 @@ from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedules import Action
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
-from megalite.training.load_report import load_notes, rounding_notes
+from megalite.training.gradients import Gradients, undone_by_error
+from megalite.training.load_report import Loaded, expected_records, load_notes, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
-from megalite.training.metrics import Recorded, StepMetrics
+from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_schedule_unit
@@ -46,26 +44,6 @@ from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFIL
 
 ENDLESS = 2**62
 """Number of steps of a run whose end its program decides."""
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of a global batch, which are in the optimizer's buffers, and what they were computed from."""
-
-    began: float
-    """Start of the step, as `time.perf_counter` in seconds."""
-    bytes_sent: int
-    """Number of bytes that this rank had sent by then."""
-    batch_size: int
-    micro_batches: Sequence[Any]
-    actions: Sequence[Action]
-    terms: Sequence[LossTerm]
-    counts: Totals
-    """Counts of the terms over the global batch."""
-    multipliers: Mapping[str, float]
-    loss_scale: float
-    sums: TermSums
-    """Sums of the terms on this rank."""
 
 
 class Trainer:
@@ -85,15 +63,11 @@ class Trainer:
         mesh, replica = synchronization.mesh, synchronization.replica_mesh
         self.config, self.task, self.mesh, self.directory = config, task, mesh, directory
         self.sections = sections if sections is not None else Sections()
-        self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
         stages = task.stages()
         self.chunks = task.make_chunks(replica, stages)
-        self.network = nn.ModuleList(self.chunks)
         self.terms = loss_terms.declared_terms(self.chunks)
         self._forward_state = task.forward_state()
-        self._before: Copies | None = None
-        """Copies of what forward may change, from before the step that is running."""
         self.optimizer = builder.make_optimizer(
             config,
             self.chunks,
@@ -106,36 +80,38 @@ class Trainer:
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
-        self.batch_size = task.batch_size
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
-        micro_batches = [self.num_micro_batches(size) for size in self.batch_size.sizes if size % least == 0]
-        self.evaluation_batch_size = config.training.evaluation_batch_size or self.batch_size.final
-        evaluation = [self.num_micro_batches(self.evaluation_batch_size)]
-        self.schedules.prove(training=micro_batches, evaluation=evaluation, mesh=mesh)
+        micro_batches = [self.num_micro_batches(size) for size in task.batch_size.sizes if size % least == 0]
+        evaluation = self.num_micro_batches(self.evaluation_batch_size)
+        self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
         self.rates = rate_schedules(
-            config.optimizer,
-            config.training,
-            hidden_size=task.hidden_size,
-            global_batch_size=self.batch_size.final,
+            config.optimizer, config.training, hidden_size=task.hidden_size, global_batch_size=task.batch_size.final
         )
-        self.iterations = last_iteration(config, self.batch_size)
-        self.iteration = 0
-        self.consumed_samples = 0
+        self.iterations = last_iteration(config, task.batch_size)
+        self.iteration = self.consumed_samples = self.skips_in_a_row = 0
         self.evaluation_left = False
-        self.expected_records: Recorded | None = None
-        """Records that `metrics.jsonl` must contain when this run resumes; None if there is nothing to check."""
+        self.loaded = Loaded()
         self.loss_scale = builder.make_loss_scale(config)
-        self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
         self._time_line: Recording | None = None
-        self._load_notes: tuple[str, ...] = ()
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
-        self.plan = builder.make_plan(config, partial(task.make_chunks, stages=stages), mesh, stages, synchronization)
+        chunks_at = partial(task.make_chunks, stages=stages)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer)
         self.checkpoints: Checkpoints | None = None
-        if self.directory is not None:
-            self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
+        if directory is not None:
+            self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
+
+    @property
+    def network(self) -> nn.ModuleList:
+        """The stages of this rank as one module."""
+        return nn.ModuleList(self.chunks)
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Number of samples in a batch of an evaluation."""
+        return self.config.training.evaluation_batch_size or self.task.batch_size.final
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -168,17 +144,30 @@ class Trainer:
         terms = self.terms if terms is None else terms
         counts, divisors = self._counts(terms, loss_terms.counted(terms, micro_batches, self.mesh.device))
 
-        self.network.train()
+        for chunk in self.chunks:
+            chunk.train()
         loss_scale = self.loss_scale.value
         self.optimizer.begin_step(len(micro_batches), loss_scale)
         actions = self.schedules.training(len(micro_batches))
         scaled = multipliers(loss_terms.loss_multipliers(terms, divisors, loss_scale))
         records = self.iteration + 1 == self.config.profiling.profile_pipeline
         self._time_line = recording = begin_recording(self.mesh) if records else None
-        self._before = None if self._forward_state is None else self._forward_state.copy()
-        with self._undone_by_error(), self.sections(FORWARD_BACKWARD):
+        before = None if self._forward_state is None else self._forward_state.copy()
+        with undone_by_error(before), self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording or observer)
-        return Gradients(began, bytes_sent, batch_size, micro_batches, actions, terms, counts, scaled, loss_scale, sums)
+        return Gradients(
+            began=began,
+            bytes_sent=bytes_sent,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            actions=actions,
+            terms=terms,
+            counts=counts,
+            multipliers=scaled,
+            loss_scale=loss_scale,
+            sums=sums,
+            before=before,
+        )
 
     def _counts(self, terms: Sequence[LossTerm], own: TermSums) -> tuple[Totals, Totals]:
         """Return the counts of the terms over the global batch, and those by which gradients are divided: the same.
@@ -195,11 +184,11 @@ class Trainer:
         """
         loss_scale = gradients.loss_scale
         rates = self.rates.at(self.consumed_samples)
-        with self._undone_by_error(), self.sections(OPTIMIZER):
+        with undone_by_error(gradients.before), self.sections(OPTIMIZER):
             self.return_unused_memory(1)
             update = self.optimizer.step(rates, loss_scale)
             self.return_unused_memory(2)
-        self._end_forward(updated=not update.skipped)
+        gradients.undo_forward_if(update.skipped)
         micro_batches = gradients.micro_batches
         with self.sections(SAVE):
             self.task.end_step(micro_batches, updated=not update.skipped)
@@ -221,20 +210,6 @@ class Trainer:
         sent = self.mesh.traffic.bytes_sent - gradients.bytes_sent
         return self._metrics(name, losses, update, rates, loss_scale, batch_size, seconds, sent, figures)
 
-    def _end_forward(self, *, updated: bool) -> None:
-        """Keep what the forward of the step has changed beside gradients if the weights are updated, or undo it."""
-        before, self._before = self._before, None
-        if before is not None and not updated:
-            before.restore()
-
-    @contextmanager
-    def _undone_by_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._end_forward(updated=False)
-            raise
-
     def unchanged(self) -> AbstractContextManager[None]:
         """Undo what a forward within the block changes in the network: it is not that of a step."""
         return nullcontext() if self._forward_state is None else self._forward_state.unchanged()
@@ -242,13 +217,14 @@ class Trainer:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let the network evaluate within the block. What its forward changes there is undone."""
-        self.network.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         with self.unchanged():
             yield
 
     def next_micro_batches(self) -> Sequence[Any]:
         """Return this rank's micro-batches of the next step, from the training data."""
-        number = self.num_micro_batches(self.batch_size.at(self.consumed_samples))
+        number = self.num_micro_batches(self.task.batch_size.at(self.consumed_samples))
         with self.sections(DATA):
             return self.loader.micro_batches(self.consumed_samples, number)
 
@@ -346,32 +322,21 @@ class Trainer:
             optional=self.task.optional_tensors(path, described),
         )
         self.task.loaded()
-        self._load_notes = load_notes(
+        notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         ) + checkpoint.relayout_notes(described, self.network, self.optimizer, state=resume_point.optimizer)
+        records = None
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
-            self.iterations = last_iteration(self.config, self.batch_size, self.iteration, self.consumed_samples)
+            self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
-            self.expected_records = self._expected_records(described) if path.parent == self.directory else None
+            if path.parent == self.directory:
+                records = expected_records(self.config, described, has_validation=self.task.has_validation)
             if self.mesh.rank == 0:
-                self._load_notes += self.task.order_notes(state.seen_samples or ())
-
-    def _expected_records(self, described: Manifest) -> Recorded:
-        """Return which metrics records the run had written by the time of this checkpoint."""
-        settings, saved = self.config.checkpoint, described.config.get("training", {})
-        interval = self.config.training.eval_interval
-        due = self.task.has_validation and (
-            self.iteration % interval == 0 or saved.get("train_iters") == self.iteration
-        )
-        as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
-        return Recorded(
-            self.iteration,
-            from_first=settings.load is None or settings.loads_where_it_saves,
-            evaluated=due and as_before and not described.training.evaluation_left,
-        )
+                notes += self.task.order_notes(state.seen_samples or ())
+        self.loaded = Loaded(notes, records)
 
     def load_model(self, opened: OpenedModel) -> None:
         """Start from the weights of a model that another program has written.
@@ -381,7 +346,7 @@ class Trainer:
         with raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             fresh = self.task.check_weights(opened)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh, fresh)
-        self._load_notes = (*opened.notes, *rounding_notes(opened, self.dtype))
+        self.loaded = Loaded((*opened.notes, *rounding_notes(opened, builder.model_dtype(self.config))))
 
     # ------------------------------------------------------------------------------------------------ metrics
 
@@ -402,6 +367,7 @@ class Trainer:
         bytes_sent: int,
         figures: Mapping[str, float],
     ) -> StepMetrics:
+        """Return the record of a step. `losses`: the means of all terms; `name`: the first of the terms."""
         others = {term: mean for term, mean in losses.items() if term != name}
         return StepMetrics(
             *self.where(),
@@ -440,8 +406,8 @@ class Trainer:
     def notes(self) -> tuple[str, ...]:
         """Return messages about the effective settings and the loaded checkpoint. Called by all ranks together."""
         profile = missed_step_note(self.config.profiling.profile_pipeline, self.iteration)
-        rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
-        most = max(self.batch_size.sizes) // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+        rates = rate_notes(self.config.optimizer, self.rates, self.task.batch_size.final)
+        most = max(self.task.batch_size.sizes) // (self.config.training.micro_batch_size * self.mesh.size("dp"))
         sums = builder.gradient_notes(self.config, most)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
-        return (*rates, *sums, *self._load_notes, *saves, *profile, *self.task.notes())
+        return (*rates, *sums, *self.loaded.notes, *saves, *profile, *self.task.notes())

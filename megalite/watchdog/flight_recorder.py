@@ -75,6 +75,7 @@ def group_records(trace: Mapping[str, Any]) -> list[GroupRecord]:
 
 
 def _record(name: str, configuration: Mapping[str, str] | None, entries: Iterable[Mapping[str, Any]]) -> GroupRecord:
+    """Return what a group did: how many operations and messages, and the last KEPT operations."""
     # Operations that NCCL was given together have one number: the last entry is of all of them.
     operations = {entry["collective_seq_id"]: _operation(entry) for entry in entries if not entry["is_p2p"]}
     messages = {entry["p2p_seq_id"]: _state(entry) for entry in entries if entry["is_p2p"]}

@@ -131,7 +131,6 @@ class Link:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
@@ -223,7 +222,6 @@ def exit_code(value: Any) -> int:
 
 
 def place_text(step: int, section: str) -> str:
-    """Return the place of a rank in the run."""
     return f'step {step}, "{section}"' if section else f"step {step}"
 
 

@@ -220,6 +220,7 @@ class Monitor(threading.Thread):
             self._alarm = _Alarm(time.monotonic(), number, why, folder_name())
 
     def _greet(self, link: Link, peer: Peer) -> _Rank:
+        """Accept a stranger as the rank that it says; LinkLost if there is no such rank, or it is here already."""
         if peer.rank not in self._world or peer.rank in self._ranks:
             raise LinkLost
         del self._strangers[link]
@@ -256,6 +257,11 @@ class Monitor(threading.Thread):
     # ------------------------------------------------------------------------------------------------ conclusions
 
     def _tick(self, now: float) -> None:
+        """Ping the ranks, warn of those that never came, and look for deaths, then alarms, then silence.
+
+        Args:
+            now: seconds of the monotonic clock.
+        """
         if now - self._pinged > _PING_SECONDS:
             self._pinged = now
             self._node_reporters.clear()  # some may have left
@@ -295,6 +301,7 @@ class Monitor(threading.Thread):
                 return
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
+        """Ask all ranks for dumps, then conclude a hang, or drop an alarm for silence if every rank answers."""
         if not alarm.asked:
             if now - alarm.since > _TOGETHER_SECONDS:  # a rank may still turn out to have died, which explains all
                 alarm.asked = True
@@ -322,6 +329,7 @@ class Monitor(threading.Thread):
         self._end(code, at_once=False)
 
     def _conclude_hang(self, alarm: _Alarm, silent: set[int], unread: int, now: float) -> None:
+        """Report a hang and end the run. `unread`: number of ranks whose messages have come but are not read."""
         dumps = {number: rank.dump for number, rank in self._ranks.items() if rank.dump is not None}
         peers = {number: rank.peer for number, rank in self._ranks.items()}
         silence = {number: now - self._ranks[number].heard for number in silent}

@@ -38,7 +38,6 @@ class Secret:
         return self.file.name if self.file else ""
 
     def remove(self) -> None:
-        """Remove the file."""
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink()

@@ -93,6 +93,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        """Connect to the monitor, which rank 0 starts, and begin to watch. A rank without connection goes on alone."""
         if self._store is not None:
             begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
             try:
@@ -125,12 +126,10 @@ class Watchdog:
 
     @property
     def linked(self) -> bool:
-        """Tell whether this rank and the monitor are connected."""
         return self._link is not None
 
     def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
-        """Start the monitor on rank 0. Returns its host, port and secret; the store gets those parts that may be
-        public."""
+        """Start the monitor and return its host, port and secret; the store gets what of it may be public."""
         secret = make_secret(self._shared)
         tell = partial(self._report, store)
         self._monitor = Monitor(self._peer(), self._place, secret, self._limits, tell, self._folder)
@@ -225,6 +224,7 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
+        """Look at messages and deadlines each tick. Time in which the whole process was stopped counts for none."""
         last = told = self._looked = time.monotonic()
         while not self._leaving:
             looks = time.monotonic()
@@ -257,6 +257,7 @@ class Watchdog:
                 self._take(message)
 
     def _take(self, message: Message) -> None:
+        """Do what a message of the monitor says; unknown ones are left alone."""
         self._heard, self._named_first = time.monotonic(), False
         if "first" in message:
             self._first, self._is_node_reporter = Peer.of(message["first"]), message["speaks"]
@@ -271,6 +272,7 @@ class Watchdog:
             self._leaving = True
 
     def _check_deadlines(self, now: float) -> None:
+        """Raise an alarm for a late section or a silent rank 0, and end alone if the monitor does not answer."""
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
         if late is not None and (self._alarm is None or "silent" in self._alarm[1]):
             limit = self._limits.of(late.name, self.sections.longest)
@@ -372,6 +374,7 @@ class Watchdog:
         return self._is_node_reporter or self._last_store is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[Peer] = ()) -> NoReturn:
+        """Kill the given processes and exit at once, or with a pause in which the main thread may leave by itself."""
         for peer in kill:
             refused = kill_sibling(peer.process, peer.start)
             if refused is not None:

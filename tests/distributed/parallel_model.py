@@ -17,6 +17,7 @@ from megalite.library.settings import Optimizer
 
 VOCABULARY, SOURCE, TARGET, WIDTH, HEADS, GROUPS, INNER = 11, 12, 24, 8, 4, 2, 12
 EXPERTS, TOPK, BALANCE, Z = 4, 2, 0.03, 0.002
+BASE, WINDOW, WIDE_HEAD = 100.0, 7, 4
 MICRO, BATCH, STEPS, RATE, DECAY = 2, 8, 2, 0.05, 0.1
 
 Weights = Mapping[str, Tensor]
@@ -135,6 +136,28 @@ class ExpertBlock(nn.Module):
         return megalite.StageOutput({"hidden": hidden + mixed}, sums)
 
 
+class RotaryBlock(nn.Module):
+    def __init__(self, context: megalite.ParallelContext, name: str, window: int | None) -> None:
+        super().__init__()
+        self.norm = megalite.RMSNorm(context, f"{name}.norm", WIDTH)
+        self.attention = megalite.ParallelAttention(
+            *(context, f"{name}.attention", WIDTH, HEADS, GROUPS),
+            causal=True, head_dim=WIDE_HEAD, rotary_base=BASE, window=window,
+        )  # fmt: skip
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.attention(self.norm(hidden))
+
+
+def rotary() -> Stages:
+    return [
+        lambda context: EmbedTarget(context, "target", TARGET),
+        lambda context: RotaryBlock(context, "block.0", WINDOW),
+        lambda context: RotaryBlock(context, "block.1", None),
+        Head,
+    ]
+
+
 def encoder_decoder() -> Stages:
     return [
         lambda context: EmbedSource(context, "source", SOURCE),
@@ -167,7 +190,9 @@ def _norm(weights: Weights, name: str, hidden: Tensor) -> Tensor:
     return hidden + weights.get(f"{name}.bias", torch.zeros(()))
 
 
-def _attention(weights: Weights, name: str, hidden: Tensor, others: Tensor, visible: Tensor) -> Tensor:
+def _attention(
+    weights: Weights, name: str, hidden: Tensor, others: Tensor, visible: Tensor, base: float | None = None
+) -> Tensor:
     """Apply attention to [batch, sequence, hidden]. `visible`: [batch or 1, 1, queries or 1, keys]."""
 
     def heads(part: str, of: Tensor) -> Tensor:
@@ -177,10 +202,20 @@ def _attention(weights: Weights, name: str, hidden: Tensor, others: Tensor, visi
         return made.repeat_interleave(HEADS // made.shape[1], dim=1)
 
     query, key, value = heads("query", hidden), heads("key", others), heads("value", others)
-    scores = torch.einsum("bnqw,bnkw->bnqk", query, key) / math.sqrt(WIDTH // HEADS)
+    if base is not None:
+        query, key = _rotated(query, base), _rotated(key, base)
+    scores = torch.einsum("bnqw,bnkw->bnqk", query, key) / math.sqrt(query.shape[-1])
     shares = scores.masked_fill(~visible, -math.inf).softmax(-1)
     mixed = torch.einsum("bnqk,bnkw,hnw->bqh", shares, value, weights[f"{name}.output"])
     return mixed + weights.get(f"{name}.output_bias", torch.zeros(()))
+
+
+def _rotated(heads: Tensor, base: float) -> Tensor:
+    """Turn channel i with i + half, as complex numbers, by position / base^(2i / width)."""
+    half, positions = heads.shape[-1] // 2, torch.arange(heads.shape[2], dtype=torch.float64)
+    turns = positions[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half)
+    turned = torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(torch.ones_like(turns), turns)
+    return torch.cat([turned.real, turned.imag], dim=-1)
 
 
 def _mlp(weights: Weights, name: str, hidden: Tensor) -> Tensor:
@@ -217,6 +252,15 @@ def plain_encoder_decoder(weights: Weights, values: Values) -> dict[str, Tensor]
         normal = _norm(weights, f"{name}.norm", hidden)
         hidden = hidden + _attention(weights, f"{name}.cross", normal, memory, of_source)
         hidden = hidden + _mlp(weights, f"{name}.mlp", hidden)
+    return {"loss": _losses(weights, hidden, values["labels"]).mean()}
+
+
+def plain_rotary(weights: Weights, values: Values) -> dict[str, Tensor]:
+    hidden = _embed(weights, "target", values["target"])
+    before = torch.ones(1, 1, TARGET, TARGET, dtype=torch.bool).tril()
+    for name, visible in (("block.0", before.triu(-WINDOW)), ("block.1", before)):
+        normal = _norm(weights, f"{name}.norm", hidden)
+        hidden = hidden + _attention(weights, f"{name}.attention", normal, normal, visible, BASE)
     return {"loss": _losses(weights, hidden, values["labels"]).mean()}
 
 
@@ -266,6 +310,7 @@ class Model:
 
 MODELS = {
     "encoder-decoder": Model(encoder_decoder, plain_encoder_decoder),
+    "rotary": Model(rotary, plain_rotary),
     "experts": Model(
         experts,
         plain_experts,

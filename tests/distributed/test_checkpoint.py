@@ -214,7 +214,7 @@ def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch:
     opened.wait()
     began = time.monotonic()
     saver.close()
-    assert time.monotonic() - began < 2  # a hundred writes take longer
+    assert time.monotonic() - began < 10  # a hundred writes take 20
     assert directory.latest(tmp_path) is None
 
 

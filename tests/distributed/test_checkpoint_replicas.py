@@ -127,6 +127,7 @@ class Run:
             instances=layout.instances,
             bucket_states=STATES,
             rank_states=lambda layouts: {"basis": ((len(layouts),), torch.float64)},
+            own=self.optimizer,
         )
         for state in STATES:
             self.optimizer.bucket_states[state] = [
@@ -273,6 +274,7 @@ class Local(Run):
             bucket_states=STATES[::3],
             rank_states=lambda layouts: {"basis": ((len(layouts),), torch.float64)},
             replicas=ranks,
+            own=self.optimizer,
         )
 
     def load(self, path: Path) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.checkpoint.comparison import compare
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.file_writer import Cut, cut_by_weights, write_checkpoint
 from megalite.checkpoint.inspection import describe
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.plan import held_states
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import Cut, cut_by_weights, write_checkpoint
 from megalite.checkpoint.tensors import Kind
 from megalite.config import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -169,7 +169,7 @@ class Run:
             network = Toy(mesh, routed=routed)
             return Contents.of([network], mesh, options, blocks=[[network]])
 
-        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1)
+        self.plan = Plan(self.mesh, contents_at, CONFIG, zero_stage=layout.zero, instances=1, own=self.optimizer)
 
     def step(self, number: int) -> None:
         """Update with gradients of which each data-parallel rank has a half, or all."""
@@ -328,7 +328,7 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
             split(mesh, by_tp, {0: ("tp",)}, columns=0),
             split(mesh, by_experts, {0: expert_axes}, columns=0),
         )
-        return Contents([], [State(sharding, torch.int64, mesh.device) for sharding in shardings])
+        return Contents([], [], [("state/", State(sharding, torch.int64, mesh.device)) for sharding in shardings])
 
     plan = Plan(world, contents_at, CONFIG, zero_stage=1, instances=1)
     saved: dict[str, list[Box]] = {}

@@ -23,10 +23,10 @@ from megalite.errors import ConfigurationError, DataError
 from megalite.optim import statistics
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.state import states_of
-from megalite.training import experts as training_experts
+from megalite.run.evaluation import evaluate
+from megalite.tasks import experts as training_experts
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.evaluation import evaluate
 from megalite.training.resume import find_resume_point
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.gpt_trainer import gpt_trainer

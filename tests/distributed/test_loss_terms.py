@@ -65,7 +65,7 @@ class Routed(MLP):
     """Feed-forward layer with a router after the last product, which only a loss term uses."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
-        super().__init__(config, context, layer)
+        super().__init__(context, f"layers.{layer}.mlp", block.feed_forward_sizes(config, config.ffn_size))
         shape, matrices = (3, config.hidden_size), "experts hidden -> 1 experts hidden"
         router = LogicalTensor(f"layers.{layer}.router", shape, Normal(0.5), True, matrices)
         self.router = context.parameter(context.replicated(router))
@@ -81,7 +81,8 @@ class Routed(MLP):
 
 @contextmanager
 def layers_with_terms() -> Iterator[None]:
-    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(block.FEED_FORWARDS, {"dense": Routed}):
+    kind = block.FeedForwardKind(Routed, Routed.loss_terms)
+    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(block.FEED_FORWARDS, {"dense": kind}):
         yield
 
 

@@ -116,7 +116,7 @@ def plant(fault: Fault, training: Training) -> Callable[[], object]:
 def _receive_spoiled(receive: Callable[[Tensor, int], Pending], value: float) -> Callable[[Tensor, int], Pending]:
     def spoiled(tensor: Tensor, peer: int) -> Pending:
         pending = receive(tensor, peer)
-        return Pending(pending.work, lambda: _spoiled(pending.finish(), value))
+        return Pending(None, lambda: _spoiled(pending.wait(), value))
 
     return spoiled
 

@@ -46,8 +46,13 @@ QUICK = [
     Cell(4, "encoder-decoder", "sgd", {"cp": 2, "pp": 2, "schedule": "zb-h1", "zero": 1}),
     Cell(3, "experts", "clipped", {"cp": 3}),
     Cell(4, "experts", "adamw", {**SPLIT, "cp": 2, "ep": 4, "zero": 1}, ONE_RANK_PER_EXPERT),
+    Cell(4, "rotary", "clipped", {**SPLIT, "cp": 2}, {"cp_comm_type": ("p2p",)}),
 ]
 REST = [
+    Cell(1, "rotary", "clipped", {}),
+    Cell(4, "rotary", "clipped", {"tp": 2, "cp": 2}),
+    Cell(2, "rotary", "clipped", {"cp": 2}, {"cp_comm_type": ("a2a",)}),
+    Cell(3, "rotary", "clipped", {"cp": 3, "zero": 3}, {"cp_comm_type": ("p2p",)}),
     Cell(1, "encoder-decoder", "adamw", {}),
     Cell(1, "experts", "adamw", {}),
     Cell(2, "encoder-decoder", "adamw", SPLIT, {"recompute": True}),
@@ -113,7 +118,7 @@ def check(rank_pools: RankPools, cell: Cell) -> None:
     assert_parameters(ranks, wanted)
 
 
-@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (1, 5, 7)]), ids=str)
+@pytest.mark.parametrize("cell", wide_except(QUICK, [QUICK[number] for number in (1, 5, 7, 11)]), ids=str)
 def test_parallel_layers_train_as_plain_torch(cell: Cell, rank_pools: RankPools) -> None:
     check(rank_pools, cell)
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
+from megalite.tasks.gpt_task import GPTTask
+from megalite.tasks.memory import Memory
+from megalite.tasks.summary import measured_memory
 from megalite.training.data import open_data
-from megalite.training.gpt_task import GPTTask
-from megalite.training.memory import Memory
-from megalite.training.summary import expected_memory, measured_memory
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 from tests.harness.wide import wide_except
@@ -21,8 +21,8 @@ FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-lay
 --lr 1e-2 --train-iters 2 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --pp 2"""
 
 
-def start(flags: str) -> tuple[Memory, Memory, dict[str, object]]:
-    """Return measured memory, memory by formula, and the output on the screen."""
+def start(flags: str) -> tuple[Memory, dict[str, object]]:
+    """Return the measured memory, and the output on the screen."""
     config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
     mesh = ParallelMesh(
         rank=dist.get_rank(),
@@ -33,7 +33,7 @@ def start(flags: str) -> tuple[Memory, Memory, dict[str, object]]:
     trainer = gpt_trainer(config, open_data(config), mesh)
     task = trainer.task
     assert isinstance(task, GPTTask)
-    return measured_memory(trainer, task), expected_memory(trainer, task), task.summary(trainer)
+    return measured_memory(trainer, task), task.summary(trainer)
 
 
 IN_FLIGHT = {
@@ -49,16 +49,13 @@ IN_FLIGHT = {
 
 @pytest.mark.parametrize("flags", wide_except(IN_FLIGHT, list(IN_FLIGHT)[::2]))
 def test_activations_are_those_of_the_micro_batches_in_flight(flags: str, rank_pools: RankPools) -> None:
-    """The formula is right within 1 %; the number of micro-batches in flight decides."""
     ranks = rank_pools(2).run(start, flags)
-    for measured, formula, _ in ranks:
-        for kind in ("parameters", "gradients", "optimizer"):
-            padding = getattr(measured, kind) - getattr(formula, kind)
-            assert 0 <= padding <= 0.01 * getattr(formula, kind) + 12 * 64 * 100, kind
-        assert measured.activations == pytest.approx(formula.activations, rel=0.01)
+    for measured, _ in ranks:
+        elements = measured.parameters // 4
+        assert (measured.gradients, measured.optimizer) == (4 * elements, 8 * elements)
     # The first rank has no more than layers and some numbers a token; the loss, where it is on the last rank, is less
     # than a layer.
-    ((first, _, _), (last, _, _)) = ranks
+    ((first, _), (last, _)) = ranks
     chunks = 2 if "virtual" in flags or "zb-v" in flags else 1
     most_first, most_last = IN_FLIGHT[flags]
     layer = 64 * 128 * 4 * (4 + 3 + 1 + 8)  # norms, projections, the core's output and the feed-forward's inside
@@ -67,11 +64,14 @@ def test_activations_are_those_of_the_micro_batches_in_flight(flags: str, rank_p
 
 
 def test_the_screen_tells_who_holds_what(rank_pools: RankPools) -> None:
-    for _, _, lines in rank_pools(2).run(start, "--num-virtual-stages-per-pipeline-rank 2"):
+    for _, lines in rank_pools(2).run(start, "--num-virtual-stages-per-pipeline-rank 2"):
         assert lines["layout"] == "TP 1 x PP 2 x DP 1, ZeRO 0, 8 micro-batches per rank"
         assert list(lines)[3:6] == ["pipeline", "  rank 0", "  rank 1"]
         assert "8" in str(lines["pipeline"])
         assert str(lines["model"]).startswith("1,")
+        kinds = ["memory", "  parameters", "  gradients", "  optimizer", "  activations"]
+        assert [name for name in lines if name in kinds] == kinds
+        assert str(lines["memory"]).endswith("MiB on rank 0")
 
 
 def test_the_screen_tells_what_muon_leaves_to_adam(rank_pools: RankPools) -> None:
@@ -79,12 +79,12 @@ def test_the_screen_tells_what_muon_leaves_to_adam(rank_pools: RankPools) -> Non
     matrices = 8 * 12 * 128 * 128
     vectors = 8 * (4 + 5 + 4) * 128 + 2 * 128  # of attention, of the feed-forward and of norms
     positions, words = 64 * 128, 251 * 128
-    for _, _, lines in rank_pools(2).run(start, "--optimizer muon"):
+    for _, lines in rank_pools(2).run(start, "--optimizer muon"):
         assert lines["optimizer"] == (
             f"muon for {matrices:,} parameters in matrices of layers; adam for {positions + words + vectors:,}: "
             f"embedding.position {positions:,}, embedding.word {words:,}, norms and biases {vectors:,}"
         )
-    for _, _, lines in rank_pools(2).run(start, "--optimizer muon --untie-embeddings-and-output-weights"):
+    for _, lines in rank_pools(2).run(start, "--optimizer muon --untie-embeddings-and-output-weights"):
         assert str(lines["optimizer"]).endswith(f"norms and biases {vectors:,}, output {words:,}")
-    for _, _, lines in rank_pools(2).run(start, ""):
+    for _, lines in rank_pools(2).run(start, ""):
         assert "optimizer" not in lines

@@ -23,8 +23,8 @@ from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.state import State, states_of
 from megalite.parallel.tally import Tally
+from megalite.run.evaluation import evaluate
 from megalite.training.data import open_data
-from megalite.training.evaluation import evaluate
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools

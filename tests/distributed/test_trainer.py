@@ -18,9 +18,9 @@ from megalite.parallel import device
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.simulator import ScheduleError
+from megalite.run.evaluation import evaluate
 from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
 from megalite.training.data import open_data
-from megalite.training.evaluation import evaluate
 from megalite.training.metrics import StepMetrics
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close

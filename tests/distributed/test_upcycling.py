@@ -17,12 +17,12 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
+from megalite.run.run import Run
+from megalite.run.synchronization import make_synchronization
+from megalite.tasks.gpt_task import GPTTask
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.gpt_task import GPTTask
 from megalite.training.resume import saved_fields
-from megalite.training.run import Run
-from megalite.training.synchronization import make_synchronization
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import Sections
 from tests.distributed.layout_expected import assemble, on_ranks

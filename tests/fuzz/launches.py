@@ -42,20 +42,13 @@ DEEPSPEED = {
     "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}},
     "tensorboard": {"enabled": True, "output_path": "tb", "job_name": "run"},
 }  # fmt: skip
-ACCELERATE = {
-    "distributed_type": "FSDP",
-    "num_machines": 2,
-    "num_processes": 16,
-    "mixed_precision": "bf16",
-    "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_activation_checkpointing": True},
-}
 TEST = {"MODEL_ARGS": {"--num-layers": 2, "--lr": 0.1, "--bf16": True, "--data-path": "$A ${B}", "--seed": "[1 2]"}}
-FILES = {"train.sh": BYTES, "ds.json": JSON, "accelerate.yaml": YAML, "test.yaml": YAML}
+FILES = {"train.sh": BYTES, "ds.json": JSON, "test.yaml": YAML}
 
 
 def prepare(base: Path) -> None:
     (base / "in" / "train.sh").write_text(SCRIPT)
-    for file, content in (("ds.json", DEEPSPEED), ("accelerate.yaml", ACCELERATE), ("test.yaml", TEST)):
+    for file, content in (("ds.json", DEEPSPEED), ("test.yaml", TEST)):
         (base / "in" / file).write_text(json.dumps(content))
 
 

@@ -31,7 +31,9 @@ from megalite.optim.elementwise import FusedRule
 from megalite.parallel import dispatch, key_value_exchange, transfer
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
-from megalite.training import builder, checkpoints, gpt_task, loop, run, trainer
+from megalite.run import loop, run
+from megalite.tasks import gpt_task
+from megalite.training import builder, checkpoints, trainer
 from megalite.watchdog import monitor, sections, watchdog
 from tests.harness.fault import Fault
 
@@ -204,7 +206,7 @@ def count_steps() -> None:
 def disturb() -> None:
     count_steps()
     in_index_build()
-    wrap(rendezvous, "_come", "meeting", lambda: RANK > 0)
+    wrap(rendezvous, "_check_in", "meeting", lambda: RANK > 0)
     in_rendezvous()
     wrap(launch.dist, "init_process_group", "group")
     wrap(builder, "make_optimizer", "building")
@@ -225,7 +227,7 @@ def disturb() -> None:
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
-    wrap(run, "leave", "closing")
+    wrap(run, "disconnect", "closing")
 
 
 def shorten() -> None:

@@ -18,7 +18,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.extras.planner.recording import Recorder
 from megalite.model.batch import LayerContext
-from megalite.model.moe import MoE
+from megalite.model.block import make_moe
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.context import ParallelContext
@@ -199,7 +199,7 @@ def layer_with_experts(device: torch.device, **options: Any) -> Callable[[], Non
         init_method_std=0.2, **options,
     )  # fmt: skip
     mesh = ParallelMesh(device=device)
-    layer = MoE(model, ParallelContext(mesh, dtype=torch.bfloat16), 0)
+    layer = make_moe(model, ParallelContext(mesh, dtype=torch.bfloat16), 0)
     buffers = DataParallel(torch.float32, 0)
     optimizer = make_optimizer([layer], mesh, OptimizerConfig(lr=0.1), buffers, blocks=[[layer]])
     if device.type == "cpu":

@@ -21,7 +21,6 @@ for module in (
     "torch._dynamo",  # imported by the first optimizer that a process constructs
     "torch.distributed.device_mesh",
     "torch.utils.checkpoint",
-    "tyro",
 ):
     importlib.import_module(module)
 

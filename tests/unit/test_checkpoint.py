@@ -93,6 +93,18 @@ def test_weights_state_and_place_in_training_come_back_bit_for_bit(
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank_00000.safetensors"]
 
 
+def test_a_parameter_that_is_frozen_within_a_run_keeps_its_state(tmp_path: Path) -> None:
+    network, made = build()
+    for parameter in network.parameters():
+        parameter.requires_grad_(False)
+    path = save(tmp_path, network, made)
+    other, remade = build(seed=1)
+
+    checkpoint.load(path, other, remade, MESH)
+
+    assert same(bits(network, made), bits(other, remade))
+
+
 def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optimizer(tmp_path: Path) -> None:
     network, optimizer = build()
     for directory, state in ((tmp_path / "full", True), (tmp_path / "weights", False)):

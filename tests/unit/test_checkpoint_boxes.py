@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.integrity import covers
 from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box, partition_range
 from tests.harness.checkpoints import split

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.fetching import Target, deal, fetch, needed_blocks
+from megalite.checkpoint.fetching import Target, assign, fetch, needed_blocks
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox, read_manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.parallel.mesh import ParallelMesh
@@ -102,14 +102,14 @@ def test_what_several_ranks_need_is_read_by_one_of_them_and_the_work_is_shared(d
     needs: dict[int, list[Block]] = {
         rank: data.draw(st.lists(st.sampled_from(blocks), unique_by=id)) for rank in range(ranks)
     }
-    dealt = deal(needs)
-    read = [block.start for mine in dealt.values() for block in mine]
+    assigned = assign(needs)
+    read = [block.start for mine in assigned.values() for block in mine]
     shared = {block.start for block in blocks if sum(block in mine for mine in needs.values()) > 1}
     assert sorted(read) == sorted(shared)
-    for rank, mine in dealt.items():
+    for rank, mine in assigned.items():
         assert all(block in needs[rank] for block in mine)
     if all(mine == blocks for mine in needs.values()) and ranks > 1:
-        assert max(map(len, dealt.values())) - min(map(len, dealt.values())) <= 1
+        assert max(map(len, assigned.values())) - min(map(len, assigned.values())) <= 1
 
 
 def test_needed_blocks_are_those_that_meet_a_box() -> None:

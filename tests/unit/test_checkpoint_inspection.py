@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest
 from megalite.checkpoint.comparison import Comparison, ValueDifference, compare, compared_bytes
-from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.inspection import statistics, verify
+from megalite.checkpoint.integrity import CorruptFileError
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box

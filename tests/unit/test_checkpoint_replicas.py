@@ -18,11 +18,11 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Contents, Manifest, Plan, Saver, TrainingState
 from megalite.checkpoint.comparison import compare
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.inspection import describe
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import is_optimizer_state, owner_name, split_name
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.tensors import Kind
 from megalite.commands.inspect_checkpoint import tensor_lines
 from megalite.config.tokenizer import TokenizerFlags

@@ -16,18 +16,18 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Plan, Saver, file_writer, manifest
 from megalite.checkpoint.comparison import compare
-from megalite.checkpoint.coverage import covers
+from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.inspection import verify
+from megalite.checkpoint.integrity import covers
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.tensors import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.conversion.layout import weights_of_ranks
+from megalite.conversion.native import weights_of_ranks
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +14,8 @@ import torch
 from megalite.commands import generate, train_tokenizer
 from megalite.config import megatron_flags, parse_arguments
 from megalite.config.run import fields_by_name, section_types
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import ConfigurationError
-from megalite.process.place import Place
 
 MINIMAL = [
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
@@ -42,17 +41,6 @@ def failure(argv: list[str]) -> str:
         parse_arguments(argv)
     assert raised.value.exit_code == 64
     return str(raised.value)
-
-
-@pytest.mark.parametrize("parse", [parse_arguments, lambda argv: parse_tool_arguments(Place, "", argv)])
-def test_a_signal_while_flags_are_read_is_no_mistake_in_them(
-    parse: Callable[[list[str]], object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launcher ends the ranks that are still reading them after one has refused them."""
-    monkeypatch.setattr("tyro.cli", lambda *arguments, **options: sys.exit(85))
-    with pytest.raises(SystemExit) as ending:
-        parse(["--help"] if parse is parse_arguments else [])
-    assert ending.value.code == 85
 
 
 def test_field_names_are_unique_over_the_sections() -> None:
@@ -162,7 +150,7 @@ def test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces() -> None:
     [
         (generate.Arguments, ["--load", "x", "--seed", "9" * 50], r"at most 2\^53"),
         (generate.Arguments, ["--load", "x", "--top-k=-" + "9" * 50], r"at most 2\^53"),
-        (generate.Arguments, ["--load", "x", "--temperature", "nan"], "must be a finite number"),
+        (generate.Arguments, ["--load", "x", "--temperature", "nan"], "expected a finite number"),
         (
             train_tokenizer.Arguments,
             ["--input", "x", "--output-prefix", "y", "--vocab-size", "9", "--num-threads", "1025"],
@@ -174,6 +162,47 @@ def test_a_tool_takes_no_number_beyond_all_bounds(arguments: Any, flags: list[st
     with pytest.raises(ConfigurationError, match=most) as refused:
         parse_tool_arguments(arguments, "", flags)
     assert len(str(refused.value)) < 200
+
+
+@dataclass(frozen=True)
+class Tool:
+    file: str = field(metadata=POSITIONAL)
+    steps: tuple[int, ...] = ()
+    pair: tuple[str, str] | None = None
+    verify: bool = True
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("a", Tool("a")),
+        ("a --steps 1 --no_verify", Tool("a", (1,), verify=False)),
+        ("--no-verify a --steps=1 --steps 2", Tool("a", (1, 2), verify=False)),
+        ("--steps 1 a", Tool("a", (1,))),
+        ("--pair b c a", Tool("a", pair=("b", "c"))),
+        ("--verify", "missing: FILE (--help describes all flags)"),
+        ("a b", "FILE is one word, got 'a b'"),
+        ("a --verify=false", "--verify takes no value"),
+        ("a --steps", "--steps needs a value"),
+        ("a --step 1", "there is no flag --step: did you mean --steps?"),
+        ("a --no-steps 1", "there is no flag --no-steps: did you mean --steps?"),
+        ("a --steps x", "--steps 'x': expected a whole number"),
+        ("--pair b", "--pair needs 2 values, got b"),
+    ],
+)
+def test_a_tool_takes_flags_and_a_value_without_one(flags: str, expected: Tool | str) -> None:
+    if isinstance(expected, Tool):
+        assert parse_tool_arguments(Tool, "", flags.split(), repeated=True) == expected
+    else:
+        with pytest.raises(ConfigurationError) as refused:
+            parse_tool_arguments(Tool, "", flags.split(), repeated=True)
+        assert str(refused.value) == expected
+
+
+def test_a_tool_refuses_values_that_no_flag_takes() -> None:
+    for flags, message in (("x", "no flag takes 'x'"), ("--load x y", "--load takes 1 value, got 'x y'")):
+        with pytest.raises(ConfigurationError, match=f"^{message}$"):
+            parse_tool_arguments(generate.Arguments, "", flags.split())
 
 
 def test_no_flag_that_is_refused_is_suggested() -> None:
@@ -208,7 +237,7 @@ def test_mistakes_in_the_yaml_of_a_command_line_name_the_file(tmp_path: Path) ->
 def test_sequence_parallel_alone_is_switched_off_with_a_note() -> None:
     parsed = parse_arguments([*MINIMAL, "--sequence-parallel"])
     assert not parsed.config.parallel.sequence_parallel
-    assert parsed.notes == ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
+    assert parsed.notes == ("--sequence-parallel: changes nothing, since --tensor-model-parallel-size is 1",)
     split = parse_arguments([*MINIMAL, "--sequence-parallel", "--tp", "2"])
     assert split.config.parallel.sequence_parallel
     assert split.notes == ()
@@ -236,7 +265,7 @@ def test_configuration_needs_neither_torch_nor_a_thread() -> None:
 def test_a_precision_aware_optimizer_in_fp32_is_off_with_a_note() -> None:
     parsed = parse_arguments([*MINIMAL, "--use-precision-aware-optimizer"])
     assert not parsed.config.optimizer.use_precision_aware_optimizer
-    assert parsed.notes == ("--use-precision-aware-optimizer: off, since its dtypes are all fp32",)
+    assert parsed.notes == ("--use-precision-aware-optimizer: changes nothing, since its dtypes are all fp32",)
     assert parse_arguments([*MINIMAL, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"]).notes == ()
 
 

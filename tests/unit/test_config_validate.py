@@ -811,7 +811,7 @@ def test_sizes_without_experts_or_recomputation_are_turned_off_and_told() -> Non
     parsed = parse_arguments(f"{VALID} --tp 2 --etp 4 --recompute-num-layers 1 --recompute-method block".split())
     assert parsed.config == parse_arguments(f"{VALID} --tp 2".split()).config
     assert parsed.notes == (
-        "--expert-tensor-parallel-size: changes nothing without --num-experts",
+        "--expert-tensor-parallel-size 4: changes nothing without --num-experts",
         "--recompute-method block: changes nothing without --recompute-granularity full",
         "--recompute-num-layers 1: changes nothing without --recompute-granularity full",
     )

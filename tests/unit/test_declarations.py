@@ -37,7 +37,7 @@ class Sending(MLP):
     """A feed-forward with a term of the loss, whose rows go to other ranks and come back."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
-        super().__init__(config, context, layer)
+        super().__init__(context, f"layers.{layer}.mlp", block.feed_forward_sizes(config, config.ffn_size))
         self.inside = [Inside(OUT, f"layer {layer}"), Inside(BACK, f"layer {layer}")]
 
     @staticmethod
@@ -47,7 +47,8 @@ class Sending(MLP):
 
 @pytest.fixture(autouse=True)
 def sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(block.FEED_FORWARDS, "dense", Sending)  # type: ignore[arg-type]
+    kind = block.FeedForwardKind(Sending, Sending.loss_terms)
+    monkeypatch.setitem(block.FEED_FORWARDS, "dense", kind)  # type: ignore[arg-type]
 
 
 def stage(part: StageLayers | None = None, recompute: Recompute | None = None) -> GPT:

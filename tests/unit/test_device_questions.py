@@ -13,7 +13,7 @@ ALLOWED = {
     "kernels/megalite_kernels/measure.py": "times what runs here",
     "kernels/megalite_kernels/permutation.py": "asks whether the host has the values at hand",
     "kernels/megalite_kernels/torch_internals.py": "asks torch which operator it takes here; all do the same work",
-    "megalite/extras/doctor/alike.py": "compares the devices at hand",
+    "megalite/extras/doctor/consistency.py": "compares the devices at hand",
     "megalite/checkpoint/fetching.py": "reads into memory of the host",
     "megalite/modules/alike.py": "compares values on the device that has them",
     "megalite/modules/records.py": "moves tensors to the device of a run",
@@ -22,7 +22,7 @@ ALLOWED = {
     "megalite/parallel/randomness.py": "seeds no generator where nothing is drawn",
     "megalite/extras/planner/as_rank.py": "times what runs here",
     "megalite/extras/planner/calibration.py": "times what runs here",
-    "megalite/training/module_task.py": "moves tensors to the device of a run",
+    "megalite/tasks/module_task.py": "moves tensors to the device of a run",
     "megalite/extras/synchronization/from_flags.py": "asks which messages the processes at hand can send",
 }
 """Files that ask for the type of a device, and why the meta device cannot get a wrong answer there."""

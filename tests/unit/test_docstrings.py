@@ -1,7 +1,8 @@
-"""First words of docstrings: a verb or a noun, which tells at once what something is or does."""
+"""Docstrings: their first word is a verb or a noun, and long functions have one."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ RIDDLE = re.compile(
     r"|Those|Within|Under|When|Why|Raises|With)\b.*",
     re.MULTILINE,
 )
+LONG = 12
+"""Lines from which on a name and a signature do not say enough. A constructor's arguments stand in its class."""
 
 
 def files_of(place: str) -> list[Path]:
@@ -24,6 +27,22 @@ def riddles(path: Path) -> Iterator[str]:
         yield f"{path.relative_to(ROOT)}: {riddle.group().strip()}"
 
 
+def undocumented(path: Path) -> Iterator[str]:
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    nested = {inner for node in functions for inner in ast.walk(node) if inner is not node}  # a part of the outer one
+    for node in functions:
+        if node.name != "__init__" and node not in nested:
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines >= LONG and not ast.get_docstring(node):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines and no docstring"
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     found = [riddle for place in PLACES for path in files_of(place) for riddle in riddles(path)]
+    assert not found, "\n".join(found)
+
+
+def test_long_functions_have_a_docstring() -> None:
+    paths = [path for place in ("megalite", "kernels/megalite_kernels") for path in files_of(place)]
+    found = [function for path in paths for function in undocumented(path)]
     assert not found, "\n".join(found)

@@ -268,7 +268,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         ("--text a --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--text a --pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
         ("--text a --limit 0", "--limit 0.0: must be above 0"),
-        ("--text a --limit inf", "--limit inf: must be a finite number"),
+        ("--text a --limit inf", "--limit 'inf': expected a finite number"),
         ("--text a --output= ", "--output '': is blank"),
         ("--text a --num-fewshot 1", "--num-fewshot and --include-path are for --tasks"),
         ("--text a --output /", "--output / is a folder"),

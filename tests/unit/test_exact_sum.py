@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.optim.exact_sum import sums_over_ranks
+from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel.mesh import ParallelMesh
 
 ANY = st.floats(min_value=0.0, allow_nan=False, allow_infinity=False)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
 from megalite.config.model import LayerSpec
-from megalite.training.flops import flops_per_token, peak_flops
+from megalite.tasks.flops import flops_per_token, peak_flops
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -93,6 +93,9 @@ def test_gpt_3_needs_what_its_paper_says() -> None:
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GB300", 2500e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce GTX 1080", None),
         ("cpu", None),

@@ -9,7 +9,7 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigurationError
-from megalite.lifecycle.launch import take_place
+from megalite.lifecycle.launch import locate
 from megalite.parallel import device
 from megalite.process.place import Place
 
@@ -19,7 +19,7 @@ def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "activate", lambda where: None)
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
     with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo cannot send from GPU to GPU.*use nccl"):
-        take_place(parallel, Place(rank=0, world_size=2, local_rank=0))
+        locate(parallel, Place(rank=0, world_size=2, local_rank=0))
 
 
 def test_a_sequence_is_split_over_the_ranks_that_share_it() -> None:
@@ -37,7 +37,7 @@ def test_a_place_on_the_mesh_has_all_axes() -> None:
         expert_tensor_parallel_size=1,
         distributed_backend="gloo",
     )
-    mesh = take_place(parallel, Place(rank=5, world_size=24, local_rank=0))
+    mesh = locate(parallel, Place(rank=5, world_size=24, local_rank=0))
     axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
     assert [mesh.size(axis) for axis in axes] == [2, 3, 2, 2, 1, 4, 3]
     assert parallel.data_parallel_size(24) == mesh.size("dp")

@@ -86,3 +86,23 @@ def test_lists_of_settings_name_fields_of_their_sections() -> None:
 def test_an_impossible_layout_is_refused(layout: Layout, told: str) -> None:
     with pytest.raises(megalite.MegaliteError, match=told):
         layout.config(world_size=2)
+
+
+def test_options_of_the_wrong_shape_are_refused() -> None:
+    with pytest.raises(megalite.MegaliteError, match=r"betas=\(0.9, 0.95, 0.99\): give two numbers"):
+        AdamW(lr=1.0, betas=(0.9, 0.95, 0.99)).config()  # type: ignore[arg-type]
+
+
+def test_a_way_of_context_parallelism_needs_context_parallel_ranks() -> None:
+    sections = configuration.sections_of(
+        SGD(lr=1.0),
+        Layout(),
+        precision="fp32",
+        micro_batch_size=1,
+        global_batch_size=None,
+        seed=1,
+        save=None,
+        world_size=1,
+    )
+    with pytest.raises(megalite.MegaliteError, match=r"cp_comm_type=.* changes nothing without Layout\(cp=...\)"):
+        configuration.configured(sections, {"cp_comm_type": ("a2a",)}, None, world_size=1)

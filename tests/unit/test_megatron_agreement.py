@@ -58,7 +58,7 @@ def test_loss_and_gradient_norm_are_megatrons(name: str, rank_pools: RankPools, 
     flags = alone(name, tmp_path)
     config = resolve(parse_arguments(flags).config, 1)
     trainer = gpt_trainer(config, open_data(config), ParallelMesh())
-    samples = [trainer.task.data.train[number] for number in range(trainer.batch_size.final)]
+    samples = [trainer.task.data.train[number] for number in range(trainer.task.batch_size.final)]
     batches = [[torch.from_numpy(sample[part])[None] for part in ("tokens", "labels")] for sample in samples]
     folder = tmp_path / "iter_0000007"
     (theirs,) = rank_pools(1).run(megatron_training.step, flags, batches, folder)

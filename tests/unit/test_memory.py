@@ -1,4 +1,4 @@
-"""Memory that the start of a run measures and calculates, for states that are not parameters."""
+"""Memory that the start of a run measures, for states that are not parameters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.config.model import LayerSpec, ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.model.recompute import Recompute
 from megalite.optim import update_rule
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
@@ -17,7 +15,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.state import State
-from megalite.training.memory import Memory, activation_bytes, measured, state_bytes
+from megalite.tasks.memory import Memory, measured
 
 MESH = ParallelMesh()
 WEIGHT = LogicalTensor("weight", (4, 16), Constant(1.0), weight_decay=False)
@@ -58,25 +56,8 @@ def test_a_forward_at_the_start_leaves_states_as_they_were(monkeypatch: pytest.M
 
 
 def test_states_of_modules_and_rules_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both the measurement and the formula count them; a module's state is not an activation, though backward reads
-    it."""
+    """A module's state is not an activation, though backward reads it."""
     network = Counting()
     optimizer = made(network, monkeypatch)
     sizes = 4 * (64 + 16), 4 * 64, 4 * (2 * 64 + 4)
-    assert state_bytes(optimizer) == sizes
     assert measured(optimizer, [network]) == Memory(*sizes, activations=4 * 64)
-
-
-@pytest.mark.parametrize("kind", ["mixer", "feed_forward"])
-def test_a_layer_that_no_formula_is_for_is_not_counted_as_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ModelConfig, "layers", (LayerSpec(), LayerSpec(**{kind: "unheard of"})))  # type: ignore[arg-type]
-    model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=4)
-    with pytest.raises(KeyError, match="unheard of"):
-        activation_bytes(
-            model,
-            tokens=4,
-            dtype=torch.float32,
-            tensor_parallel_size=1,
-            sequence_parallel=False,
-            recompute=Recompute(),
-        )

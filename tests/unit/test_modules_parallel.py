@@ -20,6 +20,16 @@ def linear(name: str, **options: Any) -> nn.Module:
     return megalite.ColumnParallelLinear(megalite.ParallelContext(ParallelMesh()), name, 4, 6, **options)
 
 
+def test_a_linear_layer_takes_a_vector_as_torchs_does() -> None:
+    layer = linear("up")
+    for parameter in layer.parameters():
+        nn.init.ones_(parameter)
+    vector = torch.ones(4, requires_grad=True)
+    layer(vector).sum().backward()
+    assert vector.grad is not None
+    assert vector.grad.tolist() == [6.0] * 4
+
+
 def test_tied_weights_of_parallel_layers_are_refused() -> None:
     layer = linear("up")
     with pytest.raises(megalite.MegaliteError, match=r"up\.weight of a parallel layer is in several places"):

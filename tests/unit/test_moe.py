@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.block import make_moe
 from megalite.model.moe import MoE
 from megalite.model.router import ENTROPY, Z_LOSS, Router
 from megalite.model.router import Routing as Routed
@@ -25,7 +26,7 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
 from megalite.parallel.tally import end_step
-from megalite.training.experts import expert_loads
+from megalite.tasks.experts import expert_loads
 from tests.experts_oracle import Experts, Record
 from tests.harness.close import assert_bits_equal
 from tests.harness.poison import poisoned_memory
@@ -152,7 +153,7 @@ def replayed_of(case: Case) -> Tensor | None:
 
 
 def layer_of(case: Case) -> MoE:
-    layer = MoE(config(case), ParallelContext(ParallelMesh(), dtype=torch.float64), 0)
+    layer = make_moe(config(case), ParallelContext(ParallelMesh(), dtype=torch.float64), 0)
     initialize(layer, 1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -326,7 +327,7 @@ def test_memory_is_the_rows_and_their_first_inner_tensors() -> None:
     """At most 1.1 times topk * tokens * (hidden + 2 * ffn) numbers, with indices and the router's logits."""
     options = {"num_experts": 8, "moe_router_topk": 2, "swiglu": True, "add_bias_linear": False}
     large = ModelConfig(2, 128, 2, ffn_hidden_size=256, **options)  # type: ignore[arg-type]
-    layer = MoE(large, ParallelContext(ParallelMesh(), dtype=torch.float32), 0)
+    layer = make_moe(large, ParallelContext(ParallelMesh(), dtype=torch.float32), 0)
     initialize(layer, 1)
     kept: dict[int, int] = {}
 
@@ -361,7 +362,7 @@ def test_experts_are_padded_to_the_capacity_of_the_sequences(tp: int, ep: int, e
     mesh = UnconnectedMesh(
         rank=3, world_size=8, tensor_parallel_size=tp, expert_parallel_size=ep, expert_tensor_parallel_size=etp
     )
-    layer = MoE(config(case), ParallelContext(mesh, sequence_parallel=tp > 1), 0)
+    layer = make_moe(config(case), ParallelContext(mesh, sequence_parallel=tp > 1), 0)
     layout = SequenceLayout.whole(8)  # the capacity is 8 * 2 / 4 * 0.75
     hidden = torch.empty(8 // tp, batch, HIDDEN)
     seen = mock.Mock(side_effect=InterruptedError)
@@ -400,7 +401,7 @@ def test_the_host_asks_the_device_once_and_never_with_padding(name: str, way: st
     case, meta, ranks = CASES[name], torch.device("meta"), 1 if way == "one rank" else 2
     mesh = UnconnectedMesh(rank=0, world_size=ranks, expert_parallel_size=ranks, device=meta)
     options = config(case) if ranks == 1 else replace(config(case), moe_token_dispatcher_type=way)
-    layer = MoE(options, ParallelContext(mesh, dtype=torch.float32), 0)
+    layer = make_moe(options, ParallelContext(mesh, dtype=torch.float32), 0)
     layer.router.tally.own = layer.router.tally.own.to(meta)
     hidden = torch.empty(SEQUENCE, BATCH, HIDDEN, device=meta, requires_grad=True)
     layout, asked = SequenceLayout.whole(SEQUENCE), list[torch.Size]()

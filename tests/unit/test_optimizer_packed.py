@@ -22,7 +22,6 @@ from megalite.optim.packed import View
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
-from megalite.training.memory import state_bytes
 from megalite_kernels import launch
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized
@@ -253,7 +252,6 @@ def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
     elements = sum(bucket.length for bucket in run.optimizer.buckets)
     runs = sum(len(shard.segments) for shard in run.optimizer.shards)
     assert 0 <= measured - elements * (2 + 2 * (1 + 4 / 256)) <= 2 * 4 * runs
-    assert state_bytes(run.optimizer)[2] <= measured
 
 
 def test_an_optimizer_that_begins_anew_is_packed_anew(tmp_path: Path) -> None:

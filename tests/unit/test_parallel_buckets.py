@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.model.gpt import GPT
-from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
-from megalite.optim.layout import bucket_length, lay_out
+from megalite.optim.layout import BucketShardSpec, bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh

@@ -13,9 +13,9 @@ from torch import Tensor
 from megalite.config.model import LayerSpec, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
+from megalite.model.block import make_norm
 from megalite.model.gpt import GPT, messages
 from megalite.model.head import LossConfig
-from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
@@ -316,7 +316,7 @@ def test_a_window_as_wide_as_the_sequence_is_none() -> None:
 def test_a_weight_around_one_keeps_its_digits_in_bf16(normalization: str) -> None:
     """1.002 itself is 1 in bf16."""
     config = replace(GPT2, normalization=normalization, apply_layernorm_1p=True)
-    norm = Norm(config, ParallelContext(ParallelMesh(), dtype=torch.bfloat16), "norm", 512)
+    norm = make_norm(config)(ParallelContext(ParallelMesh(), dtype=torch.bfloat16), "norm", 512)
     torch.manual_seed(0)
     states = torch.randn(64, 512, dtype=torch.bfloat16)
     with torch.no_grad():

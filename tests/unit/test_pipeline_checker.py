@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.parallel import SHAPES
 from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.deadlock import Communicator, Program, run
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.schedules import Action, Kind
+from megalite.pipeline.schedules import SCHEDULES, Action, Kind
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 from tests.harness.pipelines import CHUNKS, REDUCTIONS, Pipeline, every_pipeline, pipelines
@@ -27,6 +28,10 @@ def behind(pipeline: Pipeline) -> list[list[Collective]]:
     tied = [Collective("sum of the tied weight", ends)] if pipeline.ranks > 1 else []
     rest = [Collective("norm", every), Collective("gather", every)]
     return [[*tied, *rest] if rank in ends else list(rest) for rank in every]
+
+
+def test_every_schedule_is_proved() -> None:
+    assert CHUNKS.keys() == SHAPES.keys() == SCHEDULES.keys()
 
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))

@@ -348,7 +348,7 @@ def test_a_measured_step_is_drawn_and_simulated_under_another_schedule(tmp_path:
         ([*size("gpipe"), "--transfer", -1, "--output", "a.svg"], "--transfer -1.0: must be at least 0"),
         (
             [*size("gpipe"), "--backward-input", "nan", "--output", "a.svg"],
-            "--backward-input nan: must be a finite",
+            "--backward-input 'nan': expected a finite",
         ),
         ([*size("gpipe"), GROUP, 4, "--output", "a.svg"], "drop it"),
         (

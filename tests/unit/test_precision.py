@@ -22,9 +22,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
 from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.block import make_norm
 from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
-from megalite.model.norm import Norm
 from megalite.model.rotary import rotary_tables
 from megalite.model.router import Z_LOSS, Router
 from megalite.optim.buckets import DataParallel, make_buckets
@@ -91,7 +91,7 @@ def test_norms(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -> No
 @each_dtype
 def test_a_norms_weight_around_one_keeps_its_digits(dtype: torch.dtype) -> None:
     config = replace(MODEL, normalization="RMSNorm", apply_layernorm_1p=True)
-    layer = Norm(config, ParallelContext(MESH, dtype=dtype), "norm", 512)
+    layer = make_norm(config)(ParallelContext(MESH, dtype=dtype), "norm", 512)
     layer.weight.allocate()
     with torch.no_grad():
         layer.weight.copy_(0.01 * numbers(512))

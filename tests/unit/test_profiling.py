@@ -45,7 +45,7 @@ def test_a_profile_that_the_end_of_the_run_cuts_off_is_told(last: int, told: boo
     for number in range(2, last + 1):
         with profiler.step(number):
             pass
-    profiler.over()
+    profiler.finish()
     lost = "the profile of steps 3 to 5 is lost: the run ends before them"
     assert (lost in stream.getvalue().splitlines()) == told
 

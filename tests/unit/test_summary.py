@@ -15,9 +15,9 @@ from megalite.config.model import ModelConfig
 from megalite.errors import ConfigurationError
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.sequence import SequenceLayout
+from megalite.tasks.summary import _context, masks_of_an_operator
 from megalite.training.batches import Cutting
 from megalite.training.kernels import require_equal_dropout
-from megalite.training.summary import _context, masks_of_an_operator
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.1)
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.timing import Timing, gather_timing
+from megalite.run.timing import Timing, gather_timing
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, WAITING, Sections
 
 FAST, SLOW = [0.001, 0.010, 0.002, 0.025], [0.001, 0.030, 0.002, 0.004]

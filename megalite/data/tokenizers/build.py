@@ -64,6 +64,7 @@ def build_tokenizer(
 def _from_files(
     flags: TokenizerFlags, vocab_size: int | None, include_special_tokens: bool, fast_encoding: FastEncoding
 ) -> Tokenizer:
+    """Open the tokenizer of --tokenizer-type; a ConfigurationError names the flag that it lacks."""
     kind, model = flags.tokenizer_type, flags.tokenizer_model
     if kind == "ByteTokenizer":
         return ByteTokenizer()

@@ -84,7 +84,6 @@ class FastByteLevelBPE:
         self._added = re.compile(spelled_out).search if spelled_out else None
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the tokens of texts."""
         found = [self._encode(text) for text in texts]
         rest = [text for text, ids in zip(texts, found, strict=True) if ids is None]
         slow = self._tokenizer.encode_batch_fast(rest, add_special_tokens=self._add_special_tokens) if rest else []
@@ -92,6 +91,7 @@ class FastByteLevelBPE:
         return [next(others).ids if ids is None else ids for ids in found]
 
     def _encode(self, text: str) -> np.ndarray | None:
+        """Return the tokens of a text, or None if only the tokenizer itself can encode it."""
         if self._is_slow(text):
             return None
         if self._tokenizer.normalizer is not None and not text.isascii():

@@ -17,7 +17,6 @@ class ByteTokenizer:
     eod = 256
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
         return list(text.encode())
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
@@ -27,7 +26,6 @@ class ByteTokenizer:
         return ids, character_offsets(text, places, places + 1)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the bytes of texts."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def token_id(self, name: str) -> int | None:

@@ -182,6 +182,7 @@ class Folder:
         return {"added_sha256": fingerprint(json.dumps([now, self.split_special_tokens]).encode())}
 
     def _check_agreement(self, tokenizer: Any) -> None:
+        """Raise DataError if tokenizer_config.json says other spaces or ends than tokenizer.json does."""
         whole = tokenizer.encode("0", add_special_tokens=True).ids or [None]
         states = (json.loads(part.__getstate__()) for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part)
         for name, said in self.agreeing.items():

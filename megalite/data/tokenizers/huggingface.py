@@ -68,7 +68,6 @@ class HuggingFaceTokenizer:
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         with library_errors(self._fails):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -87,7 +86,6 @@ class HuggingFaceTokenizer:
         return untrimmed
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the tokens of texts."""
         special = self._include_special_tokens
         with library_errors(self._fails):
             if self.fast is not None:

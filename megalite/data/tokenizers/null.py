@@ -22,7 +22,6 @@ class NullTokenizer:
         self.eod = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Return the numbers in a text."""
         ids = [int(word) for word in text.split()]
         outside = [token for token in ids if not 0 <= token < self.vocab_size]
         if outside:
@@ -35,7 +34,6 @@ class NullTokenizer:
         return self.encode(text), np.array(places, np.int64).reshape(-1, 2)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the numbers in texts."""
         return [self.encode(text) for text in texts]
 
     def token_id(self, name: str) -> int | None:
@@ -43,9 +41,7 @@ class NullTokenizer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the numbers as text."""
         return " ".join(str(int(token)) for token in ids)
 
     def identity(self) -> dict[str, Any]:
-        """Return the identity: the number of tokens."""
         return {"type": "NullTokenizer", "vocab_size": self.vocab_size}

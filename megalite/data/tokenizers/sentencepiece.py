@@ -50,7 +50,6 @@ class SentencePieceTokenizer:
             )
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         return self._processor.encode(text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
@@ -63,7 +62,6 @@ class SentencePieceTokenizer:
         return [piece.id for piece in pieces], character_offsets(text, places[:, 0], places[:, 1])
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """Return the tokens of texts."""
         if self._words is not None:
             return [self._words.encode(text) for text in texts]
         return self._processor.encode(list(texts), num_threads=1)

@@ -111,7 +111,6 @@ class TikTokenizer:
         self._content = fingerprint(content)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
         return self._encoding.encode(text, allowed_special="all")
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
@@ -121,7 +120,6 @@ class TikTokenizer:
         return ids, character_offsets(text, np.concatenate([[0], ends[:-1]])[: len(ids)], ends)
 
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the tokens of texts."""
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
 
     def token_id(self, name: str) -> int | None:

@@ -50,6 +50,7 @@ def open_tokenizer_json(tokenizers: Any, content: bytes, file: Path, declared: i
 
 
 def _check_model(model: Mapping[str, Any], file: Path) -> None:
+    """Raise DataError for merges that the library would cut wrongly, and tokens too long for its stack."""
     prefix = model.get("continuing_subword_prefix") or ""
     for merge in model.get("merges", ()) if prefix else ():
         second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]

@@ -117,7 +117,7 @@ def _exchange(buffer: torch.Tensor, group: Group, first: int, second: int) -> No
             work = dist.isend(buffer, group=group.process_group, group_dst=destination)
         else:
             work = dist.irecv(buffer, group=group.process_group, group_src=source)
-        collectives.Pending(work, lambda: buffer).wait()
+        collectives.Pending(work, buffer).wait()
 
 
 def ring_pairs(size: int) -> list[tuple[int, int]]:

@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from megalite.config import RunConfig
 from megalite.errors import CommunicationError, MegaliteError
-from megalite.extras.doctor.alike import traits
 from megalite.extras.doctor.bandwidth import Measurement, Timing
+from megalite.extras.doctor.consistency import traits
 from megalite.extras.doctor.findings import Finding, Options
 from megalite.extras.doctor.judgement import judge, show, write_json
 from megalite.extras.doctor.network import Reached, reach_all
 from megalite.extras.doctor.reports import Found, Report, Roll
 from megalite.extras.doctor.roll_call import RollCall
 from megalite.extras.doctor.run_directory import Probe, checkpoint_bytes
-from megalite.lifecycle.failure import leave_code
+from megalite.lifecycle.failure import write_exit_code
 from megalite.lifecycle.rendezvous import connect
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.process.bounded import aside
+from megalite.process.bounded import in_thread
 from megalite.process.host import host_name
 from megalite.process.output import say
 from megalite.process.place import Place, ranks_by_value
@@ -57,10 +57,10 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             found.stopped = stop.local_request() != 0
             verdict = judge(found)
             show(found, verdict)
-            call.tell("exit code", verdict.exit_code)
+            call.publish("exit code", verdict.exit_code)
         try:
             # This answer comes later than the others: after all the timing.
-            code: int = call.hear("exit code", options.seconds + _GRACE)
+            code: int = call.receive("exit code", options.seconds + _GRACE)
         except CommunicationError as error:
             if examination.whole:
                 raise
@@ -73,7 +73,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
         write_json(options.json, found, verdict)
     if not examination.whole:
         if place.rank == 0:
-            leave_code(code)
+            write_exit_code(code)
         _end(code)
     return code
 
@@ -103,7 +103,7 @@ class Examination:
         """Run all parts in turn; the findings are on rank 0. `stack`: resources that must stay open until the end."""
         config, size = self._config, None
         if config is not None and self._save is not None and self._place.rank == 0:
-            size = aside(lambda: checkpoint_bytes(config))
+            size = in_thread(lambda: checkpoint_bytes(config))
         roll = self._arrive(stack)
         found = Found(self._place, self._backend, self._options, self._save, roll, self._findings)
         self._report(found)
@@ -122,17 +122,21 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- who is there
 
     def _arrive(self, stack: ExitStack) -> Roll:
+        """Return who has come within the patience of rank 0, which also writes a probe into the run directory.
+
+        Raises CommunicationError on a rank that came later.
+        """
         came = self._call.gather("arrival", host_name(), range(self._place.world_size))
         if self._place.rank == 0:
             probe: Probe | None = None
             if (save := self._save) is not None:
-                work = aside(lambda: Probe(open_directory(save)))
+                work = in_thread(lambda: Probe(open_directory(save)))
                 probe = self._result(work, f"writing to the run directory --save {save}")
             if probe is not None:
                 stack.callback(probe.remove)
             name_and_text = None if probe is None else (probe.name, probe.text)
-            self._call.tell("roll", asdict(Roll(ranks_by_value(came), uuid.uuid4().hex, name_and_text)))
-        roll = Roll(**self._call.hear("roll", self._options.patience))
+            self._call.publish("roll", asdict(Roll(ranks_by_value(came), uuid.uuid4().hex, name_and_text)))
+        roll = Roll(**self._call.receive("roll", self._options.patience))
         if self._place.rank not in roll.ranks:
             raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")
         return roll
@@ -153,7 +157,7 @@ class Examination:
         own = Report(traits(self._config, self._device), self._problem)
         if self._place.rank in found.firsts:
             gpus, host = self._options.gpus, self._place.host
-            work = aside(lambda: own.examine_node(found.roll, self._config, gpus, self._backend, host))
+            work = in_thread(lambda: own.examine_node(found.roll, self._config, gpus, self._backend, host))
             if self._ends(work):
                 work.result()
         answers = self._call.gather("report", asdict(own), found.roll.ranks, _GRACE)
@@ -162,16 +166,17 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- who reaches whom
 
     def _reach(self, found: Found) -> None:
+        """Let the first rank of each node try to reach the other nodes, and keep the answers on rank 0."""
         roll, rank = found.roll, self._place.rank
         if rank == 0:
-            self._call.tell("addresses", found.addresses)
-        addresses = self._call.hear("addresses", _GRACE)
+            self._call.publish("addresses", found.addresses)
+        addresses = self._call.receive("addresses", _GRACE)
         firsts = [first for first, node in found.firsts.items() if node in addresses]
         if len(firsts) > 1 and (rank in firsts or rank == 0):
             answer = None
             if rank in firsts:
                 own = roll.node_of(rank)
-                work = aside(lambda: reach_all(addresses, own, roll.token))
+                work = in_thread(lambda: reach_all(addresses, own, roll.token))
                 silent = {other: Reached("no answer in time") for other in addresses if other != own}
                 reached = work.result() if self._ends(work) else silent
                 answer = {other: asdict(each) for other, each in reached.items()}
@@ -184,12 +189,13 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- how fast
 
     def _measure(self, found: Found) -> None:
+        """Time messages between all ranks if rank 0 says that they reach each other, and keep the timings on rank 0."""
         if self._place.rank == 0:
-            self._call.tell("measure", found.can_measure)
-        if not self._call.hear("measure", _GRACE):
+            self._call.publish("measure", found.can_measure)
+        if not self._call.receive("measure", _GRACE):
             return
         measurement = Measurement(list(found.roll.nodes.values()), self._options.max_bytes, self._options.seconds)
-        work = aside(lambda: self._time(measurement))
+        work = in_thread(lambda: self._time(measurement))
         failure = ""
         if self._ends(work, self._options.seconds):
             try:

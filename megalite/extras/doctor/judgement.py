@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megalite.atomic_files import write_atomically
 from megalite.errors import EXIT_FINISHED
-from megalite.extras.doctor.alike import NOTHING, disagreements, examine_data
 from megalite.extras.doctor.bandwidth import ACROSS, WITHIN, Figure, bus_factor, figures, slow_nodes
+from megalite.extras.doctor.consistency import NOTHING, disagreements, examine_data
 from megalite.extras.doctor.findings import Finding, Verdict
 from megalite.extras.doctor.network import examine_network
 from megalite.extras.doctor.reports import Found
@@ -19,7 +19,7 @@ from megalite.extras.doctor.run_directory import examine_run_directory
 from megalite.process import output
 from megalite.process.output import say
 from megalite.process.place import ranks_by_value, ranks_text
-from megalite.training.memory import in_words
+from megalite.tasks.memory import in_words
 
 Row = Sequence[str]
 
@@ -34,6 +34,7 @@ def judge(found: Found) -> Verdict:
 
 
 def _findings(found: Found) -> Iterator[Finding]:
+    """Yield all findings: on absent and silent ranks, software, nodes, data, run directory, network and speed."""
     yield from found.findings
     yield from _absent(found)
     yield from _silent(found)
@@ -102,6 +103,7 @@ def show(found: Found, verdict: Verdict) -> None:
 
 
 def _head(found: Found) -> str:
+    """Return the lines on who was examined: ranks, software, run directory and data."""
     nodes = "1 node" if len(found.roll.nodes) == 1 else f"{len(found.roll.nodes)} nodes"
     ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
     traits = found.reports[0].traits
@@ -120,6 +122,7 @@ def _head(found: Found) -> str:
 
 
 def _nodes(found: Found) -> Iterator[Row]:
+    """Yield the rows of the table of nodes, its head first."""
     yield "node", "ranks", "address", "GPUs", "driver", "open files", "/dev/shm", "clock"
     for node, report in found.nodes.items():
         state = report.state
@@ -135,6 +138,7 @@ def _nodes(found: Found) -> Iterator[Row]:
 
 
 def _bandwidths(found: Found) -> Iterator[list[Row]]:
+    """Yield a table of times by message size for the ranks of a node, and one for those of all nodes."""
     every = list(figures(found.timings, found.roll.nodes))
     for scope in (WITHIN, ACROSS):
         timed = [figure for figure in every if figure.scope == scope]

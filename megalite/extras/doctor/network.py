@@ -157,6 +157,7 @@ def examine_network(reached: ReachedFrom, addresses: Addresses, first: str) -> I
 
 
 def _unreachable(reached: ReachedFrom, addresses: Addresses) -> Iterator[Finding]:
+    """Yield a finding for each node that most others do not reach, and one for each further pair."""
     failed = {(a, b): each.problem for a, others in reached.items() for b, each in others.items() if each.problem}
     count = len(reached) - 1
     parted = {node: {b if a == node else a for a, b in failed if node in (a, b)} for node in reached}

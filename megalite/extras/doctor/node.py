@@ -119,6 +119,7 @@ def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
 
 
 def _ask(question: str) -> _Answer:
+    """Return the answer of nvidia-smi, or none if it does not come in time."""
     process = start(
         ["nvidia-smi", *question.split()],
         stdin=subprocess.DEVNULL,
@@ -146,6 +147,7 @@ def _missing(names: _Answer, gpus: Sequence[Gpu], expected: int | None) -> Itera
 
 
 def _memory(gpus: Sequence[Gpu], remapped: Sequence[Sequence[str]]) -> Iterator[Finding]:
+    """Yield what is wrong with the memory of GPUs: errors, and rows that wait to be remapped or cannot be."""
     numbers = {gpu.uuid: gpu.index for gpu in gpus}
     for gpu in gpus:
         if gpu.uncorrected.isdigit() and int(gpu.uncorrected) > 0:

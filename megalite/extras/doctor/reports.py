@@ -10,8 +10,8 @@ from typing import Any
 
 from megalite.config import RunConfig
 from megalite.errors import MegaliteError
-from megalite.extras.doctor.alike import Traits, fingerprints
 from megalite.extras.doctor.bandwidth import Timing
+from megalite.extras.doctor.consistency import Traits, fingerprints
 from megalite.extras.doctor.findings import Finding, Options
 from megalite.extras.doctor.network import Listener, ReachedFrom, own_address
 from megalite.extras.doctor.node import NodeState, examine_node

@@ -63,11 +63,11 @@ class RollCall:
 
         return self._with_store(self.patience + more_seconds, ask)
 
-    def tell(self, subject: str, value: object) -> None:
+    def publish(self, subject: str, value: object) -> None:
         """Send a value from rank 0 to all others."""
         self._with_store(self.patience, lambda: self._store.set(subject, json.dumps(value)))
 
-    def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
+    def receive(self, subject: str, more_seconds: float = 0.0) -> Any:
         """Return the value that rank 0 sends, after it has waited for all. Raises CommunicationError if none comes."""
 
         def wait() -> Any:

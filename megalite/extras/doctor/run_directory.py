@@ -21,9 +21,9 @@ from megalite.extras.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
 from megalite.storage import AnyPath, write_atomically
+from megalite.tasks.memory import in_words
 from megalite.training.builder import make_chunks, make_plan, make_stages
 from megalite.training.data import open_tokenizer, vocab_size
-from megalite.training.memory import in_words
 
 _REMOVING_SECONDS = 5.0
 

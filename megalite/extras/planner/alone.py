@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megalite.atomic_files import write_atomically
 from megalite.config import RunConfig
-from megalite.config.alone import Alone
+from megalite.config.single_rank import SingleRank
 from megalite.errors import EXIT_FINISHED
 from megalite.extras.planner.as_rank import run_as_rank
 from megalite.extras.planner.dry_run import dry_run
@@ -15,7 +15,7 @@ from megalite.extras.planner.dry_run_report import as_json, report
 from megalite.process.output import say
 
 
-def run_alone(alone: Alone, config: RunConfig) -> int:
+def run_alone(alone: SingleRank, config: RunConfig) -> int:
     """Run one rank without the others, and print what it holds and does. Returns the exit code."""
     if alone.computes:
         say(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")

@@ -20,8 +20,8 @@ from megalite.optim.elementwise import require_backend
 from megalite.parallel import device as devices
 from megalite.parallel.mesh import UnconnectedMesh
 from megalite.parallel.parameter import Parameter
+from megalite.run.synchronization import make_trainer
 from megalite.training.kernels import choose_kernels, require_equal_dropout
-from megalite.training.synchronization import make_trainer
 
 STEPS = 11
 """Number of steps; the first one, in which kernels are compiled, is not counted."""
@@ -43,7 +43,6 @@ class AsRank:
     """Their share of the device's peak; None if the peak is unknown."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the results as text."""
         times = ", ".join(f"{each:.3f}" for each in self.all_seconds)
         yield f"layout   {self.layout}"
         yield f"device   {self.device}"

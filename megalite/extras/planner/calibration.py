@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from megalite.config import RunConfig
 from megalite.config.parse import parse_arguments
@@ -26,6 +27,7 @@ from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.parts import part_records
 from megalite.extras.planner.step import Step
 from megalite.parallel import device as devices
+from megalite_kernels.torch_internals import operator_of_attention
 
 PRODUCT_SECONDS = 20.0
 """Time of the sweep of products."""
@@ -56,7 +58,8 @@ def calibrate(cluster: Cluster) -> Cluster:
     gpu = replace(cluster.gpu, **_products(cluster.gpu, device, dtype))  # type: ignore[arg-type]
     kernel, share = _elementwise(gpu, device)
     gpu = replace(gpu, kernel=kernel, share=share)
-    ratio = _attention(gpu, device, dtype) / gpu.attention["flash-2"]
+    measured, operator = _attention(gpu, device, dtype)
+    ratio = measured / gpu.attention.get(operator, gpu.attention["flash-2"])
     gpu = replace(gpu, attention={name: min(value * ratio, 1.0) for name, value in gpu.attention.items()})
     if device.type == "cpu":
         gpu = _by_steps(replace(cluster, gpu=gpu))
@@ -133,8 +136,11 @@ def _elementwise(gpu: Gpu, device: torch.device) -> tuple[float, float]:
     return max(shortest - least * per_byte, 1e-7), min(1 / (per_byte * gpu.bandwidth), 10.0)
 
 
-def _attention(gpu: Gpu, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the share of the peak that torch's attention reaches, forward and backward, in long sequences."""
+def _attention(gpu: Gpu, device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Return the share of the peak that torch's attention reaches, forward and backward, in long sequences.
+
+    And the name of the kernel that it takes, as in clusters.toml.
+    """
     length = 4096 if device.type == "cuda" else 512
     query, key, value = (
         torch.randn(1, 8, length, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
@@ -144,7 +150,9 @@ def _attention(gpu: Gpu, device: torch.device, dtype: torch.dtype) -> float:
         F.scaled_dot_product_attention(query, key, value, is_causal=True).sum().backward()
 
     flops = 7 * 8 * length * length * 128  # seven products of half of the scores
-    return flops / _seconds(run, device) / gpu.peak_of(str(dtype).removeprefix("torch."))
+    takes_cudnn = operator_of_attention(query, key, value, True) == SDPBackend.CUDNN_ATTENTION
+    share = flops / _seconds(run, device) / gpu.peak_of(str(dtype).removeprefix("torch."))
+    return share, "cudnn" if takes_cudnn else "flash-2"
 
 
 # ------------------------------------------------------------------------------------------------ whole steps

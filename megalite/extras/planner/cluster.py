@@ -12,6 +12,7 @@ from typing import Any
 
 from megalite.errors import ConfigurationError
 from megalite.small_files import parse_toml, read_small_file, reason, shown
+from megalite.tasks.flops import peak_flops
 
 _FILE = Path(__file__).with_name("clusters.toml")
 _WITHIN, _POINT_TO_POINT = "within a node", "point to point"
@@ -152,10 +153,20 @@ def _table(path: Path) -> dict[str, Any]:
 
 @cache
 def _known() -> dict[str, Any]:
-    return tomllib.loads(_FILE.read_text())
+    """Return the tables of clusters.toml, with the peaks of 16-bit dtypes that runs report their utilization by."""
+    known = tomllib.loads(_FILE.read_text())
+    for name, gpu in known["gpu"].items():
+        if (peak := peak_flops(name)) is not None:
+            gpu["peak"] |= {"bfloat16": peak, "float16": peak}
+    return known
 
 
 def _cluster(table: Mapping[str, Any], name: str, where: str) -> Cluster:
+    """Read a cluster from the table of a file, of which `where` tells in errors.
+
+    Raises:
+        ConfigurationError: a key is unknown or missing, or its value is not of its kind.
+    """
     known = _known()["gpu"]
     _only(table, ("gpu", "nodes", "node", "network"), where)
     described = table.get("gpu")
@@ -263,6 +274,7 @@ def with_doctor(cluster: Cluster, found: Mapping[str, Any]) -> Cluster:
 
 
 def _measured(link: Link, lines: Mapping[str, tuple[int, Link]]) -> Link:
+    """Return the mean of the collectives' lines, with the alpha of messages to one rank, or `link` if none is there."""
     alphas, betas = [], []
     for name, factor in _FACTORS.items():
         if name in lines:

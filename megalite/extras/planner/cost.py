@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 
 from megalite.config import RunConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.extras.planner.cluster import Cluster, Link, Stack
+from megalite.extras.planner.cluster import Cluster, Link, Stack, find_stack
 from megalite.extras.planner.records import Message, MessageKind, Operation, PartRecord, Work
 
 _ALIGNMENTS = ((64, 1.0), (16, 0.92), (8, 0.85), (2, 0.5), (1, 0.25))
@@ -74,7 +74,7 @@ class Prices:
     """Seconds of operations and messages on a cluster."""
 
     def __init__(self, cluster: Cluster, stack: Stack | None = None) -> None:
-        self.cluster, self.stack = cluster, stack or Stack()
+        self.cluster, self.stack = cluster, stack or find_stack(Stack.name)
         self._messages: dict[tuple[MessageKind, Sequence[int], float, int], float] = {}
         self._passes: dict[Hashable, tuple[PartRecord, tuple[Cost, Cost]]] = {}
 
@@ -118,6 +118,7 @@ class Prices:
         return gpu.kernel + seconds, 0.0, self.moved(_CAST_BYTES * batch * rows * inner) if cast else 0.0
 
     def _attention(self, operation: Operation) -> float:
+        """Return the seconds of scores and their products: by one kernel, or by many without fusion."""
         gpu = self.cluster.gpu
         backward = operation.name.endswith("backward")
         batch, queries, keys, width = operation.shape
@@ -190,6 +191,7 @@ class Prices:
         return self._messages[key]
 
     def _collective(self, kind: MessageKind, ranks: Sequence[int], size: float, experts: int) -> float:
+        """Return the seconds by the fastest algorithm. Receives are free: their sender counts the message."""
         nodes, count = len({rank // self.cluster.node_ranks for rank in ranks}), len(ranks)
         if count < 2 or size == 0 or kind == "receive":
             return 0.0

@@ -30,15 +30,15 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
+from megalite.run.synchronization import make_trainer
+from megalite.tasks.gpt_task import GPTTask
+from megalite.tasks.memory import Memory
+from megalite.tasks.summary import measured_memory
 from megalite.torch_internals import mend_products_on_meta
 from megalite.training import builder
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData, known_vocabulary
-from megalite.training.gpt_task import GPTTask
 from megalite.training.kernels import require_equal_dropout
-from megalite.training.memory import Memory
-from megalite.training.summary import measured_memory
-from megalite.training.synchronization import make_trainer
 from megalite_kernels.implementation import Kernels, current, use
 
 META = torch.device("meta")
@@ -246,6 +246,7 @@ class _Observer:
 
 
 def _held(buckets: Sequence[Bucket]) -> Iterator[Held]:
+    """Yield the boxes of tensors that this rank holds, with the number of the bucket in which they are."""
     for number, bucket in enumerate(buckets):
         for slot in bucket.slots:
             for piece in slot.parameter.sharding.pieces:

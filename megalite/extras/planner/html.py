@@ -5,33 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from xml.etree.ElementTree import Element, SubElement, tostring
 
 from megalite.extras.planner.plan import GIB, Plan
 from megalite.extras.planner.report import ENTRIES, MEMORY, row, together
 from megalite.pipeline.drawing import to_svg
 from megalite.pipeline.timeline import TimeLine
+from megalite.svg import INK, Picture
+from megalite.svg import page as html_page
 
 _COLOURS = ("#1f5fae", "#2f8f5b", "#8a4ca6", "#d98a1f", "#b8443a", "#7d858d")
 _LEFT, _TOP, _ROW, _WIDTH = 110.0, 34.0, 26.0, 640.0
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 78em; padding: 0 1em; color: #1d2125;
-background: #fff; }}
-table {{ border-collapse: collapse; }} div {{ overflow-x: auto; }}
-th, td {{ padding: .25em .6em; text-align: right; border-bottom: 1px solid #d5dade; white-space: nowrap; }}
-pre {{ background: #f3f5f7; padding: .8em; overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 78em; padding: 0 1em; color: #1d2125;
+background: #fff; }
+table { border-collapse: collapse; } div { overflow-x: auto; }
+th, td { padding: .25em .6em; text-align: right; border-bottom: 1px solid #d5dade; white-space: nowrap; }
+pre { background: #f3f5f7; padding: .8em; overflow-x: auto; }
 """
 
 
@@ -43,6 +32,7 @@ def page(title: str, plans: Sequence[Plan], time_line: TimeLine, commands: Itera
     causes.sort(key=lambda each: -each[1])
     rows = [row(plan) for plan in plans]
     parts = [
+        f"<h1>{escape(title)}</h1>",
         _table(list(rows[0]), [list(map(str, each.values())) for each in rows]),
         "".join(f"<p>{escape(note)}</p>" for note in notes),
         "<h2>Memory of the first layout</h2>",
@@ -56,7 +46,7 @@ def page(title: str, plans: Sequence[Plan], time_line: TimeLine, commands: Itera
         "<h2>Command</h2>",
         "".join(f"<pre>{escape(command)}</pre>" for command in commands),
     ]
-    return _PAGE.format(title=escape(title), body="\n".join(parts))
+    return html_page(title, _STYLE, "\n".join(parts))
 
 
 def bars(plan: Plan) -> str:
@@ -64,37 +54,22 @@ def bars(plan: Plan) -> str:
     stages = together(plan.memory)
     most = max(plan.room, *(memory.total for _, memory in stages))
     scale, height = _WIDTH / most, _TOP + _ROW * len(stages) + 24
-    svg = Element("svg", xmlns="http://www.w3.org/2000/svg", width=f"{_LEFT + _WIDTH + 90:.0f}", height=f"{height:.0f}")
-    svg.attrib |= {"role": "img", "font-family": "system-ui, sans-serif", "font-size": "12"}
-    SubElement(svg, "title").text = "Memory by pipeline stage"
-    x = _LEFT
-    for colour, words in zip(_COLOURS, MEMORY.values(), strict=True):
-        _box(svg, x, 8, 12, 12, colour)
-        _text(svg, words, x + 16, 18)
-        x += 28 + 7 * len(words)
+    svg = Picture("Memory by pipeline stage", _LEFT + _WIDTH + 90, height)
+    svg.legend((([colour], words) for colour, words in zip(_COLOURS, MEMORY.values(), strict=True)), _LEFT, 6)
     for index, (name, memory) in enumerate(stages):
         x, y = _LEFT, _TOP + _ROW * index
-        _text(svg, name, 4, y + 15)
+        svg.write(name, 4, y + 15)
         for colour, size in zip(_COLOURS, asdict(memory).values(), strict=True):
-            _box(svg, x, y, size * scale, _ROW - 6, colour)
+            svg.box(x, y, size * scale, _ROW - 6, colour)
             x += size * scale
-        _text(svg, f"{memory.total / GIB:.1f} GiB", x + 6, y + 15)
+        svg.write(f"{memory.total / GIB:.1f} GiB", x + 6, y + 15)
     end = _LEFT + plan.room * scale
-    SubElement(svg, "path", d=f"M{end:.1f} {_TOP - 4:.1f}V{height - 20:.1f}", stroke="#1d2125")
-    _text(svg, f"{plan.room / GIB:.1f} GiB", end - 40, height - 6)
-    return tostring(svg, encoding="unicode")
+    svg.line([(end, _TOP - 4), (end, height - 20)], INK)
+    svg.write(f"{plan.room / GIB:.1f} GiB", end - 40, height - 6)
+    return str(svg)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in each) + "</tr>" for each in rows)
     return f"<div><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _box(svg: Element, x: float, y: float, width: float, height: float, colour: str) -> None:
-    sizes = {"x": x, "y": y, "width": width, "height": height}
-    SubElement(svg, "rect", attrib={name: f"{value:.1f}" for name, value in sizes.items()} | {"fill": colour})
-
-
-def _text(svg: Element, words: str, x: float, y: float) -> None:
-    SubElement(svg, "text", x=f"{x:.1f}", y=f"{y:.1f}", fill="#1d2125").text = words

@@ -67,7 +67,6 @@ class Interval:
 
 
 def interval(seconds: float, config: RunConfig, cluster: Cluster, stack: Stack) -> Interval:
-    """Return the interval of predicted seconds."""
     centre, classes = _known()
     own, generation = Class.of(config, stack), cluster.gpu.generation
     found, unknown = classes.get(own), None

@@ -206,6 +206,7 @@ class _State:
 
     @staticmethod
     def of(part: PartRecord, config: RunConfig, world_size: int, element: Element) -> _State:
+        """Return the bytes of a part on one rank, split over the data-parallel ranks as the ZeRO stage says."""
         parallel = config.parallel
         sizes, ranks = parallel.mesh_sizes, world_size // parallel.pipeline_model_parallel_size
         of_experts = sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"]

@@ -100,6 +100,7 @@ def part_records(config: RunConfig, alike: Parts | None = None) -> Parts:
 
 
 def _difference(one: PartRecord, other: PartRecord) -> PartRecord:
+    """Return what `one` has beyond `other`. A peak below the other's counts as none."""
     return PartRecord(
         one.forward - other.forward,
         one.backward - other.backward,

@@ -88,7 +88,7 @@ class Planner:
         other.gpus = gpus
         return other
 
-    def afresh(self, gpus: int) -> Planner:
+    def for_other_run(self, gpus: int) -> Planner:
         """Return the planner of runs with other networks, optimizers or kernels."""
         other = self.with_gpus(gpus)
         other._parts, other._by_weights = {}, {}

@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        """Run an operator and note its launch, its tensors, waits for the device, and arguments on the host."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -151,6 +152,7 @@ class Recorder(TorchDispatchMode):
         flops: int,
         tensors: Iterable[Tensor],
     ) -> None:
+        """Count a launch. Its bytes are those of all tensors; one that is expanded counts what it stores."""
         tensors = list(tensors)
         size = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in tensors)
         # Without what addmm adds to. (The kernels of grouped products have the same dtype in their first two tensors.)

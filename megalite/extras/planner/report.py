@@ -272,7 +272,6 @@ def neighbour_as_json(neighbour: Neighbour) -> dict[str, Any]:
 
 
 def as_csv(plans: Sequence[Plan]) -> str:
-    """Return the rows of plans as CSV."""
     rows, text = [row(plan) for plan in plans], io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

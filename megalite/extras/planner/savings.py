@@ -21,7 +21,7 @@ def savings(planner: Planner, plan: Plan) -> Iterator[str]:
     ways.append(("ZeRO 3 on twice the GPUs", replace(layout, zero=3).on(config), 2 * plan.gpus))
     for words, changed, gpus in ways:
         try:
-            other = planner.afresh(gpus).plan(changed)
+            other = planner.for_other_run(gpus).plan(changed)
         except MegaliteError:  # the batch cannot be divided among so many, or the flags contradict others
             continue
         if other.missing < plan.missing:
@@ -29,6 +29,7 @@ def savings(planner: Planner, plan: Plan) -> Iterator[str]:
 
 
 def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield flags that need less memory and are not set, each with the configuration that has them."""
     if config.training.bf16 and not config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16", replace(config, parallel=replace(config.parallel, grad_reduce_in_bf16=True))
     narrow = replace(

@@ -1,8 +1,8 @@
 """Search for the fastest layouts that fit: bounds decide which layouts are looked at more closely.
 
-Each layout first has a bound from the network's sizes (`Least`), then one from the records of its parts (`Step.bound`),
-and is simulated last. The layout with the smallest bound is always the next one, so the first K that come out simulated
-are the K fastest ones of all.
+Each layout first has a bound from the network's sizes (`LowerBounds`), then one from the records of its parts
+(`Step.bound`), and is simulated last. The layout with the smallest bound is always the next one, so the first K that
+come out simulated are the K fastest ones of all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalite.config.validate import resolve
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.planner.cost import Prices
 from megalite.extras.planner.layouts import Layout, layouts, require_batch
-from megalite.extras.planner.least import Least, Passes
+from megalite.extras.planner.lower_bounds import LowerBounds, Passes
 from megalite.extras.planner.memory import RankMemory
 from megalite.extras.planner.parts import Parts
 from megalite.extras.planner.plan import GIB, Plan, Planner, misfit
@@ -87,7 +87,7 @@ class _Search:
         self.planner, self.top, self.keep = planner.to_search(keep), top, keep
         self.found = Found(config=self.planner.config)
         self.room = planner.cluster.gpu.memory
-        self._least = Least(self.planner.config, planner.gpus, planner.prices)
+        self._least = LowerBounds(self.planner.config, planner.gpus, planner.prices)
         self._queue: list[_Entry] = []
         self._idle: set[tuple[str, bool]] = set()
         """Recomputations that change nothing without, or with, context-parallel ranks."""

@@ -19,8 +19,8 @@ from megalite.extras.planner.records import PartRecord
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind, orders_of
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.stages import Stages
+from megalite.tasks.flops import flops_per_token
 from megalite.training.builder import model_dtype
-from megalite.training.flops import flops_per_token
 
 FILLING = 3
 """Groups of micro-batches after which a pipeline holds as many as ever."""
@@ -39,7 +39,6 @@ class StageTime:
     exchange: Exchange
 
     def seconds(self, kind: Kind) -> float:
-        """Return the seconds of an action."""
         if kind == "F":
             return self.forward.total
         return {"B": self.backward.total, "I": self.backward.total - self.weights, "W": self.weights}[kind]
@@ -146,6 +145,7 @@ class Step:
     # -------------------------------------------------------------------------------------------- stages
 
     def _stage(self, parts: Parts, layers: Sequence[PartRecord], stage: StageLayers) -> StageTime:
+        """Return the seconds of a micro-batch in a stage, with the messages that its computation does not hide."""
         counts = Counter(map(id, layers))
         records = {id(each): each for each in layers}
         forward, backward, weights = Cost(), Cost(), 0.0
@@ -228,7 +228,6 @@ class Step:
         return [spans[-1].end for spans in simulate(self.layout, orders, duration, self.transfer)]
 
     def orders(self, micro_batches: int) -> list[list[Action]]:
-        """Return the order of each rank."""
         group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
         return _orders(self.schedule, self.layout, micro_batches, group)
 

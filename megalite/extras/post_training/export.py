@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import MODEL, STATE, dtype_name
 from megalite.checkpoint.plan import Region, saved_regions
-from megalite.checkpoint.tensors import Kind, numbers_as_numbers, widest
+from megalite.checkpoint.tensors import Kind, natural_order, widest
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import choose
@@ -78,10 +78,11 @@ def _export(
     dtype: torch.dtype | None,
     model_type: str | None,
 ) -> None:
+    """Send the tensors of a Hugging Face model to a receiver. All ranks call it together."""
     with raise_on_all_ranks(mesh, EXPORTING):
         family, config = choose(sorted(FAMILIES, key=lambda each: each.name != model_type), model)
         files = ToFiles(collected, file_tensors(family.rules, model, collected.shapes), dtype, _device(mesh))
-        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=numbers_as_numbers)}
+        kinds = {name: files.tensors[name] for name in sorted(files.tensors, key=natural_order)}
         config["torch_dtype"] = dtype_name(dtype or collected.dtype)
     _stream(files.fill, kinds, config, receiver, mesh)
 
@@ -104,7 +105,7 @@ def export_tensors(optimizer: Optimizer, to: Receiver | Path | str, aliases: Map
     collected = Collected(optimizer, shapes)
     found = {name.removeprefix(STATE): name for name in shapes}
     found |= {alias: found[name] for alias, name in aliases.items()}
-    names = {name: found[name] for name in sorted(found, key=numbers_as_numbers)}
+    names = {name: found[name] for name in sorted(found, key=natural_order)}
     kinds = {name: collected.tensors[source] for name, source in names.items()}
     try:
         _stream(lambda name, box, values: collected.fill(names[name], box, values), kinds, {}, receiver, mesh)
@@ -208,4 +209,4 @@ class Collected:
         """Send to or receive from a rank, and wait for it."""
         world = self._mesh.world()
         work = launch(operation, world.process_group, [tensor], peer, 0)
-        Pending(work, lambda: tensor, world.waits).wait("waited for a part of the weights from or to rank %d", peer)
+        Pending(work, tensor, world.waits).wait("waited for a part of the weights from or to rank %d", peer)

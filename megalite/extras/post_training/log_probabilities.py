@@ -85,6 +85,8 @@ def with_loss(
 
 
 def _token_loss(loss_fn: LossFunction, batch: Any, terms: Sequence[str], entropies: bool) -> TokenLoss:
+    """Return the user's loss function with checked sums: it raises MegaliteError if they are not those announced."""
+
     def sums(log_probabilities: Tensor, entropy: Tensor | None) -> TermSums:
         found = loss_fn(TokenOutputs(log_probabilities, entropy), batch)
         named = {LOSS: found} if isinstance(found, Tensor) else found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +15,17 @@ from torch import Tensor
 from megalite.atomic_files import new_folder, open_itself
 from megalite.checkpoint.file_writer import create_files
 from megalite.checkpoint.formats import Format, Placed
+from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.shard_file import bytes_of, write_index
 from megalite.checkpoint.tensors import Kind
 from megalite.conversion.huggingface import weight_files, write_related
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, CommunicationError
+from megalite.process.bounded import in_thread
 
 BOX = 1 << 25
 """Size in bytes of a box of a tensor. One row may be larger."""
+SECONDS = 600.0
+"""Time limit of a phase of an update, of a send or a receive."""
 GROUP = 1 << 29
 """Size in bytes of a group of whole tensors. One tensor may be larger."""
 
@@ -142,21 +147,93 @@ class TensorGroups:
         raise NotImplementedError
 
 
-class VLLMReceiver(TensorGroups):
-    """Update of a vLLM engine: `load_weights(weights=[(name, tensor), ...])` per group.
+class _UpdatedInPhases(Protocol):
+    def init_weight_transfer_engine(self, request: dict[str, Any]) -> object:
+        """Join the group of the transfer. Returns when the training has joined it, too."""
 
-    This is the call of vLLM's models, `model_runner.model.load_weights`, which its example of a `WorkerExtension` for
-    reinforcement learning makes in each worker. With workers in other processes, give a function that passes the group
-    to a method of that extension, by `LLM.collective_rpc`.
+    def start_weight_update(self) -> object:
+        """Get ready for an update."""
+
+    def update_weights(self, request: dict[str, Any]) -> object:
+        """Receive the tensors that the request names, in its order, from the group."""
+
+    def finish_weight_update(self) -> object:
+        """Use the new weights."""
+
+
+class VLLMReceiver(TensorGroups):
+    """Update of a vLLM engine in its four phases: init, before the first export, then start, update and finish.
+
+    `update_weights` names a group of tensors and runs in a thread, while `send` passes their values, one after the
+    other, to the group of the transfer.
     """
 
-    def __init__(self, load_weights: Callable[..., object], most_bytes: int = GROUP) -> None:
+    def __init__(
+        self,
+        engine: _UpdatedInPhases,
+        connect: Callable[[], Callable[[Tensor], object]],
+        init_info: Mapping[str, Any],
+        most_bytes: int = GROUP,
+        seconds: float = SECONDS,
+    ) -> None:
+        """Set the engine.
+
+        `connect`: joins the group of the transfer, and returns `send`. `init_info`: what the engine needs to join it,
+        such as master_address, master_port, rank_offset and world_size. `seconds`: time limit of a phase.
+        """
         super().__init__(most_bytes)
-        self._load_weights = load_weights
+        self._engine, self._connect, self._init_info, self._seconds = engine, connect, init_info, seconds
+        self._send: Callable[[Tensor], object] | None = None
+        self._broken = False
+
+    def begin(self, tensors: Mapping[str, Kind], config: Mapping[str, Any]) -> None:
+        """Join the group of the transfer, unless an export before has, and start an update."""
+        if self._broken:
+            raise CommunicationError(
+                "an export to this vLLM has failed, and may have left it waiting for tensors: start the engine again"
+            )
+        if self._send is None:
+            request, connected = {"init_info": dict(self._init_info)}, in_thread(self._connect)
+            joined = in_thread(lambda: self._engine.init_weight_transfer_engine(request))
+            self._await("join the group of the transfer", joined, connected)
+            self._send = connected.result()
+        self._await("get ready", in_thread(self._engine.start_weight_update))
+        super().begin(tensors, config)
+
+    def abandon(self) -> None:
+        """Forget the group. The engine may still wait for tensors, so it takes no further export."""
+        super().abandon()
+        self._broken = True
 
     def update(self, group: list[tuple[str, Tensor]], *, last: bool) -> None:
-        """Load a group."""
-        self._load_weights(weights=group)
+        """Send a group. Raises CommunicationError if the engine does not take it in time."""
+        send = self._send
+        assert send is not None
+        info = {
+            "names": [name for name, _ in group],
+            "dtype_names": [dtype_name(tensor.dtype) for _, tensor in group],
+            "shapes": [list(tensor.shape) for _, tensor in group],
+        }
+        taken = in_thread(lambda: self._engine.update_weights({"update_info": info}))
+
+        def send_all() -> None:
+            for _, tensor in group:
+                with torch.cuda.device_of(tensor):  # a thread begins on the first device
+                    send(tensor)
+
+        sent = in_thread(send_all)
+        self._await(f"take {group[0][0]} and {len(group) - 1} more tensors", taken, sent)
+        if last:
+            self._await("use the new weights", in_thread(self._engine.finish_weight_update))
+
+    def _await(self, words: str, *phases: Future[Any]) -> None:
+        """Wait for the engine and then this side of a phase. If one fails, its error is raised; the engine's first."""
+        waiting = wait(phases, self._seconds, return_when=FIRST_EXCEPTION).not_done
+        for phase in phases:
+            if phase.done():
+                phase.result()
+        if waiting:
+            raise CommunicationError(f"vLLM does not {words} within {self._seconds:.0f} s: its own log says why")
 
 
 class _UpdatedByTensors(Protocol):

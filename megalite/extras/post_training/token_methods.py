@@ -28,12 +28,12 @@ from megalite.inference.sampling import Sampling
 from megalite.parallel import collectives
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.mesh import ParallelMesh
+from megalite.run.run import Run
+from megalite.tasks.loss_functions import Count
+from megalite.training.gradients import Gradients
 from megalite.training.loss_terms import check_names
 from megalite.training.metrics import StepMetrics
-from megalite.training.module_task import Count
 from megalite.training.resume import open_initial_model
-from megalite.training.run import Run
-from megalite.training.trainer import Gradients
 from megalite.training.trainer import Trainer as TrainingState
 
 Samples = TypeVar("Samples", Sequence[Any], Tensor)

@@ -21,11 +21,11 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
+from megalite.tasks.dataset_task import DatasetTask
+from megalite.tasks.gpt_network import GPTNetworkTask
+from megalite.tasks.loss_functions import Count, counted_terms
 from megalite.training import builder
 from megalite.training.builder import count_parameters
-from megalite.training.dataset_task import DatasetTask
-from megalite.training.gpt_network import GPTNetworkTask
-from megalite.training.module_task import Count, counted_terms
 from megalite.training.task import Summarized
 
 

@@ -37,11 +37,9 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.shard_file import bytes_of
 from megalite.checkpoint.tensors import Kind
 from megalite.errors import CommunicationError
-from megalite.extras.post_training.receivers import row_ranges
+from megalite.extras.post_training.receivers import SECONDS, row_ranges
 from megalite.small_files import MOST_AXES, parse_json
 
-SECONDS = 600.0
-"""Time limit of a send or a receive."""
 PROOF_SECONDS = 30.0
 """Time limit, from the other end's first byte on, for its whole proof: a stranger may send one byte now and then."""
 _LENGTHS = struct.Struct(">IQ")
@@ -221,6 +219,7 @@ class _Channel:
             return found, values
 
     def _exactly(self, size: int) -> bytearray:
+        """Receive this number of bytes. Raises CommunicationError if the other end closes before."""
         data = bytearray(size)
         view, done = memoryview(data), 0
         while done < size:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import owned
+from megalite.optim.layout import BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed, launch
@@ -142,7 +142,7 @@ def _exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group:
     message = partial(dist.P2POp, group=group.process_group)
     batch = [message(dist.isend, each, group_peer=peer) for peer, each in sent.items()]
     batch += [message(dist.irecv, each, group_peer=peer) for peer, each in received.items()]
-    return Pending(_All(launch(dist.batch_isend_irecv, batch)), lambda: torch.empty(0), group.waits)
+    return Pending(_All(launch(dist.batch_isend_irecv, batch)), torch.empty(0), group.waits)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from megalite.extras.synchronization.packer import Packer, padding, zero
-from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.layout import BucketLayout
+from megalite.optim.layout import BucketLayout, BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending
@@ -66,6 +65,7 @@ class CompressedReduction(Reduction):
             packer.begin_step(updates, loss_scale)
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
+        """Begin to send packed gradients to the ranks of their slices. The wait returns the sum of this rank's."""
         packer, shards = self._packer("gradients"), self.groups.shards
         if packer is None:
             return super().begin(gradients, out)
@@ -97,6 +97,7 @@ class CompressedReduction(Reduction):
             packer.keep()
 
     def begin_gather(self, shard: Tensor, gradients: Tensor) -> Pending:
+        """Begin to gather the sum that `complete` packed. The wait writes all slices into `gradients`."""
         packer = self._packer("sum")
         if packer is None:
             return super().begin_gather(shard, gradients)

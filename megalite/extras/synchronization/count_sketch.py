@@ -51,6 +51,7 @@ class CountSketch(Compressor):
         return [(self.rows * self.columns(length), self.dtype)]
 
     def pack(self, values: Tensor, key: int) -> Tensor:
+        """Add up values [parts, length] with random signs at random columns; a part that is not finite is NaN."""
         packed, (table,) = self.allocate(values)
         columns = self.columns(values.shape[1])
         rounds = pad(values, (0, -values.shape[1] % columns)).unflatten(1, (-1, columns))
@@ -64,6 +65,7 @@ class CountSketch(Compressor):
         return packed
 
     def restore(self, packed: Tensor, length: int, dtype: torch.dtype, key: int) -> Tensor:
+        """Estimate the values [parts, length] as medians of rows, and shrink those that may be noise."""
         (table,) = self.views(packed, length)
         columns, estimates = self.columns(length), []
         rounds = table[:, None, :columns].expand(-1, -(-length // columns), -1)

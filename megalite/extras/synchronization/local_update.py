@@ -235,7 +235,6 @@ class LocalUpdate:
 
 
 def _fragments(shards: Sequence[Shard], count: int) -> list[int]:
-    """Return the fragment of each shard."""
     seen, found = Counter[tuple[int, ...]](), []
     for shard in shards:
         copies = shard.bucket.slots[0].parameter.sharding.replica_ranks

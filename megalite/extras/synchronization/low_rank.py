@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalite.extras.synchronization import power
 from megalite.extras.synchronization.packer import key_of, padding, zero
-from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, completed
@@ -67,6 +67,7 @@ class LowRankReduction(Reduction):
         self._left, self._right, self._vectors = [], [], []
 
     def begin(self, gradients: Tensor, out: Tensor | None) -> Pending:
+        """Begin to sum the left factors. The wait also sums the rest, and returns the product's slice of this rank."""
         if self._updates < self._warmup or not self._matrices or self.groups.shards.size == 1:
             return super().begin(gradients, out)
         if "residual" in self.state:

@@ -66,6 +66,7 @@ class OneBitAdam(UpdateRule):
                     packer.shares = groups.shards.size * groups.partial.size
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
+        """Update by Adam in the warm-up. After it the gradients are averages already, and second moments stay."""
         if step <= self._warmup:
             self._adam.update(rates, step, factor)
             return

@@ -60,7 +60,7 @@ class Link:
             return completed(tensor)
         group, sent = self.outgoing, tensor.cpu()
         group.record("send", tensor.nbytes)
-        return Pending(launch(dist.ProcessGroup.send, group.process_group, [sent], 1, 0), lambda: sent, group.waits)
+        return Pending(launch(dist.ProcessGroup.send, group.process_group, [sent], 1, 0), sent, group.waits)
 
     def receive(self, tensor: Tensor, *, timed: bool = True) -> Tensor:
         """Receive into a tensor in host memory. Only the main thread's waits may be `timed`."""
@@ -68,7 +68,7 @@ class Link:
             return tensor
         waits = self.incoming.waits if timed else None
         work = launch(dist.ProcessGroup.recv, self.incoming.process_group, [tensor], 0, 0)
-        return Pending(work, lambda: tensor, waits).wait("waited for a message from rank %d", self.peer)
+        return Pending(work, tensor, waits).wait("waited for a message from rank %d", self.peer)
 
 
 def slice_of(layout: BucketLayout, server: int, servers: int) -> slice:
@@ -268,7 +268,6 @@ class Server:
             sent.wait("sent weights to rank %d", link.peer)
 
     def _say(self, worker: int, text: str) -> None:
-        """Send a worker a text."""
         link, encoded = self.workers[worker], list(text.encode())
         link.send(torch.tensor([len(encoded)])).wait()
         link.send(torch.tensor(encoded, dtype=torch.uint8)).wait()

@@ -26,15 +26,16 @@ from megalite.parallel.collectives import all_gather_json, on_any_rank
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.process.signals import StopRequest
+from megalite.run.loop import TrainingLoop
 from megalite.storage import AnyPath
 from megalite.training import loss_terms
 from megalite.training.display import Display
-from megalite.training.loop import TrainingLoop
+from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
 from megalite.training.task import Task
-from megalite.training.trainer import Gradients, Trainer
+from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import OPTIMIZER, Sections
 from megalite.watchdog.sections import SAVE as SAVING
 
@@ -70,8 +71,8 @@ class _PartTrainer(Trainer):
         with raise_on_all_ranks(self.mesh.whole, None):
             if failure is not None:
                 raise failure
-        notes = all_gather_json(self._load_notes, self.mesh.whole)
-        self._load_notes = tuple(notes[-self.config.synchronization.num_servers])
+        notes = all_gather_json(self.loaded.notes, self.mesh.whole)
+        self.loaded = replace(self.loaded, notes=tuple(notes[-self.config.synchronization.num_servers]))
 
 
 class WorkerTrainer(_PartTrainer):
@@ -112,7 +113,7 @@ class WorkerTrainer(_PartTrainer):
         rates, name = self.rates.at(self.consumed_samples), gradients.terms[0].name
         step = self.iteration + 1
         seconds = time.perf_counter() - gradients.began
-        with self._undone_by_error(), self.sections(OPTIMIZER):
+        with undone_by_error(gradients.before), self.sections(OPTIMIZER):
             is_finite = not self.optimizer.complete().skipped
             answer = self.worker.exchange(
                 Message(
@@ -127,12 +128,12 @@ class WorkerTrainer(_PartTrainer):
                     *astuple(rates),
                 )
             )
-        self._end_forward(updated=is_finite)
+        gradients.undo_forward_if(not is_finite)
         of_servers = answer.figures
         with self.sections(SAVING):
             self.task.end_step(gradients.micro_batches, updated=of_servers.applied > 0)
         while self.iteration < answer.step:
-            self.consumed_samples += self.batch_size.at(self.consumed_samples)
+            self.consumed_samples += self.task.batch_size.at(self.consumed_samples)
             self.iteration += 1
         self._meets = self._is_meeting(self.iteration) or self.iteration == answer.meeting
         self._server_stops = answer.stops
@@ -182,7 +183,7 @@ class WorkerTrainer(_PartTrainer):
     def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint. The servers load the state of the optimizer."""
         super().load(path, described, replace(resume_point, optimizer=False))
-        self.expected_records = None  # steps that were done without rank 0 have no record
+        self.loaded = replace(self.loaded, records=None)  # steps that were done without rank 0 have no record
 
     def save(self, display: Display, *, last: bool) -> None:
         """Let the servers save. All workers have the same step."""
@@ -291,7 +292,7 @@ class ServerLoop(TrainingLoop):
         """Serve. Returns the exit code of the program, as the workers have it."""
         self.trainer.tell_save_seconds()
         with StopRequest() as stop:
-            self.startup.over()
+            self.startup.finish()
             self.log_progress("continues" if self.trainer.iteration else "begins")
             code = self.trainer.serve(stop.local_request)
             if code:

@@ -16,8 +16,7 @@ from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.extras.synchronization.methods import make_compressor
 from megalite.extras.synchronization.onebit_adam import MomentumPacker
 from megalite.extras.synchronization.packer import CompressorAt, Packer, Packing, padding
-from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.layout import BucketLayout
+from megalite.optim.layout import BucketLayout, BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups, ReductionOf
 from megalite.optim.shard import Shard
 from megalite.parallel.collectives import all_reduce_async_

@@ -60,6 +60,7 @@ def find_bucket_states(
 
 
 def _of_bucket(state: BucketState, number: int, bucket: Bucket, exchange: LocalUpdate | None) -> list[Tensor]:
+    """Return the tensors of a state that a bucket has: one for each use of its parameters, or one, or none."""
     if exchange is not None and state.name in exchange.state:
         return [exchange.state[state.name][number]]
     if exchange is not None and state == _OF_REPLICAS:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megalite.optim.bucket_shard import BucketShardSpec
+from megalite.optim.layout import BucketShardSpec
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel.mesh import Group
 

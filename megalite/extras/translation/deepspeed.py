@@ -99,6 +99,7 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
 
 
 def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None:
+    """Translate three batch sizes, of which DeepSpeed computes one. Raises ConfigurationError if they contradict."""
     total = whole_number(values, "train_batch_size")
     micro, steps = (
         whole_number(values, "train_micro_batch_size_per_gpu"),
@@ -132,6 +133,7 @@ def _batch(values: Mapping[str, Any], report: Report, ranks: int | None) -> None
 
 
 def _precision(values: Mapping[str, Any], report: Report) -> None:
+    """Translate the precision and its loss scale."""
     bf16, fp16 = is_on(values, "bf16.enabled") or is_on(values, "bfloat16.enabled"), is_on(values, "fp16.enabled")
     if bf16 and fp16:
         raise ConfigurationError("bf16.enabled and fp16.enabled contradict each other: turn one of them off")
@@ -156,6 +158,7 @@ def _precision(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _sharding(values: Mapping[str, Any], report: Report) -> None:
+    """Translate the ZeRO stage and its options, and refuse offloading."""
     stage = values.get("zero_optimization.stage", 0)
     if type(stage) is not int or not 0 <= stage <= 3:
         raise ConfigurationError(f"zero_optimization.stage is {shown(stage)}: expected 0, 1, 2 or 3")
@@ -173,6 +176,7 @@ def _sharding(values: Mapping[str, Any], report: Report) -> None:
 
 
 def _optimizer(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:
+    """Translate the optimizer with its parameters, and refuse others than Adam, AdamW, SGD and Muon."""
     if "optimizer.type" in values:
         name = str(values["optimizer.type"])
         if name.lower() not in _OPTIMIZERS:
@@ -224,6 +228,7 @@ def _clipping(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None
 
 
 def _schedule(values: Mapping[str, Any], report: Report, auto: Set[str]) -> None:
+    """Translate the schedule of the learning rate, with DeepSpeed's defaults written out."""
     name = values.get("scheduler.type")
     if name is None:
         if "optimizer.type" in values and "scheduler.type" not in auto:

@@ -182,6 +182,7 @@ class Script(Declarations):
         return None if status is None else not status
 
     def _run_if_statement(self, node: Node) -> bool | None:
+        """Follow the branch that is taken, or all that may be. Returns its status, or None if that is not known."""
         decided, guesses = True, self._guesses
         for branch in [node, *(part for part in node.parts if part.kind in ("elif_clause", "else_clause"))]:
             then = [part.kind for part in branch.parts].index("then") if branch.kind != "else_clause" else 0
@@ -199,6 +200,7 @@ class Script(Declarations):
         return True if decided else None
 
     def _run_case_statement(self, node: Node) -> bool | None:
+        """Follow the items that match, or may. Raises ConfigurationError for `;&` and `;;&`."""
         guesses, value, decided = self._guesses, self._known(node.parts[1]), True
         for item in (part for part in node.parts if part.kind == "case_item"):
             end = [part.kind for part in item.parts].index(")")
@@ -215,6 +217,7 @@ class Script(Declarations):
         return None
 
     def _run_for_statement(self, node: Node) -> None:
+        """Follow the body of a loop once, with all variables that it changes unknown."""
         *header, body = node.parts
         commands, notes = len(self.commands), len(self.notes)
         for word in header[3:] if node.kind == "for_statement" else ():
@@ -263,6 +266,7 @@ class Script(Declarations):
         return status
 
     def _run_command(self, node: Node, more: Sequence[Node] = (), documents: Sequence[Node] = ()) -> bool | None:
+        """Follow a command with its assignments and redirections. Returns its status, or None if that is not known."""
         line = node.line
         own: dict[str, str] = {}
         words = list[Node]()

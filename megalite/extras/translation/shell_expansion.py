@@ -120,6 +120,7 @@ class Expansion:
         return MARK.sub(lambda found: self._mark(replace(self._unknowns[int(found[1])], divides=True)), text)
 
     def _assign(self, name: str, value: str | list[str], line: int, *, append: bool = False) -> None:
+        """Set a variable, unless the user has given it. What depends on an undecided branch becomes unknown."""
         if name in self._given:
             return
         if name == "IFS":
@@ -248,6 +249,7 @@ class Expansion:
         return PLACEHOLDER.sub(replaced, text)
 
     def _parameter(self, node: Node, quoted: bool) -> list[str]:
+        """Return the words of `$name` or `${name...}`; a change that is not followed gives an unknown one."""
         line, text = node.line, node.text
         found = _PARAMETER.fullmatch(text[2:-1] if text.startswith("${") else text[1:])
         if found is None:

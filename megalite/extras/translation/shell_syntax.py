@@ -98,6 +98,7 @@ def _first_error(node: tree_sitter.Node) -> tree_sitter.Node:
 
 
 def _node(found: tree_sitter.Node, source: bytes, line: int | None, depth: int) -> Node:
+    """Copy a node of tree-sitter, with the spaces between words. Raises ConfigurationError for senseless text."""
     number = line or found.start_point[0] + 1
     if depth > _DEEPEST:
         raise ConfigurationError(f"line {number}: nested deeper than {_DEEPEST} levels")

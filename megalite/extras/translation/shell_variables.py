@@ -64,6 +64,7 @@ class Declarations(Conditions):
         self._functions[name] = self._uncertain, (*others, body)
 
     def _run_declaration_command(self, node: Node) -> bool:
+        """Follow `export`, `local`, `declare` and their like. Raises ConfigurationError for an unknown option."""
         keyword, *words = node.parts
         fields = [field for word in words if word.kind != "variable_assignment" for field in self._fields(word)]
         given = [field for field in fields if field[:1] not in "-+"]

@@ -12,7 +12,7 @@ import yaml
 from megalite.config.run import fields_by_name
 from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
-from megalite.extras.translation import deepspeed, fsdp
+from megalite.extras.translation import deepspeed
 from megalite.extras.translation.environment import KEPT
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.script import TORCHTITAN, Launch, read_script
@@ -21,14 +21,16 @@ from megalite.small_files import parse_json, read_small_file, reason, shown
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 
+_READ = "a launch script of Megatron-LM, the YAML of one of its tests (MODEL_ARGS: flags), or a JSON of DeepSpeed"
 _TORCHTITAN = (
-    "settings of torchtitan are not translated; megalite-pretrain answers each key that it knows, such as "
-    "--training.local_batch_size, with the flag to use"
+    f"settings of torchtitan are not translated: give {_READ}; megalite-pretrain answers each key that it knows, "
+    "such as --training.local_batch_size, with the flag to use"
 )
+_ACCELERATE = f"settings of Accelerate are not translated: give {_READ}; docs/migration.md has their flags"
 
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
-    """Return the translation of a file, or of the name of a strategy of FSDP.
+    """Return the translation of a file.
 
     Args:
         variables: values that take precedence over those of a launch script.
@@ -38,10 +40,6 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
             the variables.
     """
-    if name.upper() in fsdp.STRATEGIES and not variables:
-        report = Report()
-        fsdp.add_strategy(name, report)
-        return report
     try:
         text = _text(name)
         if unknown := [each for each in variables if not _mentions(text, each)]:
@@ -70,6 +68,7 @@ def _text(name: str) -> str:
 
 
 def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int | None) -> Report:
+    """Translate a text by its kind. Raises ConfigurationError for kinds that are not read."""
     if suffix == ".json" or text.lstrip().startswith("{\n"):
         try:
             settings = parse_json(text)
@@ -87,6 +86,7 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
 
 
 def _from_launch(launch: Launch, ranks: int | None) -> Report:
+    """Translate the last launch that a script has made, with its program and its flags."""
     report = Report(
         notes=list(launch.notes),
         missing=list(launch.problems),
@@ -134,11 +134,12 @@ def _read_yaml(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"not YAML that can be translated: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(value, dict):
-        raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+        raise ConfigurationError(f"not a mapping of keys: expected {_READ}")
     return value
 
 
 def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
+    """Return a node as Python values. Raises ConfigurationError for a key that is given twice."""
     if not isinstance(node, yaml.MappingNode):
         try:
             return loader.value_of(node)
@@ -153,6 +154,7 @@ def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
 
 
 def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Report:
+    """Translate the YAML of one of Megatron-LM's tests. Raises ConfigurationError for any other."""
     flags = settings.get("MODEL_ARGS")
     if isinstance(flags, Mapping) and flags:
         environment = settings.get("ENV_VARS")
@@ -163,8 +165,8 @@ def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Rep
         report.add_megatron(words)
         return report
     if "fsdp_config" in settings or "distributed_type" in settings:
-        return fsdp.translate(settings)
-    raise ConfigurationError("neither a test of Megatron-LM (MODEL_ARGS: flags) nor a configuration of Accelerate")
+        raise ConfigurationError(_ACCELERATE)
+    raise ConfigurationError(f"no YAML that is translated: expected {_READ}")
 
 
 def _words(flag: str, value: Any, variables: Mapping[str, str], report: Report) -> list[str]:

@@ -154,11 +154,11 @@ def test_a_rank_whose_flags_are_wrong_does_not_keep_the_others_from_a_verdict(do
 
 def test_other_software_on_a_node_drops_it_and_another_environment_does_not(doctor: Doctor) -> None:
     before = """
-from megalite.extras.doctor import alike
+from megalite.extras.doctor import consistency
 if rank == 2:
     os.environ["NCCL_DEBUG"] = "INFO"
 if rank > 1:
-    alike._version = lambda package: "0.0.1"
+    consistency._version = lambda package: "0.0.1"
 """
     done = doctor("--max-bytes", 0, before=before)
     assert done.codes == [93] * 4

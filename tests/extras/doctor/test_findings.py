@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from megalite.config import DataConfig
 from megalite.errors import CommunicationError, ConfigurationError
-from megalite.extras.doctor import alike, network, node
-from megalite.extras.doctor.alike import examine_data
+from megalite.extras.doctor import consistency, network, node
 from megalite.extras.doctor.bandwidth import (
     ACROSS,
     POINT_TO_POINT,
@@ -33,6 +32,7 @@ from megalite.extras.doctor.bandwidth import (
     slow_nodes,
 )
 from megalite.extras.doctor.commands import doctor
+from megalite.extras.doctor.consistency import examine_data
 from megalite.extras.doctor.findings import SMALLEST, Finding, Options, Verdict
 from megalite.extras.doctor.judgement import show
 from megalite.extras.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
@@ -169,7 +169,7 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
         alone(WELL, "--gpus", "-1")
     with pytest.raises(ConfigurationError, match="--max-bytes 100: must be at least 1024, or 0 to time none"):
         alone(WELL, "--max-bytes", "100")
-    with pytest.raises(ConfigurationError, match="--patience inf: must be a finite number"):
+    with pytest.raises(ConfigurationError, match="--patience 'inf': expected a finite number"):
         alone(WELL, "--patience", "inf")
 
 
@@ -355,12 +355,12 @@ def test_there_must_be_room_on_the_node_that_has_least_and_leave_to_write() -> N
 
 
 def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "_END", 16)
+    monkeypatch.setattr(consistency, "_END", 16)
     data = DataConfig(seq_length=8, train_data_path=(str(tmp_path / "a"),))
     prints = []
     for end in (b"1", b"2"):
         (tmp_path / "a.bin").write_bytes(bytes(100) + end)
-        prints.append(alike.fingerprints(data))
+        prints.append(consistency.fingerprints(data))
     assert prints[0][str(tmp_path / "a.idx")] == "missing"
     (finding,) = (each for each in examine_data({"n0": prints[0], "n1": prints[1]}) if each.node)
     assert finding.node == "n1"
@@ -369,7 +369,7 @@ def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypa
 def test_the_file_in_the_folder_of_a_tokenizer_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     data = DataConfig(seq_length=8, mock_data=True, tokenizer_model=str(tmp_path))
-    ((path, found),) = alike.fingerprints(data).items()
+    ((path, found),) = consistency.fingerprints(data).items()
     assert path == str(tmp_path / "tokenizer.json")
     assert found.startswith("of 2 bytes")
 
@@ -399,4 +399,4 @@ def test_what_a_stranger_has_put_into_the_store_is_told(written: bytes) -> None:
     call._store.set("roll", written)
     told = "something that is not a rank has written to the store at .*: roll is not JSON"
     with pytest.raises(CommunicationError, match=told):
-        call.hear("roll")
+        call.receive("roll")

@@ -40,7 +40,7 @@ def test_the_kernel_of_attention_that_is_timed_is_torchs(monkeypatch: pytest.Mon
     """The others are as much faster or slower than it as they are known to be."""
     monkeypatch.setattr(calibration, "_products", lambda *_: {})
     monkeypatch.setattr(calibration, "_elementwise", lambda *_: (1e-6, 0.8))
-    monkeypatch.setattr(calibration, "_attention", lambda *_: 0.25)
+    monkeypatch.setattr(calibration, "_attention", lambda *_: (0.25, "flash-2"))
     monkeypatch.setattr(calibration, "_by_steps", lambda cluster: cluster.gpu)
     known = find_cluster("H100-SXM")
     found, before = calibrate(known).gpu.attention, known.gpu.attention

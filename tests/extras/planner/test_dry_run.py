@@ -21,8 +21,8 @@ from megalite.errors import ConfigurationError
 from megalite.extras.planner.dry_run import DryRun, dry_run
 from megalite.extras.planner.recording import Recorder
 from megalite.parallel.mesh import ParallelMesh
+from megalite.tasks.summary import measured_memory
 from megalite.training.data import open_data
-from megalite.training.summary import measured_memory
 from tests.distributed.test_memory import live_storages
 from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools

@@ -47,19 +47,19 @@ square it, and the update; for each step the exact sums of the norm over all of 
 OF_A_BUCKET = 1
 """Beyond the first: its sums of squares are put together with those of others."""
 
-ALWAYS = {"training/loss_terms.py _totals": 2, "optim/exact_sum.py sums_over_ranks": 1}
+ALWAYS = {"training/loss_terms.py _totals": 2, "optim/statistics.py sums_over_ranks": 1}
 """Waits of each step: for the number of tokens before it, and for the loss and the norm after it."""
 COMMON = """--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --hidden-size 256 --bf16
 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1
 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8 --train-iters 1 --lr 1e-4"""
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm"
-LOADS = {"training/experts.py expert_loads": 1}
+LOADS = {"tasks/experts.py expert_loads": 1}
 """Once a step, for the metrics."""
 ALLOWED: dict[tuple[int, str], dict[str, int]] = {
     (1, ""): ALWAYS,
     (8, "--tp 2 --sequence-parallel --pp 2 --use-distributed-optimizer"): ALWAYS,
     (4, "--data-parallel-sharding-strategy optim_grads_params"): ALWAYS,
-    (2, "--cp 2"): ALWAYS | {"training/gpt_task.py _busiest": 1},
+    (2, "--cp 2"): ALWAYS | {"tasks/gpt_task.py _busiest": 1},
     (2, "--optimizer muon"): ALWAYS,
     (2, "--log-num-zeros-in-grad"): ALWAYS | {"optim/statistics.py zeros_in_gradients": 1},
     # Two micro-batches of four layers, or of two on one of two stages.

@@ -22,7 +22,7 @@ from megalite.extras.planner.cluster import Cluster, find_cluster
 from megalite.extras.planner.commands.plan import completed
 from megalite.extras.planner.dry_run import OPTIMIZER, dry_run
 from megalite.extras.planner.layouts import AXES, Layout, layouts
-from megalite.extras.planner.least import Least
+from megalite.extras.planner.lower_bounds import LowerBounds
 from megalite.extras.planner.neighbours import changes, neighbours
 from megalite.extras.planner.plan import Plan, Planner
 from megalite.extras.planner.report import (
@@ -108,7 +108,7 @@ def test_the_first_ones_are_the_fastest_of_all_that_fit(
 @pytest.mark.parametrize("config", [run_config(), run_config(layers=2, experts=4)])
 def test_bounds_are_below_what_they_bound(config: RunConfig) -> None:
     planner = Planner(config, CLUSTER, 2)
-    least = Least(planner.config, 2, planner.prices)
+    least = LowerBounds(planner.config, 2, planner.prices)
     for plan in every_plan(planner, keep=("recompute", "micro_batch", "context")):
         assert least.seconds(plan.layout) <= plan.step.seconds, plan.layout
         (size,) = least.memory(plan.layout, [plan.layout.zero])

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from megalite.errors import CheckpointError, CommunicationError
 from megalite.extras.post_training import receivers, weight_link
 from megalite.extras.post_training.receivers import FolderReceiver, Receiver, SGLangReceiver, VLLMReceiver, row_ranges
 from megalite.extras.post_training.weight_link import LinkReceiver, receive_weights
+from tests.harness.phased_engine import PhasedEngine
 
 SECRET = b"a secret of the run"
 TENSORS = {
@@ -95,7 +96,7 @@ def test_an_abandoned_folder_leaves_nothing(tmp_path: Path) -> None:
 
 
 class Engine:
-    """Engine with the calls of vLLM's models and of SGLang's `Engine`."""
+    """Engine with the call of SGLang's `Engine`."""
 
     def __init__(self, answer: object = (True, "Success")) -> None:
         self.groups: list[list[str]] = []
@@ -103,15 +104,11 @@ class Engine:
         self.tensors: dict[str, Tensor] = {}
         self.answer = answer
 
-    def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
-        self.groups.append([name for name, _ in weights])
-        self.tensors.update(weights)
-        return set(self.groups[-1])
-
     def update_weights_from_tensor(
         self, named_tensors: list[tuple[str, Tensor]], load_format: str | None = None, flush_cache: bool = True
     ) -> object:
-        self.load_weights(named_tensors)
+        self.groups.append([name for name, _ in named_tensors])
+        self.tensors.update(named_tensors)
         self.flushes.append(flush_cache)
         assert load_format is None
         return self.answer
@@ -120,11 +117,43 @@ class Engine:
 GROUPS = [[0], [1], [2, 3]]  # of 140, 240, 192 and 10 bytes
 
 
-def test_vllm_loads_whole_tensors_in_groups_of_bounded_size() -> None:
-    engine = Engine()
-    export(VLLMReceiver(engine.load_weights, most_bytes=210))
+def test_vllm_takes_whole_tensors_in_four_phases_and_groups_of_bounded_size() -> None:
+    engine = PhasedEngine()
+    receiver = VLLMReceiver(engine, engine.connect, {"master_port": 7}, most_bytes=210)
+    export(receiver)
     assert_same(engine.tensors)
     assert engine.groups == [[list(TENSORS)[number] for number in group] for group in GROUPS]
+    assert engine.calls == ["init 7", "start", "update", "update", "update", "finish"]
+    export(receiver)
+    assert engine.calls.count("init 7") == 1
+
+
+def test_vllm_that_does_not_answer_is_named() -> None:
+    engine = PhasedEngine()
+    engine.update_weights = lambda request: threading.Event().wait()  # type: ignore[method-assign, assignment]
+    with pytest.raises(CommunicationError, match=r"vLLM does not take .* and 0 more tensors within 0 s"):
+        export(VLLMReceiver(engine, engine.connect, {"master_port": 7}, most_bytes=210, seconds=0.2))
+    assert "finish" not in engine.calls
+
+
+def test_an_error_of_vllm_is_told_though_a_send_waits_and_no_further_export_begins() -> None:
+    """The stand-in's group is never read: a send blocks, as NCCL's would."""
+    engine = PhasedEngine()
+
+    def fail(request: object) -> None:
+        raise ValueError("there is no weight named model.norm.weight")
+
+    def connect() -> Callable[[Tensor], object]:
+        engine.connect()
+        return lambda tensor: threading.Event().wait()
+
+    engine.update_weights = fail  # type: ignore[method-assign]
+    receiver = VLLMReceiver(engine, connect, {"master_port": 7}, most_bytes=210)
+    with pytest.raises(ValueError, match="there is no weight named"):
+        export(receiver)
+    receiver.abandon()  # as an export does
+    with pytest.raises(CommunicationError, match="start the engine again"):
+        export(receiver)
 
 
 def test_sglang_flushes_its_cache_with_the_last_group() -> None:

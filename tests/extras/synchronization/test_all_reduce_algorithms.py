@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.extras.synchronization.all_reduce import RingReduction, TreeReduction
-from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.layout import BucketLayout, Slot
+from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot
 from megalite.optim.reduction import Reduction, ReductionGroups
 from megalite.parallel.mesh import Group, ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter

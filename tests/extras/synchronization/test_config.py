@@ -9,14 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.config import RunConfig, resolve
-from megalite.config.sites import with_sites
 from megalite.config.synchronization import SynchronizationConfig
+from megalite.config.validate_synchronization import with_sites
 from megalite.errors import ConfigurationError
 from megalite.extras.synchronization.from_flags import LessCommunication
 from megalite.extras.synchronization.local_update import LocalUpdate
 from megalite.extras.synchronization.local_update_trainer import exchange_notes
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.training.synchronization import RunSynchronization, make_synchronization
+from megalite.run.synchronization import RunSynchronization, make_synchronization
 from tests.unit.test_config_validate import config_of, problems
 
 COMPRESSION = "--gradient-compression"

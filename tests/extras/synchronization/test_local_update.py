@@ -17,8 +17,8 @@ from megalite.extras.synchronization.power import matrices_of
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
+from megalite.run.evaluation import evaluate
 from megalite.training.data import open_data
-from megalite.training.evaluation import evaluate
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.test_trainer import BATCH, LENGTH, NETWORK, batch
 from tests.distributed.test_trainer import FLAGS as OF_TRAINER

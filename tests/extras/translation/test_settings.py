@@ -1,4 +1,4 @@
-"""Translation of settings: DeepSpeed's JSON, FSDP's strategies, Accelerate's YAML, and tests of Megatron-LM."""
+"""Translation of settings: DeepSpeed's JSON, and tests of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -258,50 +258,6 @@ def test_what_another_program_fills_in_is_asked_for() -> None:
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- FSDP
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        ("NO_SHARD", "no_shard"),
-        ("SHARD_GRAD_OP", "optim_grads"),
-        ("full_shard", "optim_grads_params"),
-        ("HYBRID_SHARD", "optim_grads_params"),
-        ("_HYBRID_SHARD_ZERO2", "optim_grads"),
-    ],
-)
-def test_names_of_strategies(name: str, strategy: str) -> None:
-    report = translate(name, {})
-    assert report.flags == ["--data-parallel-sharding-strategy", strategy]
-    assert bool(report.missing) == ("HYBRID" in name)
-
-
-ACCELERATE = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-mixed_precision: bf16
-num_machines: 2
-num_processes: 16
-fsdp_config:
-  fsdp_sharding_strategy: {strategy}
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_activation_checkpointing: {checkpointing}
-"""
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "1"])
-def test_a_configuration_of_accelerate(tmp_path: Path, strategy: str) -> None:
-    path = tmp_path / "accelerate.yaml"
-    path.write_text(ACCELERATE.format(strategy=strategy, checkpointing="true"))
-    report = translate(str(path), {})
-    assert (report.refused, report.missing, report.nodes, report.per_node) == ([], [], 2, 8)
-    config = parse_arguments([*NETWORK, "--lr", "1", "--micro-batch-size", "1", *report.flags]).config
-    assert config.training.bf16
-    assert config.training.recompute_granularity == "full"
-    assert config.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-
-
 # ---------------------------------------------------------------------------------------------------- tests of Megatron
 
 TEST = """
@@ -350,7 +306,7 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         ("twice.json", b'{"a": 1, "a": 2}', "the key 'a' is twice in one object"),
         ("list.json", b"[1]", "expected a JSON object"),
         ("broken.json", b"{", "not a DeepSpeed configuration"),
-        ("other.yaml", b"a: 1", "neither a test of Megatron-LM"),
+        ("other.yaml", b"a: 1", "expected a launch script of Megatron-LM, the YAML of one of its tests"),
         ("twice.yaml", b"MODEL_ARGS:\n  --lr: 1\n  --lr: 2\n", "line 3: '--lr' is given twice"),
         ("tag.yaml", b"MODEL_ARGS:\n  --lr: !!python/object/apply:os.system ['touch x']\n", "--lr"),
         ("deep.yaml", b"[" * 5000, "not YAML that can be translated"),
@@ -361,7 +317,12 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
             b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
             "settings of torchtitan are not translated",
         ),
-        ("llama3_8b.toml", b"[training]\nsteps = 10\n", "settings of torchtitan are not translated"),
+        (
+            "llama3_8b.toml",
+            b"[training]\nsteps = 10\n",
+            "torchtitan are not translated: give a launch script",
+        ),
+        ("accelerate.yaml", b"distributed_type: FSDP\n", "docs/migration.md has their flags"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )

@@ -1,8 +1,7 @@
-"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, FSDP or Accelerate, into flags.
+"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, into flags.
 
     python tools/translate.py examples/gpt3/train_gpt3_175b_distributed.sh --set CHECKPOINT_PATH=run/gpt3 --check
     python tools/translate.py ds_config.json --ranks 8
-    python tools/translate.py FULL_SHARD
 
 Prints the command, and what is accepted, changed and refused, each with the reason. The file is read, never executed.
 What only a shell can tell is asked for by its name (--set). Exit codes: 0, or 64 if something is refused or missing.
@@ -19,12 +18,10 @@ from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-import tyro
-
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import PositiveInt
 from megalite.config.parse import parse_arguments
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import dump
 from megalite.errors import ConfigurationError
@@ -49,8 +46,8 @@ _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
 class Arguments:
     """The flags."""
 
-    file: tyro.conf.Positional[str]
-    """The launch script, a test's YAML, a JSON of DeepSpeed, a YAML of Accelerate, or the name of an FSDP strategy."""
+    file: str = field(metadata=POSITIONAL)
+    """The launch script, a test's YAML, or a JSON of DeepSpeed."""
     set: tuple[str, ...] = field(default=())
     """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
     ranks: PositiveInt | None = None

@@ -14,24 +14,24 @@ from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.lifecycle.control_files import ControlFiles, has_file
-from megalite.lifecycle.launch import come_together, leave, take_place
+from megalite.lifecycle.launch import connect_ranks, disconnect, locate
 from megalite.lifecycle.run_watchdog import run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
 from megalite.parallel.collective_error import raise_on_all_ranks
+from megalite.parallel.device import profile_range
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
+from megalite.run.loop import TrainingLoop, metrics_path
+from megalite.run.synchronization import make_synchronization
 from megalite.storage import AnyPath, open_directory, write_atomically
 from megalite.training.data import has_length, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.synchronization import make_synchronization
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -73,12 +73,13 @@ class Run:
         self.directory = None if save is None else open_directory(save)
 
     def __enter__(self) -> Run:
+        """Connect the ranks, start the watchdog, lock the run directory, and build or load what the loop needs."""
         config, place = self.config, self._place
         require_backend(config.optimizer)
         choose_kernels(config.kernels)
         require_device(config.profiling, device.local_device(place.local_rank))
         self._owns_group = not dist.is_initialized()
-        self.mesh = mesh = take_place(config.parallel, place)
+        self.mesh = mesh = locate(config.parallel, place)
         self.sections = sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
         if config.profiling.record_memory_history:
             record_memory_history(config.profiling, place.rank)
@@ -89,7 +90,7 @@ class Run:
                 return watchdog is not None and stack.enter_context(watchdog).linked
 
             with sections(MEETING):
-                come_together(config.parallel, place, mesh, dump(config), watch)
+                connect_ranks(config.parallel, place, mesh, dump(config), watch)
             with sections(START):
                 if self.directory is not None:
                     self._notes += stack.enter_context(checkpoint.only_run(self.directory, mesh))
@@ -103,7 +104,7 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
         if error[0] is None:
-            leave(self.mesh, all_groups=self._owns_group)
+            disconnect(self.mesh, all_groups=self._owns_group)
 
     def _begin(self) -> None:
         """Build the trainer, and load the newest checkpoint that is whole."""

@@ -1,13 +1,15 @@
-"""Check that boxes contain each element of another box once, also for boxes that nobody has checked before."""
+"""Damage: errors for files whose contents are not as they were written, and a check that boxes cover a tensor once."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from operator import add, sub
 
-from megalite.errors import CorruptCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.sharding import Box
+from megalite.storage import AnyPath
 
 _MOST_CUTS, _MOST_INTERLOCKED = 32, 32
 """Limits on the depth of nested straight cuts, and on the number of boxes that no straight cut separates.
@@ -16,8 +18,36 @@ A few cuts separate all boxes of megalite's own checkpoints.
 """
 
 
+class CorruptFileError(CorruptCheckpointError):
+    """Damaged file of a checkpoint, or damaged tensor in it."""
+
+    def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
+        advice = "Load another checkpoint; megalite-inspect-checkpoint --verify lists all that is damaged"
+        super().__init__(f"{path}: {problem}. {advice}")
+        self.file, self.problem, self.tensor = path.name, problem, tensor
+
+
+def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
+    """Return the error to raise after the operating system failed to read a file.
+
+    Lost or missing data is damage. Any other failure, such as a missing permission, may be temporary.
+    """
+    if error.errno == errno.ENOENT:
+        return CorruptFileError(path, "it is missing")
+    problem = f"it cannot be read: {error.strerror or error}"
+    if error.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENODATA):
+        return CorruptFileError(path, problem)
+    return CheckpointError(f"{path}: {problem}. Load another checkpoint")
+
+
+def check_size(path: AnyPath, found: int, size: int) -> None:
+    """Raise CorruptFileError if a file does not have the expected size."""
+    if found != size:
+        raise CorruptFileError(path, f"it has {found} bytes of {size}: it was cut off or replaced")
+
+
 def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Return whether the boxes contain each element of `target` exactly once.
+    """Return whether the boxes contain each element of `target` exactly once, also if nobody has checked them.
 
     Raises CorruptCheckpointError if many boxes interlock, so that no straight cut separates them: checking them would
     take too long.

@@ -25,7 +25,7 @@ from megalite.modules.layers import Layers
 from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.sequences import PlainAttentionWatch, SequenceDims, check_mixes_no_tokens, own_part
-from megalite.modules.stage import LOSS, ModuleStage, Samples, mean_over_samples
+from megalite.modules.stage import ModuleStage, mean_over_samples
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
@@ -34,14 +34,11 @@ from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
-from megalite.training.builder import count_parameters
-from megalite.training.dataset_task import DatasetTask
+from megalite.tasks.dataset_task import DatasetTask
+from megalite.tasks.loss_functions import Count, Function, checked_mean, counted_terms, with_terms
+from megalite.training.builder import attention_ways, count_parameters
 from megalite.training.task import Summarized
 
-Function = Callable[[Any, Any], Any]
-"""Function from a network's outputs and a batch to a sum over the batch, or to sums by name."""
-Count = Callable[[Any], Any]
-"""Function from a batch to the number of items that the mean is taken over, or to numbers by name."""
 Build = nn.Module | Callable[[ParallelContext], nn.Module]
 """A module, or a function that builds it on a rank, from parallel layers."""
 Costs = Literal["counted", "measured"] | Sequence[float]
@@ -115,7 +112,8 @@ class ModuleTask(DatasetTask):
     def _build(self, mesh: ParallelMesh, plain: Sequence[nn.Module]) -> list[nn.Module]:
         """Build the stages on a mesh's rank. `plain`: those of them that are given as modules."""
         parallel, given = self.config.parallel, iter(plain)
-        context = ParallelContext(mesh, parallel.sequence_parallel and mesh.size("tp") > 1, self.dtype)
+        split, ways = parallel.sequence_parallel and mesh.size("tp") > 1, attention_ways(parallel)
+        context = ParallelContext(mesh, split, self.dtype, ways)
         self._splits_sequences = context.sequence_parallel and len(plain) < len(self.options.stages)
         with mesh.device:
             found = [next(given) if isinstance(each, nn.Module) else each(context) for each in self.options.stages]
@@ -185,6 +183,10 @@ class ModuleTask(DatasetTask):
         return [Layers(part, is_last=part is parts[-1]) for part in parts]
 
     def _costs_of(self, layers: Sequence[nn.Module]) -> Sequence[float]:
+        """Return the relative cost of each layer: as given, or counted or measured on the example.
+
+        Raises ConfigurationError if their number differs, or if there is no example.
+        """
         costs = self.options.costs
         if not isinstance(costs, str):
             if len(costs) != len(layers):
@@ -198,6 +200,10 @@ class ModuleTask(DatasetTask):
         return all_gather_json(measured_costs(layers, values), self.mesh)[0]  # all ranks cut alike
 
     def _find_plans(self) -> list[StagePlan]:
+        """Return what passes between the stages, found by a run of them on the meta device.
+
+        Raises ConfigurationError if several stages have neither an example nor given messages.
+        """
         if self.options.messages is None and self._example is None:
             if len(self._modules) > 1:
                 raise ConfigurationError(
@@ -214,6 +220,10 @@ class ModuleTask(DatasetTask):
             return [StagePlan()]  # a network in one stage needs no messages, and is one block
 
     def make_chunks(self, mesh: ParallelMesh, stages: Stages) -> list[ModuleStage]:
+        """Return this rank's stages with records for their parameters and rules for their buffers.
+
+        For another mesh than that of the run, new modules on the meta device take their place.
+        """
         own, options, training = mesh is self.mesh, self.options, self.config.training
         modules = self._modules if own else self._into_stages(self._build(mesh, copies_on_meta(self._pristine)))
         numbers = stages.of_rank(mesh.coordinate("pp"))
@@ -309,9 +319,9 @@ class ModuleTask(DatasetTask):
                 raise ConfigurationError("the run has no loss: give Trainer(loss=...), or terms that a stage returns")
             return tuple(self.options.terms), None
         if count is None:
-            return (mean_over_samples(), *self.options.terms), _checked_mean(loss)
+            return (mean_over_samples(), *self.options.terms), checked_mean(loss)
         own = counted_terms(count, self._example)
-        return (*own, *self.options.terms), _with_terms(loss, [term.name for term in own])
+        return (*own, *self.options.terms), with_terms(loss, [term.name for term in own])
 
     def _metric(self, outputs: Any, values: Any) -> dict[str, Any]:
         return {name: function(outputs, values) for name, function in self.options.metrics.items()}
@@ -334,6 +344,7 @@ class ModuleTask(DatasetTask):
         return lines if self._example is None else {**lines, **self.lines(trainer, self._example)}
 
     def notes(self) -> tuple[str, ...]:
+        """Return the messages of any task, and those on a loss that is a mean and on modules in evaluation mode."""
         mean = self.options.loss is not None and self.options.count is None
         found = [*super().notes()]
         if mean:
@@ -394,63 +405,3 @@ def _require_matches(patterns: Iterable[str], of_stages: Sequence[Sequence[str]]
         if not _matching([each], names):
             shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
             raise ConfigurationError(f"{message.format(each)}: there {'are' if names else 'is'} {shown or 'none'}")
-
-
-def counted_terms(count: Count, example: Samples | None) -> tuple[LossTerm, ...]:
-    """Return the terms of a loss by the numbers that `count` returns for a micro-batch; without one, there is one."""
-    numbers = None if example is None else count(example.values)
-    names = tuple(numbers) if isinstance(numbers, Mapping) else (LOSS,)
-    if not names:
-        raise MegaliteError("count returned {}: return the number of items in the batch, or numbers by name")
-    return tuple(LossTerm(name, _counted(count, name)) for name in names)
-
-
-def _counted(count: Count, name: str) -> Callable[[Samples], Tensor]:
-    def of_micro_batch(batch: Samples) -> Tensor:
-        found = count(batch.values)
-        if isinstance(found, Mapping):
-            if name not in found:
-                raise MegaliteError(f"count returned no number for the term {name} of the loss: {', '.join(found)}")
-            found = found[name]
-        if not isinstance(found, Tensor | float | int) or (isinstance(found, Tensor) and found.dim()):
-            shown = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise MegaliteError(
-                f"count returned {shown} for the term {name} of the loss: return the number of items in the batch"
-            )
-        return torch.as_tensor(found, dtype=torch.float64)
-
-    return of_micro_batch
-
-
-def _with_terms(loss: Function, names: Sequence[str]) -> Function:
-    """Return a function with the sums of a loss that has all terms which are counted."""
-
-    def total(outputs: Any, values: Any) -> Any:
-        sums = loss(outputs, values)
-        found = tuple(sums) if isinstance(sums, Mapping) else (LOSS,)
-        if missing := [name for name in names if name not in found]:
-            raise MegaliteError(
-                f"the loss returned {', '.join(found) or 'no terms'} and lacks {', '.join(missing)}, of which count "
-                "returns the number of items: let both return the same names"
-            )
-        return sums
-
-    return total
-
-
-def _checked_mean(loss: Function) -> Function:
-    """Return a loss that returns the mean over samples, with checks."""
-
-    def checked(outputs: Any, values: Any) -> Tensor:
-        mean = loss(outputs, values)
-        if isinstance(mean, Mapping):
-            raise MegaliteError(
-                f"the loss returned the terms {', '.join(mean)} and has no count: give Trainer(count=...), which "
-                "returns for each the number of items in a batch"
-            )
-        if not isinstance(mean, Tensor) or mean.dim():
-            shown = f"a tensor {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
-            raise MegaliteError(f"the loss returned {shown}: return a mean, a tensor without dimensions")
-        return mean
-
-    return checked

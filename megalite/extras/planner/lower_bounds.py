@@ -53,7 +53,7 @@ def _values(passes: Passes) -> tuple[float, ...]:
 _Key = tuple[int, bool, int, int, int, str, int]
 
 
-class Least:
+class LowerBounds:
     """Lower bounds for the layouts of a run. `config` has its vocabulary."""
 
     def __init__(self, config: RunConfig, gpus: int, prices: Prices) -> None:
@@ -152,6 +152,7 @@ class Least:
     # -------------------------------------------------------------------------------------------- time
 
     def _passes(self, layout: Layout) -> Passes:
+        """Return seconds that no plan of this layout can be below: the most that sizes and recorded layouts give."""
         key = _key(layout)
         if key in self._recorded:
             return self._recorded[key]
@@ -172,6 +173,7 @@ class Least:
         return found
 
     def _from_sizes(self, layout: Layout) -> Passes:
+        """Return the seconds of products and of messages that nothing hides, computed from sizes alone."""
         model, dtype = self.config.model, self.config.training.dtype
         tensor = layout.tensor
         tokens = layout.micro_batch * self._length // layout.context

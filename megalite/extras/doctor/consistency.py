@@ -106,6 +106,7 @@ def fingerprints(data: DataConfig) -> dict[str, str]:
 
 
 def _fingerprint(path: Path) -> str:
+    """Return the size of a file and a checksum of its two ends, or why there is none."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.commands import pretrain
-from megalite.config.alone import Alone, take_alone
+from megalite.config.single_rank import SingleRank, take_single_rank
 from megalite.errors import ConfigurationError
 from megalite.extras.planner.commands import calibrate
 
@@ -22,14 +22,17 @@ RUN = _FLAGS.split()
 @pytest.mark.parametrize(
     ("flags", "alone"),
     [
-        ("--dry-run", Alone(0, 4, computes=False)),
-        ("--dry-run --world-size 16 --rank 3 --dry-run-json all.json", Alone(3, 16, computes=False, json="all.json")),
-        ("--as-rank 5 --of 8", Alone(5, 8, computes=True)),
+        ("--dry-run", SingleRank(0, 4, computes=False)),
+        (
+            "--dry-run --world-size 16 --rank 3 --dry-run-json all.json",
+            SingleRank(3, 16, computes=False, json="all.json"),
+        ),
+        ("--as-rank 5 --of 8", SingleRank(5, 8, computes=True)),
     ],
 )
-def test_flags_of_one_rank_are_taken_from_those_of_the_run(flags: str, alone: Alone) -> None:
-    assert take_alone([*RUN[:4], *flags.split(), *RUN[4:]], 4) == (alone, RUN)
-    assert take_alone(RUN, 4) == (None, RUN)
+def test_flags_of_one_rank_are_taken_from_those_of_the_run(flags: str, alone: SingleRank) -> None:
+    assert take_single_rank([*RUN[:4], *flags.split(), *RUN[4:]], 4) == (alone, RUN)
+    assert take_single_rank(RUN, 4) == (None, RUN)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +49,12 @@ def test_flags_of_one_rank_are_taken_from_those_of_the_run(flags: str, alone: Al
         ("--as-rank -1 --of 8", "--as-rank -1: must be at least 0"),
         ("--dry-run --world-size 0", "--world-size 0: must be at least 1"),
         ("--dry-run --dry-run-json", "--dry-run-json needs one value, got none"),
-        (f"--dry-run --dry-run-json {__file__}/all.json", "test_alone.py is no folder: choose another path"),
+        (f"--dry-run --dry-run-json {__file__}/all.json", "test_single_rank.py is no folder: choose another path"),
     ],
 )
 def test_wrong_flags_are_named(flags: str, words: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        take_alone(flags.split(), 1)
+        take_single_rank(flags.split(), 1)
     assert words in str(error.value)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
 
 from megalite.atomic_files import require_output
-from megalite.config.command_line import flag_groups, refuse_blank
-from megalite.config.fields import NonNegativeInt, PositiveInt, flag_of, range_problems
-from megalite.config.parse import field_value
+from megalite.config.fields import NonNegativeInt, PositiveInt, changed, flag_of
+from megalite.config.tool_arguments import parse_tool_arguments, split_flags
 from megalite.errors import ConfigurationError
 
 
@@ -26,7 +24,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleRank:
     """The rank to run without the others."""
 
     rank: int
@@ -37,39 +35,32 @@ class Alone:
     """File for the results of a dry run."""
 
 
-def take_alone(argv: Sequence[str], world_size: int) -> tuple[Alone | None, list[str]]:
+def take_single_rank(argv: Sequence[str], world_size: int) -> tuple[SingleRank | None, list[str]]:
     """Return the rank that the flags want to run alone, if they do, and the other flags.
 
     `world_size`: the number of ranks of a dry run for which the flags give none.
 
     Raises ConfigurationError for values that do not fit.
     """
-    kinds, given = get_type_hints(Flags), dict[str, Any]()
-    rest: list[str] = []
-    for flag, values in flag_groups(argv):
-        name = flag.replace("-", "_")
-        if name in kinds:
-            refuse_blank(flag, values)
-            given[name] = field_value(flag, kinds[name], values)
-        else:
-            rest += [*([f"--{flag}"] if flag else []), *values]
-    flags = Flags(**given)
-    if problems := list(range_problems(flags)):
-        raise ConfigurationError("\n".join(problems))
+    if "-h" in argv or "--help" in argv:
+        return None, list(argv)
+    own, rest = split_flags(Flags, argv)
+    flags = parse_tool_arguments(Flags, "", own)
     if flags.as_rank is not None or flags.of is not None:
         if flags.as_rank is None or flags.of is None or flags != Flags(as_rank=flags.as_rank, of=flags.of):
             raise ConfigurationError("--as-rank R and --of N belong together, without --dry-run and its flags")
         _require_rank("--as-rank", flags.as_rank, "--of", flags.of)
-        return Alone(flags.as_rank, flags.of, computes=True), rest
+        return SingleRank(flags.as_rank, flags.of, computes=True), rest
+    given = changed(flags, "*")
     if not given:
         return None, rest
     if not flags.dry_run:
-        raise ConfigurationError(f"{flag_of(next(iter(given)))} is for --dry-run, which is not given")
+        raise ConfigurationError(f"{flag_of(given[0])} is for --dry-run, which is not given")
     rank, ranks = flags.rank or 0, flags.world_size or world_size
     _require_rank("--rank", rank, "--world-size", ranks)
     if flags.dry_run_json is not None:
         require_output("--dry-run-json", flags.dry_run_json)
-    return Alone(rank, ranks, computes=False, json=flags.dry_run_json), rest
+    return SingleRank(rank, ranks, computes=False, json=flags.dry_run_json), rest
 
 
 def _require_rank(of_rank: str, rank: int, of_size: str, world_size: int) -> None:

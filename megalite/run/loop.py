@@ -17,14 +17,14 @@ from megalite.lifecycle.deadline import Pace, why_stop
 from megalite.lifecycle.startup import Startup
 from megalite.parallel.collectives import on_any_rank
 from megalite.process.signals import StopRequest
+from megalite.run.evaluation import evaluate
+from megalite.run.timing import Timing, gather_timing
 from megalite.storage import AnyPath, open_directory
 from megalite.training.display import Display, perplexity
-from megalite.training.evaluation import evaluate
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Metrics, MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
-from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
@@ -111,21 +111,22 @@ class TrainingLoop:
         return self.trainer.iteration >= self.trainer.iterations and not self.trainer.evaluation_left
 
     def __enter__(self) -> TrainingLoop:
+        """Open the metrics, wait for all ranks, and start the loader. From here on, a stop is the loop's."""
         trainer = self.trainer
         with ExitStack() as stack:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
-            trainer.expected_records = None  # the file has been checked
+            trainer.loaded = replace(trainer.loaded, records=None)  # the file has been checked
             if self._writer.note is not None:
                 self.display.message(self._writer.note)
             with self.sections(START):
                 on_any_rank([False], self.mesh)  # a barrier: until all ranks get here, a stop is handled by `Startup`
             stack.enter_context(self._stop)
-            self.startup.over()
+            self.startup.finish()
             self.log_progress("continues" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
-            stack.callback(self._profiler.over)
+            stack.callback(self._profiler.finish)
             if self.config.training.manual_gc:
                 gc.disable()
             self._stack = stack.pop_all()
@@ -316,6 +317,7 @@ def metrics_path(config: TaskConfig, directory: AnyPath | None) -> AnyPath | Non
 
 
 def _metrics_writer(trainer: Trainer) -> MetricsWriter:
+    """Return the writer of the run's records on rank 0, and one that writes nothing on the others."""
     if trainer.mesh.rank != 0:
         return MetricsWriter()
     logging, directory = trainer.config.logging, trainer.directory
@@ -327,7 +329,7 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         events,
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
-        recorded=trainer.expected_records,
+        recorded=trainer.loaded.records,
         event_interval=logging.tensorboard_log_interval,
         without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
     )

@@ -6,8 +6,8 @@ from megalite.config.run import TaskConfig
 from megalite.entry_points import entry_point
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel.mesh import ParallelMesh
+from megalite.run.loop import TrainingLoop
 from megalite.storage import AnyPath
-from megalite.training.loop import TrainingLoop
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 

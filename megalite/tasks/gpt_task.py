@@ -16,14 +16,15 @@ from megalite.model.batch import MicroBatch
 from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training import builder, summary
+from megalite.tasks import summary
+from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
+from megalite.tasks.flops import flops_per_token, peak_flops
+from megalite.tasks.gpt_network import GPTNetworkTask
+from megalite.tasks.routing_recorder import RoutingRecorder
+from megalite.training import builder
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
-from megalite.training.experts import expert_loads, node_notes, with_dispatcher
-from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.gpt_network import GPTNetworkTask
 from megalite.training.metrics import THROUGHPUT
-from megalite.training.routing_recorder import RoutingRecorder
 from megalite.training.task import Figures, Summarized
 
 

@@ -23,7 +23,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import map_tensors
 from megalite.pipeline.stages import Stages
 from megalite.storage import AnyPath
-from megalite.training import builder, memory, summary
+from megalite.tasks import summary
+from megalite.training import builder
 from megalite.training.task import Figures, Loader, Summarized, Task
 
 
@@ -180,14 +181,10 @@ class DatasetTask(Task):
 
     def lines(self, trainer: Summarized, micro_batch: Any) -> dict[str, object]:
         """Return the lines of the summary on the layout and the memory, measured by a forward on a micro-batch."""
-        measured = summary.measured_by(trainer, micro_batch)
-        kinds = {f"  {kind}": memory.in_words(size) for kind, size in asdict(measured).items()}
         return {
             "layout": summary.layout_line(trainer),
             "precision": self.config.training.dtype,
-            "memory": f"{memory.in_words(measured.total)} {'a rank' if self.mesh.size('pp') == 1 else 'on rank 0'}",
-            **kinds,
-            **summary.common_lines(trainer),
+            **summary.common_lines(trainer, summary.measured_by(trainer, micro_batch)),
         }
 
 

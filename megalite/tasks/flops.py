@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
 
-# Dense bf16 peaks in FLOP/s. An entry matches a device if the device's name has all its words; the longest one counts.
+# Dense bf16 and fp16 peaks in FLOP/s, which the planner reads, too. An entry matches a device if the device's name has
+# all its words; the longest one counts.
 _PEAK_FLOPS = {
     "A100": 312e12,  # NVIDIA A100 datasheet
     "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM5
@@ -28,8 +29,11 @@ _PEAK_FLOPS = {
     "H200": 989.4e12,  # NVIDIA H200 datasheet, SXM
     "GH200": 989.4e12,  # NVIDIA GH200 datasheet
     "B200": 2250e12,  # NVIDIA DGX B200 datasheet, an eighth
+    "B300": 2250e12,  # NVIDIA DGX B300 datasheet, an eighth
     "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet, a seventy-second
+    "GB300": 2500e12,  # NVIDIA GB300 NVL72 datasheet, a seventy-second
     "L40S": 362e12,  # NVIDIA L40S datasheet
+    "RTX 4090": 165.2e12,  # NVIDIA Ada GPU architecture, with fp32 sums
     "MI250X": 383e12,  # AMD Instinct MI250X datasheet, both dies
     "MI300X": 1307.4e12,  # AMD Instinct MI300X datasheet
 }
@@ -68,5 +72,7 @@ def _attended(sequence_length: int, keys_before: int | None) -> float:
 def peak_flops(device_name: str) -> float | None:
     """Return the peak dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if unknown."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if "Laptop" in words:  # other chips of the same names
+        return None
     matches = [name for name in _PEAK_FLOPS if words.issuperset(name.split())]
     return _PEAK_FLOPS[max(matches, key=len)] if matches else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
@@ -30,6 +32,7 @@ class GPTNetworkTask(Task):
     config: RunConfig
     model: ModelConfig
     """The network, with the size of its vocabulary."""
+    dtype: torch.dtype
     chunks: list[GPT]
     """This rank's stages; empty before they are made."""
     cutting: Cutting = Cutting()
@@ -55,7 +58,9 @@ class GPTNetworkTask(Task):
 
     def optional_tensors(self, path: AnyPath, described: Manifest) -> set[str]:
         """Return the names of the state that only training needs, here or in the run that saved the checkpoint."""
-        return states_of_training(self.model) | states_of_training(checkpoint.model_config(path, described.config))
+        saved = checkpoint.model_config(path, described.config, self.model)
+        models = [model for model in (self.model, saved) if model.num_experts is not None]
+        return {name for model in models for name in states_of_training(model)}
 
     def open_weights(self, path: AnyPath) -> OpenedModel:
         opened = open_initial_model(path)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.shard import Segment
-from megalite.optim.wholes import Run
+from megalite.optim.tensor_groups import Run
 
 
 def sums(values: Tensor, first: int, last: int, counted: slice) -> list[float]:

@@ -19,10 +19,10 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
-from megalite.training import memory
+from megalite.tasks import memory
+from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
-from megalite.training.builder import count_kinds, count_parameters, make_recompute
-from megalite.training.gpt_network import GPTNetworkTask
+from megalite.training.builder import count_kinds, count_parameters
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
@@ -40,22 +40,23 @@ def layout_line(trainer: Summarized) -> str:
     zero = f"ZeRO {zero_stage}" + ("" if zero_stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if (instances := trainer.optimizer.options.instances) > 1:
         zero += f" in {instances} instances"
-    count = trainer.num_micro_batches(trainer.batch_size.final)
+    count = trainer.num_micro_batches(trainer.task.batch_size.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     return f"{parallel.layout(trainer.mesh.world_size)}, {zero}, {micro_batches} per rank"
 
 
 def training_line(trainer: Summarized) -> str:
     """Return the length of the run as text."""
-    batch, tokens = trainer.batch_size, trainer.task.tokens_per_sample
+    batch, tokens = trainer.task.batch_size, trainer.task.tokens_per_sample
     growing = f"{batch.at(0)} to {batch.final}" if len(batch.sizes) > 1 else f"{batch.final}"
     steps = "steps" if trainer.iterations == ENDLESS else f"{trainer.iterations} steps"
     return f"{steps} of {growing} samples" + ("" if tokens is None else f" x {tokens} tokens")
 
 
-def common_lines(trainer: Summarized) -> dict[str, object]:
-    """Return the last lines of the summary of any task."""
+def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
+    """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
     return {
+        **measured.lines("a rank" if trainer.mesh.size("pp") == 1 else "on rank 0"),
         "device": f"{trainer.mesh.world_size} x {device.device_name(trainer.mesh.device)}",
         "training": training_line(trainer),
         "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
@@ -65,11 +66,7 @@ def common_lines(trainer: Summarized) -> dict[str, object]:
 def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
     """Return names and values for the display. Called by all ranks together: a forward measures the activations."""
     config, mesh, model = task.config, trainer.mesh, task.model
-    measured, formula = measured_memory(trainer, task), expected_memory(trainer, task)
-    whose = "a rank" if mesh.size("pp") == 1 else "on rank 0"
-    kinds = measured.against(formula)
-    if model.hidden_dropout or model.attention_dropout:
-        kinds["activations"] += ", which leaves out dropout"
+    measured = measured_memory(trainer, task)
     return {
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}{_experts(model)}",
@@ -79,13 +76,11 @@ def summary(trainer: Summarized, task: GPTNetworkTask) -> dict[str, object]:
         **_context(task),
         **_pipeline(trainer, task),
         **_optimizer(trainer),
-        **masks_of_an_operator(model, mesh.device, trainer.dtype),
+        **masks_of_an_operator(model, mesh.device, task.dtype),
         "precision": config.training.dtype,
-        "kernels": current().description(mesh.device, trainer.dtype)
+        "kernels": current().description(mesh.device, task.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
-        "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
-        **{f"  {kind}": line for kind, line in kinds.items()},
-        **common_lines(trainer),
+        **common_lines(trainer, measured),
     }
 
 
@@ -176,7 +171,7 @@ def measured_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
         replayed=None,
         sample_ids=range(shape[0]),
     )
-    (micro_batch,) = to_micro_batches([fields], training.seed, trainer.dtype, device, task.cutting)
+    (micro_batch,) = to_micro_batches([fields], training.seed, task.dtype, device, task.cutting)
     return measured_by(trainer, micro_batch)
 
 
@@ -204,27 +199,5 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.batch_size.final))
+    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))
     return peak_in_flight(actions, sizes)
-
-
-def expected_memory(trainer: Summarized, task: GPTNetworkTask) -> memory.Memory:
-    """Calculate this rank's memory by formula."""
-    config = task.config
-    activations = [
-        memory.activation_bytes(
-            task.model,
-            tokens=config.training.micro_batch_size * config.data.seq_length // task.cutting.ranks,
-            dtype=trainer.dtype,
-            tensor_parallel_size=trainer.mesh.size("tp"),
-            expert_tensor_parallel_size=trainer.mesh.size("etp"),
-            sequence_parallel=config.parallel.sequence_parallel,
-            recompute=make_recompute(config),
-            fused_loss=config.kernels.fused_linear_cross_entropy,
-            stage_layers=chunk.stage_layers,
-            context_parallel_size=task.cutting.ranks,
-            attention_ways=chunk.context.attention_ways,
-        )
-        for chunk in task.chunks
-    ]
-    return memory.Memory(*memory.state_bytes(trainer.optimizer), _peak(trainer, activations))

@@ -14,9 +14,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megalite.optim.exact_sum import sums_over_ranks
 from megalite.optim.layout import Slot
 from megalite.optim.shard import Segment, Shard
+from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.placement import DENSE, EXPERT
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
@@ -89,8 +89,8 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Matrix or other tensor, with this rank's part."""
+class TensorGroup:
+    """Matrix or other tensor that a rule treats as a whole: its elements, with this rank's part of them."""
 
     tensor: LogicalTensor
     box: Box
@@ -99,19 +99,19 @@ class Whole:
     runs: list[Run] = field(default_factory=list)
 
 
-def wholes(shards: Iterable[Shard], mesh: ParallelMesh) -> list[Whole]:
-    """Return the wholes with weight decay of which this rank has a part.
+def tensor_groups(shards: Iterable[Shard], mesh: ParallelMesh) -> list[TensorGroup]:
+    """Return the matrices and other tensors with weight decay of which this rank has a part.
 
-    The order of those with the same group is the same on all of its ranks, also on those that update no element.
+    The order of those of the same ranks is the same on all of these, also on those that update no element.
     """
-    found: dict[tuple[str, Box], Whole] = {}
+    found: dict[tuple[str, Box], TensorGroup] = {}
     for place in places(shards, mesh):
         tensor, box = place.piece.tensor, place.piece.box
         if not tensor.weight_decay:
             continue
         matrices = tensor.matrices_in(box) if tensor.matrices is not None else [(Box.whole(tensor.shape), box)]
         for whole, part in matrices:
-            runs = found.setdefault((tensor.name, whole), Whole(tensor, whole, place.group)).runs
+            runs = found.setdefault((tensor.name, whole), TensorGroup(tensor, whole, place.group)).runs
             for first, last in box.runs_of(part):
                 runs.extend(place.runs(place.start + first, place.start + last))
     return sorted(found.values(), key=lambda whole: (whole.tensor.name, whole.box.offset))
@@ -135,26 +135,26 @@ def by_group(items: Iterable[Item]) -> list[tuple[Group, list[Item]]]:
     return sorted(found.values(), key=lambda each: (-each[0].size, each[0].ranks))
 
 
-def messages(wholes: Iterable[Whole]) -> Iterator[tuple[Group, list[Whole]]]:
-    """Yield the wholes of each message of `norms`, with the ranks over which it is summed."""
-    for group, members in by_group(wholes):
+def messages(tensors: Iterable[TensorGroup]) -> Iterator[tuple[Group, list[TensorGroup]]]:
+    """Yield the tensors of each message of `norms`, with the ranks over which it is summed."""
+    for group, members in by_group(tensors):
         for start in range(0, len(members), AT_ONCE):
             yield group, members[start : start + AT_ONCE]
 
 
-def norms(wholes: Iterable[Whole], values: Callable[[Segment], Tensor], mesh: ParallelMesh) -> list[float]:
-    """Return the L2 norms of values of each whole, in the order of `messages`.
+def norms(tensors: Iterable[TensorGroup], values: Callable[[Segment], Tensor], mesh: ParallelMesh) -> list[float]:
+    """Return the L2 norms of values of each tensor, in the order of `messages`.
 
     Every rank gets the same bits, in whatever buckets and shards the elements are.
 
     Args:
-        wholes: the wholes of this rank.
+        tensors: those of this rank.
         values: returns the values of a segment's elements.
         mesh: the mesh of ranks.
     """
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     found: list[float] = []
-    for group, members in messages(wholes):
+    for group, members in messages(tensors):
         sums = [[sum for run in whole.runs for sum in run.sums_of_squares(values(run.segment))] for whole in members]
         found.extend(math.sqrt(total) for total in sums_over_ranks([torch.cat([none, *each]) for each in sums], group))
     return found

@@ -1,0 +1,3 @@
+"""A run from the start of its processes to its exit code: the loop, evaluations, and the seam of synchronization."""
+
+from __future__ import annotations

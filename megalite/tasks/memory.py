@@ -1,0 +1,94 @@
+"""Memory of a rank by kind, measured at the start of a run.
+
+The kinds are parameters, gradients, optimizer state (moments, and fp32 masters of narrower parameters), and the
+activations that all micro-batches in flight keep from forward to backward. Short-lived memory (buffers of collectives,
+temporaries of kernels) is not included; `peak_memory_bytes` of the metrics includes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.modules.forward_state import ForwardState
+from megalite.optim.optimizer import Optimizer
+from megalite.torch_internals import storage_identity
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: int
+    """Parameters, and the state of modules."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Peak of the micro-batches in flight."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def lines(self, whose: str) -> dict[str, str]:
+        """Return the total and each kind as text. `whose`: the rank, in words."""
+        kinds = {f"  {kind}": in_words(size) for kind, size in asdict(self).items()}
+        return {"memory": f"{in_words(self.total)} {whose}", **kinds}
+
+
+def in_words(number: float) -> str:
+    """Return a number of bytes as text, with a readable unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+def measured(
+    optimizer: Optimizer, forwards: Iterable[Callable[[], object]], peak: Callable[[Sequence[int]], int] = sum
+) -> Memory:
+    """Measure the tensors of this rank.
+
+    Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
+    that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
+    micro-batch.
+    """
+    buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
+    flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
+    parameters = _storages([*flat, *states])
+    accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
+    gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
+    kept = _storages(tensor for shard in shards for tensor in shard.tensors())
+    alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    with ForwardState(optimizer.module_states).unchanged():
+        activations = peak([_kept(forward, parameters) for forward in forwards])
+    return Memory(
+        parameters=sum(parameters.values()),
+        gradients=sum(gradients.values()),
+        optimizer=sum(alone.values()),
+        activations=activations,
+    )
+
+
+def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
+    """Return the bytes that a forward keeps for backward, without the storages of parameters."""
+    activations: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if storage_identity(tensor) not in parameters:
+            activations.update(_storages([tensor]))
+        return tensor.detach()  # an output that its own node keeps would never be freed
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        graph = forward()  # kept alive until all hooks have run, so that no address is used twice
+    del graph
+    return sum(activations.values())
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage of the tensors, each storage once."""
+    return {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
