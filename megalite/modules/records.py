@@ -92,15 +92,8 @@ def give_records(
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
     check_apart(modules)
     holders = _holders(modules)
-    for each in holders.values():
-        old = each.parameter
-        plain_and_trained = old.requires_grad and not isinstance(old, Parameter)
-        if splits_sequences and plain_and_trained and not hasattr(old, SEQUENCE_PARALLEL):
-            raise MegaliteError(
-                f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
-                "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
-                "attribute sequence_parallel, True if it has a part and False if it has whole sequences"
-            )
+    if splits_sequences:
+        _require_marks(holders.values())
     own = stages.of_rank(mesh.coordinate("pp"))
     made: dict[int, tuple[nn.Parameter, Parameter]] = {}  # by the id of the old one, which must stay alive
     found = []
@@ -129,6 +122,18 @@ def give_records(
         _fill_buffers(modules[number], mesh, initial, seed)
         found.append(uses)
     return found
+
+
+def _require_marks(holders: Iterable[_Holders]) -> None:
+    """Raise MegaliteError if a plain parameter does not say whether its gradient is of this rank's tokens alone."""
+    for each in holders:
+        trained = each.parameter.requires_grad and not isinstance(each.parameter, Parameter)
+        if trained and not hasattr(each.parameter, SEQUENCE_PARALLEL):
+            raise MegaliteError(
+                f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
+                "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
+                "attribute sequence_parallel, True if it has a part and False if it has whole sequences"
+            )
 
 
 def value_setter(modules: Iterable[nn.Module], seed: int) -> Callable[[Parameter], None]:
