@@ -450,5 +450,6 @@ def test_generation(place: Place, refused: Refused) -> None:
     assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0", world_size=1)
     assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1", world_size=1)
     assert "'one'" in refused(64, *command, "--prompt", "one")
-    assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    nowhere = refused(64, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    assert f"--load {place.folder / 'nowhere'} is no folder" in nowhere
     assert "--tensor-model-parallel-size 3 does not divide" in refused(64, *command, "--prompt", "1", world_size=3)
