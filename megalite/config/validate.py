@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
-from megalite.config.experts import with_weights_of_sinkhorn
+from megalite.config.experts import has_idle_softmax, with_router_weights
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
@@ -50,7 +50,7 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     """
     check_numbers(config)
     config, _ = without_idle_flags(config)
-    config = with_sites(replace(config, model=with_weights_of_sinkhorn(config.model)), world_size, node_ranks)
+    config = with_sites(replace(config, model=with_router_weights(config.model)), world_size, node_ranks)
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
@@ -80,6 +80,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
+    if has_idle_softmax(config.model):
+        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
@@ -87,7 +89,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.optimizer.narrow:
         yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
     if config.checkpoint.save is None:
-        yield "checkpoint", "ckpt_format", " without --save"
+        yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
 
