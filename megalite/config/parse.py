@@ -33,6 +33,14 @@ computed, and prints what the rank holds, sends and computes; --dry-run-json FIL
 --as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there.
 """
 
+EXAMPLE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 4 --lr 1e-3 --train-iters 20 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 1000"
+)
+"""Flags of a run that takes seconds on any machine and needs no files."""
+_FIRST = f"\n--help describes all flags. These are enough for a first run, on made-up data: {EXAMPLE}"
+
 
 @dataclass(frozen=True)
 class ParsedArguments:
@@ -96,7 +104,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
-        problems.append(f"missing: {', '.join(missing)}")
+        problems.append(f"missing: {', '.join(missing)}{'' if argv else _FIRST}")
         if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
             problems.append(f"(--load {loading.load} {_lacks_network(loading.load)})")
     if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:

@@ -230,10 +230,11 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
         parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
         parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
     }
-    for names in [names for size, names in groups.items() if world_size % size]:
+    for size, names in [(size, names) for size, names in groups.items() if world_size % size]:
         sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
-        flags = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items() if size > 1)
-        yield f"{world_size} ranks cannot be divided into groups of {flags}"
+        flags = " x ".join(f"{flag_of(name)} {number}" for name, number in sizes.items() if number > 1)
+        start = f": start that many processes, as by torchrun --nproc-per-node {size}" if world_size == 1 else ""
+        yield f"{world_size} ranks cannot be divided into groups of {flags}{start}"
 
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

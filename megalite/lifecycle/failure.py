@@ -38,6 +38,7 @@ from megalite.errors import (
     code_in,
     exit_code_of,
 )
+from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, is_out_of_memory
 from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
@@ -162,23 +163,13 @@ def _describe(error: BaseException, otherwise: str = "a defect in megalite or a 
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{too_many_open_files(str(error))}\n{_innermost(error)}"
+        return f"{too_many_open_files(str(error))}\n{innermost(error)}"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: torch may not be imported
-        return (
-            f"{error}\nTraining takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
-            f"split over more ranks; --record-memory-history shows what takes it.\n{_innermost(error)}"
-        )
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return f"this machine is out of memory: {error}\n{_innermost(error)}"
+    if is_out_of_memory(error):
+        return describe_out_of_memory(error)
     trace = "".join(traceback.format_exception(error))
     return f"{otherwise}:\n{trace.rstrip()}"
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the place where the error was raised: the last lines of its traceback before the message."""
-    return "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip()
 
 
 def _fail(message: str, code: int) -> NoReturn:

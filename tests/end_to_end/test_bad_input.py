@@ -245,7 +245,7 @@ def without(suffix: str) -> Callable[[Place], str]:
         pytest.param(cut_idx, ["copy.idx is damaged", "bytes"], marks=pytest.mark.wide),
         pytest.param(cut_bin, ["copy.bin is damaged", "bytes"], marks=pytest.mark.wide),
         (flip_a_bit_of_bin, ["copy.bin is damaged", "another checksum than copy.megalite.json records"]),
-        (lambda place: f"{place.prefix}.bin", ["without the suffix"]),
+        (lambda place: f"{place.prefix}.bin", ["leave out .bin"]),
         (lambda place: f"0 {place.prefix}", ["--data-path 0", "every weight positive"]),
     ],
     ids=["no idx", "no bin", "magic", "cut idx", "cut bin", "flipped bit", "suffix", "weights"],

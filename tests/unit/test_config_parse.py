@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.commands import generate, train_tokenizer
-from megalite.config import megatron_flags, parse_arguments
+from megalite.config import megatron_flags, parse_arguments, resolve
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -300,3 +300,10 @@ def test_bf16_squares_stop_falling_where_the_note_says() -> None:
     falls = {beta2: (squares.float() * beta2).bfloat16() < squares for beta2 in (0.999, 0.99)}
     assert falls[0.999].sum() <= 1
     assert falls[0.99].all()
+
+
+def test_nothing_at_all_is_answered_with_an_example_that_runs() -> None:
+    with pytest.raises(ConfigurationError, match="--help describes all flags") as raised:
+        parse_arguments([])
+    flags = str(raised.value).rpartition("made-up data: ")[2].split()
+    resolve(parse_arguments(flags).config, 1)

@@ -474,8 +474,8 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--tokenizer-type GPT2BPETokenizer --vocab-file bert/vocab.txt",
-            "--vocab-file bert/vocab.txt is named as a WordPiece vocabulary, which is BERT's: megalite pre-trains GPTs, "
-            "whose GPT2BPETokenizer has a vocab.json and a merges.txt",
+            "--vocab-file bert/vocab.txt is named as a WordPiece vocabulary, which is BERT's: megalite pre-trains "
+            "GPTs, whose GPT2BPETokenizer has a vocab.json and a merges.txt",
         ),
         ("--tiktoken-pattern v1", "--tokenizer-type ByteTokenizer does not use --tiktoken-pattern (v1): leave it out"),
         (
@@ -533,7 +533,12 @@ def test_what_is_not_finite_in_yaml_is_refused(value: float) -> None:
             "--num-distributed-optimizer-instances 4: with one rank in each nothing is sharded",
         ),
         ("--tp 3", 4, "4 ranks cannot be divided into groups of --tensor-model-parallel-size 3"),
-        ("--tp 2", 1, "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2"),
+        (
+            "--tp 2",
+            1,
+            "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2: start that many processes, as by "
+            "torchrun --nproc-per-node 2",
+        ),
         (
             "--tp 2 --pp 4",
             4,
