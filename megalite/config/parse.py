@@ -21,6 +21,7 @@ from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
 from megalite.config.yaml_file import Sections, from_sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
+from megalite.process.names import as_installed
 from megalite.small_files import shown
 
 _DESCRIPTION = """\
@@ -119,7 +120,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
-    return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
+    of_flags = map(as_installed, megatron_flags.note_lines(notes))
+    return ParsedArguments(config, (*of_flags, *idle, *warnings))
 
 
 def _lacks_network(load: str) -> str:

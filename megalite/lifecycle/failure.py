@@ -42,6 +42,7 @@ from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, 
 from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
+from megalite.process.names import as_installed
 from megalite.process.output import require_streams, say, write_out
 from megalite.process.place import Place, place_or_alone
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals, last_words
@@ -127,7 +128,7 @@ def run_tool(main: Callable[[], None]) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except BaseException as error:
         write_out()
-        say(f"error: {_describe(error)}", to_error=True)
+        say(f"error: {as_installed(_describe(error))}", to_error=True)
         sys.exit(exit_code_of(error))
 
 
@@ -279,7 +280,7 @@ def _speak(message: str, code: int, rank: int) -> None:
     where = f" on rank {rank}" if rank else ""
     write_out()
     with suppress(OSError):
-        say(f"error{where}: {message}", to_error=True)
+        say(f"error{where}: {as_installed(message)}", to_error=True)
 
 
 def write_exit_code(code: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from megalite.commands import generate, train_tokenizer
 from megalite.config import megatron_flags, parse_arguments, resolve
 from megalite.config.run import fields_by_name, section_types
-from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
+from megalite.config.tool_arguments import ALSO_POSITIONAL, POSITIONAL, parse_tool_arguments
 from megalite.errors import ConfigurationError
 
 MINIMAL = [
@@ -197,6 +197,21 @@ def test_a_tool_takes_flags_and_a_value_without_one(flags: str, expected: Tool |
         with pytest.raises(ConfigurationError) as refused:
             parse_tool_arguments(Tool, "", flags.split(), repeated=True)
         assert str(refused.value) == expected
+
+
+@dataclass(frozen=True)
+class Inspection:
+    load: str | None = field(default=None, metadata=ALSO_POSITIONAL)
+    verify: bool = False
+
+
+def test_a_flag_of_a_tool_may_be_left_out_where_its_value_can_mean_nothing_else() -> None:
+    for flags in ("run --verify", "--verify run", "--load run --verify"):
+        assert parse_tool_arguments(Inspection, "", flags.split()) == Inspection("run", verify=True)
+    assert parse_tool_arguments(Inspection, "", []) == Inspection()
+    for flags in ("run --load run", "run other"):
+        with pytest.raises(ConfigurationError, match="LOAD is one word"):
+            parse_tool_arguments(Inspection, "", flags.split())
 
 
 def test_a_tool_refuses_values_that_no_flag_takes() -> None:
