@@ -39,6 +39,7 @@ from megalite.errors import (
     exit_code_of,
 )
 from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, is_out_of_memory
+from megalite.lifecycle.torchrun_record import record
 from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
@@ -279,8 +280,10 @@ def _speak(message: str, code: int, rank: int) -> None:
     write_exit_code(code)
     where = f" on rank {rank}" if rank else ""
     write_out()
+    text = as_installed(message)
     with suppress(OSError):
-        say(f"error{where}: {as_installed(message)}", to_error=True)
+        if record(text):
+            say(f"error{where}: {text}", to_error=True)
 
 
 def write_exit_code(code: int) -> None:
