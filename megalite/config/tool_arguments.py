@@ -13,7 +13,9 @@ from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
 from megalite.config.parse import field_value
 from megalite.errors import ConfigurationError
+from megalite.process.output import say
 from megalite.small_files import shown
+from megalite.version import __version__
 
 Arguments = TypeVar("Arguments")
 POSITIONAL = {"positional": True}
@@ -37,13 +39,16 @@ def parse_tool_arguments(
 
     Raises:
         ConfigurationError: a flag is unknown or missing, or a value is blank, of the wrong type, or not in its range.
-        SystemExit: 0 after --help.
+        SystemExit: 0 after --help or --version.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         from megalite.config.help import show_help  # imported here: few programs show their help
 
         show_help(description, {"options": arguments})
+    if "--version" in argv:
+        say(f"megalite {__version__}")
+        sys.exit(0)
     kinds, entries = get_type_hints(arguments), dataclasses.fields(arguments)  # type: ignore[arg-type]
     positional = next((entry.name for entry in entries if entry.metadata.get("positional")), None)
     flagged = [entry.name for entry in entries if entry.metadata != POSITIONAL]
@@ -87,7 +92,7 @@ def parse_tool_arguments(
 
 def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags of a command, which are the fields of a dataclass, and those of the run that it is about."""
-    names = {"help", *(field.name for field in dataclasses.fields(arguments))}
+    names = {"help", "version", *(field.name for field in dataclasses.fields(arguments))}
     own: list[str] = []
     others: list[str] = []
     for flag, values in flag_groups(argv):
@@ -103,7 +108,7 @@ def _field(flag: str, names: Sequence[str], kinds: dict[str, Any]) -> tuple[str,
         return name, True
     if (positive := name.removeprefix("no_")) in names and kinds[positive] is bool:
         return positive, False
-    known = ["--help", *map(flag_of, names)]
+    known = ["--help", "--version", *map(flag_of, names)]
     near = difflib.get_close_matches(f"--{flag}", known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(known)}"
     raise ConfigurationError(f"there is no flag --{flag}: {hint}")

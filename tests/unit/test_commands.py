@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import megalite
+from megalite.__main__ import commands
 from megalite.commands import generate
 from megalite.extras.planner import flags as planner_flags
 from megalite.process import names
-from tests.harness.tool import run_tool
+from tests.harness.tool import Ended, run_tool
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
@@ -53,6 +55,20 @@ def test_the_help_has_the_name_that_was_called(
     assert shown.startswith(f"usage: {program} ")
     for example in examples:
         assert example in shown
+
+
+def test_the_package_lists_its_commands() -> None:
+    assert commands().keys() == COMMANDS.keys()
+    ended = subprocess.run([sys.executable, "-m", "megalite"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.startswith(f"megalite {megalite.__version__}. Its commands")
+    for name, what in commands().items():
+        assert what.endswith("."), name
+        assert f"  {name}\n      {what}\n" in ended.stdout
+
+
+@pytest.mark.parametrize("command", [name.removeprefix("megalite-") for name in COMMANDS])
+def test_each_command_says_its_version(command: str) -> None:
+    assert run_tool(command, "--version") == Ended(0, f"megalite {megalite.__version__}\n", "")
 
 
 @pytest.fixture
