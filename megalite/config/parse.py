@@ -105,7 +105,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
-        problems.append(f"missing: {', '.join(missing)}{'' if argv else _FIRST}")
+        problems.append(f"missing: {', '.join(missing)}{' (--help describes all flags)' if argv else _FIRST}")
         if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
             problems.append(f"(--load {loading.load} {_lacks_network(loading.load)})")
     if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:
@@ -203,7 +203,8 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
             raise ConfigurationError(f"--{flag} {foreign}")
         known = [name.replace("_", "-") for name in places] + megatron_flags.names()
         known += ["no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool]
-        raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--', megatron_flags.refusal)}")
+        near = nearest(flag, known, "--", megatron_flags.refusal) or " (--help describes all flags)"
+        raise ConfigurationError(f"unknown flag --{flag}{near}")
     return {}, note
 
 

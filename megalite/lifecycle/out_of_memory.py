@@ -9,7 +9,8 @@ _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ASKED = re.compile(r"allocate (\d+\.?\d*) ?([KMGT]iB|bytes)", re.IGNORECASE)
 _PARTS = (
     ("/megalite/pipeline/engine", "the activations of a step"),
-    ("/megalite/optim/", "the gradients or the optimizer's state"),
+    ("/megalite/optim/buckets", "the weights or their gradients"),
+    ("/megalite/optim/", "the optimizer's state"),
     ("/megalite/checkpoint/", "a checkpoint"),
     ("/megalite/data/", "the data"),
     ("/megalite/model/", "the weights"),

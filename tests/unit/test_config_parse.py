@@ -89,14 +89,14 @@ def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
         "--save needs one value, got none",
         "--num-layers needs one value, got 1 2",
         "--mask-prob is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)",
-        "unknown flag --qqqqqqqq",
+        "unknown flag --qqqqqqqq (--help describes all flags)",
     ]
 
 
 def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
     assert failure(["--hidden-size"]).splitlines() == [
         "--hidden-size needs one value, got none",
-        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size",
+        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size (--help describes all flags)",
     ]
 
 
@@ -226,7 +226,7 @@ def test_no_flag_that_is_refused_is_suggested() -> None:
     for name in refused[::10]:
         suggested = failure([*MINIMAL, f"--{name}x"]).partition("did you mean --")[2].rstrip("?")
         assert not suggested or megatron_flags.refusal(suggested) is None
-    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz"
+    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz (--help describes all flags)"
     assert failure([*MINIMAL, "--no-rope-fusio"]) == "unknown flag --no-rope-fusio, did you mean --no-rope-fusion?"
 
 

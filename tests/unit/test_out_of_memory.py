@@ -11,7 +11,8 @@ from megalite.lifecycle.out_of_memory import describe_out_of_memory, is_out_of_m
     ("files", "told"),
     [
         (("training/builder.py", "model/gpt.py"), "for the weights"),
-        (("training/builder.py", "optim/buckets.py"), "for the gradients or the optimizer's state"),
+        (("training/builder.py", "optim/buckets.py"), "for the weights or their gradients"),
+        (("training/builder.py", "optim/elementwise.py"), "for the optimizer's state"),
         (("pipeline/engine.py", "model/mlp.py"), "for the activations of a step"),
         (("checkpoint/loading.py",), "for a checkpoint"),
         (("run/run.py",), ": Unable"),
