@@ -32,6 +32,7 @@ from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
+_TORCHRUN = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone"
 _IDLE_WITH_ONE_RANK = {
     "tensor_model_parallel_size": "sequence_parallel",
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
@@ -233,7 +234,7 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     for size, names in [(size, names) for size, names in groups.items() if world_size % size]:
         sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
         flags = " x ".join(f"{flag_of(name)} {number}" for name, number in sizes.items() if number > 1)
-        start = f": start that many processes, as by torchrun --nproc-per-node {size}" if world_size == 1 else ""
+        start = f": start {size} processes, as by {_TORCHRUN} --nproc-per-node {size}" if world_size == 1 else ""
         yield f"{world_size} ranks cannot be divided into groups of {flags}{start}"
 
 

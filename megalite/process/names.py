@@ -33,4 +33,4 @@ def _command(found: re.Match[str]) -> str:
     script = found[1] or found[2]
     name = "megalite-" + _OF_SCRIPTS.get(script, script.replace("_", "-"))
     line = found.string[found.string.rfind("\n", 0, found.start()) + 1 : found.start()]
-    return f"--no-python {name}" if "torchrun " in line else name
+    return f"--no-python {name}" if "torchrun" in line else name

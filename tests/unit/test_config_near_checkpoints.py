@@ -11,6 +11,8 @@ import pytest
 from megalite.config import CheckpointConfig
 from megalite.config.near_checkpoints import no_checkpoint, require_checkpoint, require_load
 from megalite.errors import ConfigurationError
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.resume import find_resume_point
 from tests.end_to_end.runs import GPT2, MOCK, ROOT
 
 
@@ -64,6 +66,16 @@ def test_a_run_needs_what_it_loads_unless_it_saves_there(runs: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match="is no folder; there are some in"):
             require_load(refused)
+
+
+def test_a_folder_that_only_looks_like_a_run_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "run" / "iter_0000300").mkdir(parents=True)
+    settings = CheckpointConfig(load=str(tmp_path / "run"))
+    require_load(settings)
+    with pytest.raises(ConfigurationError, match="run has no checkpoint: give the --save of a training"):
+        find_resume_point(settings, ParallelMesh())
+    same = CheckpointConfig(load=str(tmp_path / "run"), save=str(tmp_path / "run"))
+    assert find_resume_point(same, ParallelMesh()).candidates.paths == ()
 
 
 def test_odd_paths_are_refused_alike(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
 def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
     assert failure(["--hidden-size"]).splitlines() == [
         "--hidden-size needs one value, got none",
-        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size (--help describes all flags)",
+        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size "
+        "(--help describes all flags)",
     ]
 
 

@@ -536,8 +536,8 @@ def test_what_is_not_finite_in_yaml_is_refused(value: float) -> None:
         (
             "--tp 2",
             1,
-            "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2: start that many processes, as by "
-            "torchrun --nproc-per-node 2",
+            "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2: start 2 processes, as by "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2",
         ),
         (
             "--tp 2 --pp 4",
