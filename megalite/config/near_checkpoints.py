@@ -29,10 +29,10 @@ def require_checkpoint(load: str) -> None:
         raise ConfigurationError(no_checkpoint(load))
 
 
-def no_checkpoint(load: str) -> str:
-    """Return the message that --load has no checkpoint, with folders near it that have one."""
+def no_checkpoint(load: str, flag: str = "--load") -> str:
+    """Return the message that the folder of a flag has no checkpoint, with folders near it that have one."""
     near = [] if is_url(load) else _near(Path(load))
-    why = f"--load {load} has no checkpoint" if is_url(load) or os.path.isdir(load) else f"--load {load} is no folder"
+    why = f"{flag} {load} {'has no checkpoint' if is_url(load) or os.path.isdir(load) else 'is no folder'}"
     return f"{why}; there are some in {', '.join(near)}" if near else f"{why}: give the --save of a training"
 
 

@@ -14,6 +14,7 @@ from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.resume import find_resume_point
 from tests.end_to_end.runs import GPT2, MOCK, ROOT
+from tests.harness.tool import run_tool
 
 
 @pytest.fixture
@@ -103,3 +104,10 @@ def test_the_answer_needs_no_torch(command: str, runs: Path) -> None:
     assert (
         ended.stderr == "error: --load runs has no checkpoint; there are some in runs/7b, runs/small-llama, exported\n"
     )
+
+
+def test_a_conversion_names_near_folders_too(runs: Path) -> None:
+    flags = ("--loader", "megalite", "--saver", "hf", "--save-dir", runs / "out")
+    refused = run_tool("convert", *flags, "--load-dir", runs / "run" / "7b")
+    assert refused.code == 93
+    assert f"error: --load-dir {runs}/run/7b is no folder; there are some in {runs}/runs/7b, " in refused.stderr
