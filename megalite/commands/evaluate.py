@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.fields import PositiveFloat, PositiveInt
+from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -79,6 +80,7 @@ def main() -> int:
     """Read the documents, load the latest checkpoint, evaluate, and print tables."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
+    require_checkpoint(arguments.load)
     place = place_from_environment()
     if place.rank or not sys.stderr.isatty():
         # Libraries read these variables when they are imported, and importing torch imports some of these libraries.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.near_checkpoints import require_load
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.single_rank import take_single_rank
@@ -41,6 +42,7 @@ def main() -> int:
         return code
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
+    require_load(config.checkpoint)
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.experts import with_weights_of_sinkhorn
+from megalite.config.experts import with_router_weights
 from megalite.config.layer_patterns import MOST_LAYERS
 from megalite.config.run import fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
@@ -96,7 +96,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    model = with_weights_of_sinkhorn(ModelConfig(**values))
+    model = with_router_weights(ModelConfig(**values))
     if impossible := number_problems(model):
         raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):

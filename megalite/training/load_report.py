@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from megalite.checkpoint import Manifest, TrainingState
+from megalite.checkpoint import Manifest, TrainingState, saved_section
 from megalite.checkpoint.manifest import STATE, dtype_name
+from megalite.config import OptimizerConfig, TrainingConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
+from megalite.errors import CheckpointError
+from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
+from megalite.storage import AnyPath
 from megalite.training.data import NOT_OF_THE_SAMPLES
 from megalite.training.metrics import Recorded
 
@@ -81,6 +87,23 @@ def load_notes(
     ignored = [f"{name}: {reason}" for name, reason in parts.items() if reason is not None]
     line = f"restored: {', '.join(restored)}" + (f"; ignored: {', '.join(ignored)}" if ignored else "")
     return (line, *(differences(saved, config) if position else ()))
+
+
+def rate_change(
+    path: AnyPath, saved: Mapping[str, Any], here: LearningRateSchedule, consumed_samples: int, hidden_size: int
+) -> tuple[str, ...]:
+    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`."""
+    with suppress(CheckpointError):  # the rest of the checkpoint is good without these sections
+        training = saved_section(path, saved, TrainingConfig)
+        optimizer, batch_size = saved_section(path, saved, OptimizerConfig), training.global_batch_size
+        if batch_size is None:
+            return ()
+        rates = rate_schedules(optimizer, training, hidden_size=hidden_size, global_batch_size=batch_size)
+        there, rate = rates.learning_rate, here.at(consumed_samples)
+        if not math.isclose(there.at(consumed_samples), rate, rel_tol=0.01):
+            last = there.at(max(consumed_samples - batch_size, 0))
+            return (f"note: learning rate {last:.3g} -> {rate:.3g}: the schedule differs from that of the last step",)
+    return ()
 
 
 def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:

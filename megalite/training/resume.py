@@ -15,6 +15,7 @@ from megalite.checkpoint import Candidates
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
@@ -53,7 +54,7 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load.
 
     Raises:
-        ConfigurationError: --save has checkpoints of another run, or a required checkpoint is missing.
+        ConfigurationError: --save has checkpoints of another run, or --load has none.
         CheckpointError: a directory cannot be read, or ranks see different files in it.
     """
 
@@ -72,8 +73,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
         _refuse_other_folders(settings.load)
         if settings.moe_use_upcycling:
             raise ConfigurationError(f"--moe-use-upcycling: --load {settings.load} has no checkpoint of a dense model")
-        if settings.finetune:
-            raise ConfigurationError(f"--finetune: --load {settings.load} has no checkpoint to take weights from")
+        if not settings.loads_where_it_saves:
+            raise ConfigurationError(no_checkpoint(settings.load))
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):
         raise ConfigurationError(
             f"--save {settings.save} has {present.paths[0].name} of an earlier run, which this one would not "

@@ -33,7 +33,7 @@ from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
 from megalite.training.gradients import Gradients, undone_by_error
-from megalite.training.load_report import Loaded, expected_records, load_notes, rounding_notes
+from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
@@ -330,6 +330,8 @@ class Trainer:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+            width, here = self.task.hidden_size, self.rates.learning_rate
+            notes += rate_change(path, described.config, here, self.consumed_samples, width)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             if path.parent == self.directory:
