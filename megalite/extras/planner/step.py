@@ -161,6 +161,10 @@ class Step:
             forward, backward = forward + one_forward * count, backward + one_backward * count
             weights += one_forward.products * count  # each product has one for the gradient of its weight
         exchange = self._data.exchange([(record, count, f.total, b.total) for record, count, f, b in ahead])
+        if stage.loss and not stage.embedding and len(self.layout.ends) == 1:  # the embedding's stage is on this rank
+            once = [(self._head if r is parts.head else r, count, f.total, b.total) for r, count, f, b in ahead]
+            of_rank = self._data.exchange(once)  # each use has a sum of gradients, and both have one weight
+            exchange = replace(exchange, gather=of_rank.gather, update=of_rank.update)
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
             sent = Cost(pipeline=self.transfer)
@@ -202,7 +206,8 @@ class Step:
 
     def _afterwards(self, rank: int) -> Cost:
         """Return what a rank does after its last backward."""
-        return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=rank in self.layout.ends)
+        apart = len(self.layout.ends) == 2 and rank in self.layout.ends
+        return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=apart)
 
     def _ends(self) -> list[float]:
         """Return when each rank has run its last action. Many micro-batches are not all simulated."""
