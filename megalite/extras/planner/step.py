@@ -150,8 +150,7 @@ class Step:
         records = {id(each): each for each in layers}
         forward, backward, weights = Cost(), Cost(), 0.0
         ahead: list[tuple[PartRecord, int, Cost, Cost]] = []
-        head = self._head if stage.embedding else parts.head
-        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [head] * stage.loss
+        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [parts.head] * stage.loss
         for record, count, of_layer in [
             *((records[key], count, True) for key, count in counts.items()),
             *((record, 1, False) for record in others),
@@ -160,11 +159,7 @@ class Step:
             ahead.append((record, count, one_forward, one_backward))
             forward, backward = forward + one_forward * count, backward + one_backward * count
             weights += one_forward.products * count  # each product has one for the gradient of its weight
-        exchange = self._data.exchange([(record, count, f.total, b.total) for record, count, f, b in ahead])
-        if stage.loss and not stage.embedding and len(self.layout.ends) == 1:  # the embedding's stage is on this rank
-            once = [(self._head if r is parts.head else r, count, f.total, b.total) for r, count, f, b in ahead]
-            of_rank = self._data.exchange(once)  # each use has a sum of gradients, and both have one weight
-            exchange = replace(exchange, gather=of_rank.gather, update=of_rank.update)
+        exchange = self._exchange(parts, [(record, count, f.total, b.total) for record, count, f, b in ahead], stage)
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
             sent = Cost(pipeline=self.transfer)
@@ -174,6 +169,20 @@ class Step:
             weights,
             exchange,
         )
+
+    def _exchange(
+        self, parts: Parts, ahead: Sequence[tuple[PartRecord, int, float, float]], stage: StageLayers
+    ) -> Exchange:
+        """Return what a stage exchanges, but for what another stage of the rank, or the embedding, exchanges for it."""
+        whole = self._data.exchange(ahead)
+        if not stage.loss or len(self.layout.ends) > 1:
+            return whole
+        once = self._data.exchange([(self._head if each is parts.head else each, *rest) for each, *rest in ahead])
+        if stage.embedding:
+            return replace(once, forward=whole.forward)  # ZeRO 3 gathers a weight for each use
+        # In two stages each use has a sum of gradients, and so a reduce-scatter. The rest is of both.
+        reduce = whole.reduce if self.config.parallel.zero_stage else (whole.reduce + once.reduce) / 2
+        return replace(whole, reduce=reduce, gather=once.gather, update=once.update)
 
     def _without_tied(self, head: PartRecord) -> PartRecord:
         """Return the head for a stage that has the embedding too: a weight of both is exchanged and updated once."""

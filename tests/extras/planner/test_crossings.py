@@ -26,7 +26,7 @@ from tests.harness.wide import wide_except
 
 RANKS, MICRO_BATCHES = 64, 4
 FLAGS = """--num-layers 4 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 704 --seq-length 512
---max-position-embeddings 512 --position-embedding-type rope --normalization RMSNorm --disable-bias-linear
+--max-position-embeddings 512 --normalization RMSNorm --disable-bias-linear
 --vocab-size 8192 --tokenizer-type NullTokenizer --mock-data --lr 1 --train-iters 1
 --hidden-dropout 0 --attention-dropout 0"""
 FACTORS: Factors = {

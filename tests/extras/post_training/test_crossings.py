@@ -194,3 +194,10 @@ def test_a_loss_of_ones_own_is_the_same_on_any_layout(row: Row, rank_pools: Rank
         for step, expected_scores in enumerate(scores):
             parts = [expected_scores[begin : begin + size] for begin in range(0, SAMPLES, size)]
             assert any(torch.allclose(found.scores[step], part, rtol=1e-10, atol=1e-10) for part in parts)
+
+
+def test_samples_of_different_ranks_drop_different_elements(rank_pools: RankPools) -> None:
+    row = {name: values[0] for name, values in FACTORS.items()} | {"layout": "dp2", "dropout": 0.3}
+    records, _ = by_hand(row["loss"], row["entropies"], row["dropout"], row["tied"], row["clip"])
+    for found in rank_pools(2).run(steps, row):
+        assert_number_close(found.records[0]["loss"], records[0]["loss"], "loss", 1e-9)

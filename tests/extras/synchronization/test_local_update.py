@@ -187,6 +187,11 @@ CASES = {
         Method(2, 3, warmup=3),
     ),
     "fedavg": ("--local-update fedavg --local-update-period 3", 2, Method(2, 3, by_tokens=True)),
+    "fedavg after a warm-up": (
+        "--local-update fedavg --local-update-period 2 --local-update-warmup-iters 2",
+        2,
+        Method(2, 2, warmup=2, by_tokens=True),
+    ),
     "easgd": ("--local-update easgd --local-update-period 2 --elastic-rate 0.3", 2, Method(2, 2, elastic=0.3)),
     "diloco": ("--local-update diloco --local-update-period 3", 2, Method(2, 3, outer_lr=0.7, momentum=0.9)),
     "delayed": (
