@@ -64,7 +64,7 @@ def possible(row: Row) -> bool:
     layouts = [LAYOUTS[name] for name in (row["layout"], row["then"]) if name is not None]
     if row["then"] is None and row["saved"] > 1:
         return False
-    if row["sums"] and any(each.get("dp", 1) == 1 or each.get("zero", 0) > 1 or "instances" in each for each in layouts):
+    if row["sums"] and any(each.get("dp", 1) == 1 or each.get("zero", 0) > 1 for each in layouts):
         return False
     return row["model"] != "conv" or len({(each.get("dp", 1), each.get("micro_batches")) for each in layouts}) == 1
 

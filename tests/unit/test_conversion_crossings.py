@@ -1,4 +1,4 @@
-"""Pairs of a network's features and those of formats: weights go through one format after the other, and none changes."""
+"""Pairs of a network's features and those of formats: weights go through three formats, and none changes."""
 
 from __future__ import annotations
 

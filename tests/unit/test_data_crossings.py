@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -141,7 +140,9 @@ def test_packed_conversations_are_those_by_hand(row: Row, tmp_path: Path) -> Non
         train, *_ = build_sft_datasets(data, Samples(number, 0, 0), row["seed"], tokenizer, given)
         assert train is not None
         seen = Counter[Any]()
-        for sample in itertools.takewhile(lambda _: sum(seen.values()) < wanted.total(), range(len(train))):
+        for sample in range(len(train)):
+            if seen.total() >= wanted.total():
+                break
             fields = train[sample]
             documents, padding = fields["document_ids"], fields["padding"]
             assert documents is not None

@@ -159,7 +159,7 @@ class Step:
             ahead.append((record, count, one_forward, one_backward))
             forward, backward = forward + one_forward * count, backward + one_backward * count
             weights += one_forward.products * count  # each product has one for the gradient of its weight
-        exchange = self._exchange(parts, [(record, count, f.total, b.total) for record, count, f, b in ahead], stage)
+        exchange = self._exchange([(record, count, f.total, b.total) for record, count, f, b in ahead], stage)
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
             sent = Cost(pipeline=self.transfer)
@@ -170,14 +170,13 @@ class Step:
             exchange,
         )
 
-    def _exchange(
-        self, parts: Parts, ahead: Sequence[tuple[PartRecord, int, float, float]], stage: StageLayers
-    ) -> Exchange:
+    def _exchange(self, ahead: Sequence[tuple[PartRecord, int, float, float]], stage: StageLayers) -> Exchange:
         """Return what a stage exchanges, but for what another stage of the rank, or the embedding, exchanges for it."""
         whole = self._data.exchange(ahead)
         if not stage.loss or len(self.layout.ends) > 1:
             return whole
-        once = self._data.exchange([(self._head if each is parts.head else each, *rest) for each, *rest in ahead])
+        *others, (_, count, forward, backward) = ahead  # the head is the last
+        once = self._data.exchange([*others, (self._head, count, forward, backward)])
         if stage.embedding:
             return replace(once, forward=whole.forward)  # ZeRO 3 gathers a weight for each use
         # In two stages each use has a sum of gradients, and so a reduce-scatter. The rest is of both.

@@ -239,9 +239,9 @@ def test_a_slice_of_a_tied_embedding_is_summed_over_the_first_and_last_stage() -
 def test_instances_sum_their_slices_once_in_a_step(zero: str) -> None:
     run = config(batch=16, data_parallel_sharding_strategy=zero, num_distributed_optimizer_instances=2)
     layer = replace(LAYER, parameters=10**6)
-    exchanges = [stage.exchange for stage in step(run, 4, layer=layer, cluster=replace(CLUSTER, node=Link(0.0, 1.0))).stages]
-    within, across = 8 * 10**6 * 4 / 2, 8 * 10**6 * 4 / 2
-    reduce = sum(each.reduce for each in exchanges)
+    found = step(run, 4, layer=layer, cluster=replace(CLUSTER, node=Link(0.0, 1.0)))
+    within = across = 8 * 10**6 * 4 / 2
+    reduce = sum(stage.exchange.reduce for stage in found.stages)
     assert reduce == pytest.approx(across + (within if zero == "optim" else 0.0), rel=1e-6)
 
 

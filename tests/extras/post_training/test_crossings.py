@@ -1,4 +1,4 @@
-"""Losses of one's own by `run.forward_backward` on any layout, with dropout, entropies and several terms, as by hand."""
+"""Losses of one's own by `run.forward_backward` on any layout, with dropout, entropies and several terms."""
 
 from __future__ import annotations
 
