@@ -22,6 +22,7 @@ FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidd
 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LAYOUTS = [
     "--tp 2 --sequence-parallel --use-distributed-optimizer",
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "--data-parallel-sharding-strategy optim_grads_params --untie-embeddings-and-output-weights",
     "--data-parallel-sharding-strategy optim_grads --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization.compressed import CompressedReduction
+from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.extras.synchronization.methods import make_compressor
 from megalite.extras.synchronization.power import first_factor
 from megalite.parallel.collectives import Pending
@@ -301,17 +303,22 @@ def losses_and_residuals(flags: str) -> tuple[list[float], dict[str, Tensor]]:
     trainer = gpt_trainer(config, open_data(config), mesh)
     with trainer.loader:
         losses = [trainer.step().loss for _ in range(4)]
-    packers = getattr(trainer.optimizer.buckets[0].accumulators[0].reduction, "packers", {})
-    return losses, {name: packer.state["residual"] for name, packer in packers.items()}
+    reduction = trainer.optimizer.buckets[0].accumulators[0].reduction
+    if isinstance(reduction, LowRankReduction):
+        return losses, dict(reduction.state)
+    assert isinstance(reduction, CompressedReduction)
+    return losses, {name: packer.state["residual"] for name, packer in reduction.packers.items()}
 
 
-def test_residuals_follow_the_loss_scale(rank_pools: RankPools) -> None:
-    """A loss scale that is doubled after each step gives the bits of one that stays."""
-    flags = "--fp16 --no-fp64 --gradient-compression bf16 --initial-loss-scale 256 --min-loss-scale 1"
+@pytest.mark.parametrize("method", ["bf16", "powersgd --compression-rank 1"])
+def test_residuals_follow_the_loss_scale(method: str, rank_pools: RankPools) -> None:
+    """A loss scale that is doubled after each step gives the residuals of one that stays."""
+    flags = f"--fp16 --no-fp64 --gradient-compression {method} --initial-loss-scale 256 --min-loss-scale 1"
     growing = rank_pools(2).run(losses_and_residuals, f"{flags} --loss-scale-window 1")
     steady = rank_pools(2).run(losses_and_residuals, flags)
     for (losses, residuals), (others, wanted) in zip(growing, steady, strict=True):
         assert losses == pytest.approx(others, rel=1e-3)  # activations underflow less at a larger scale
+        assert residuals.keys() == wanted.keys() != set()
         for name, values in residuals.items():
             assert values.norm().item() == pytest.approx(wanted[name].norm().item(), rel=0.1)
 

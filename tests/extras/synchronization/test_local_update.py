@@ -188,9 +188,9 @@ CASES = {
     ),
     "fedavg": ("--local-update fedavg --local-update-period 3", 2, Method(2, 3, by_tokens=True)),
     "fedavg after a warm-up": (
-        "--local-update fedavg --local-update-period 2 --local-update-warmup-iters 3",
+        "--local-update fedavg --local-update-period 2 --local-update-warmup-iters 2",
         2,
-        Method(2, 2, warmup=3, by_tokens=True),
+        Method(2, 2, warmup=2, by_tokens=True),
     ),
     "easgd": ("--local-update easgd --local-update-period 2 --elastic-rate 0.3", 2, Method(2, 2, elastic=0.3)),
     "diloco": ("--local-update diloco --local-update-period 3", 2, Method(2, 3, outer_lr=0.7, momentum=0.9)),
@@ -287,3 +287,11 @@ def test_evaluations_are_of_the_weights_after_the_last_exchange(flags: str, rank
         assert_number_close(loss, total.item() / count, "validation loss", 1e-10)
         for name, (_, values) in held.items():
             assert_bits_equal(values, outcome.held[name][1], name)
+
+
+def test_evaluations_of_the_warm_up_are_of_the_weights_of_the_step(rank_pools: RankPools) -> None:
+    """The weights after the last exchange are still those of the start then."""
+    plain = rank_pools(2).run(evaluated, "")
+    warming = "--local-update diloco --local-update-period 3 --local-update-warmup-iters 6"
+    for (loss, _), (expected, _) in zip(rank_pools(2).run(evaluated, warming), plain, strict=True):
+        assert_number_close(loss, expected, "validation loss", 1e-10)
