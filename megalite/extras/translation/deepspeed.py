@@ -15,6 +15,7 @@ from megalite.extras.translation.keys import (
     as_number,
     by_key,
     is_on,
+    keys,
     leaves,
     tables,
     whole_number,
@@ -49,11 +50,12 @@ _RATES = {"WarmupDecayLR": 0.001}
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
+def translate(settings: Mapping[str, Any], ranks: int | None, *, alone: bool = True) -> Report:
     """Return the flags that a configuration stands for.
 
     Args:
         ranks: number of data-parallel ranks, if it is known.
+        alone: whether DeepSpeed makes the schedule and groups the parameters, and not the program around it.
 
     Raises:
         ConfigurationError: values contradict each other, or are of the wrong type.
@@ -87,14 +89,15 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     ]
     steps += [partial(_batch, values, report, ranks)]
     steps += [partial(step, values, report) for step in (_precision, _sharding)]
-    steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, _schedule)]
+    steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, *([_schedule] if alone else []))]
     steps += [partial(step, values, report) for step in (_monitoring, _others)]
     for step in steps:  # a bad value does not hide what the others say
         try:
             step()
         except ConfigurationError as error:
             report.refused += str(error).splitlines()
-    report.note_decay("DeepSpeed (unless the program groups parameters)")
+    if alone:
+        report.note_decay("DeepSpeed (unless the program groups parameters)")
     return report
 
 
@@ -288,4 +291,4 @@ def _monitoring(values: Mapping[str, Any], report: Report) -> None:
 
 def _others(values: Mapping[str, Any], report: Report) -> None:
     idle, refused = by_key("idle"), by_key("refused")
-    add_others(values, report, {*tables()["flags"], *tables()["read"]["keys"].split(), *idle, *refused}, idle, refused)
+    add_others(values, report, keys(), idle, refused)

@@ -19,6 +19,7 @@ _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep",
 TORCHTITAN = "torchtitan.train"
 _PROGRAMS = ("megalite-pretrain", TORCHTITAN)
 _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed", "per-device-train-batch-size")
+_EMPTY = re.compile(r"line (\d+): (.*) is not set, and taken as empty in the condition")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")
 """Launchers that start the processes of a node. Their numbers count, not those of what starts them on each node."""
 _OUTER = ("sbatch", "srun", "mpirun", "mpiexec")
@@ -95,7 +96,7 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         )
     found.sort(key=lambda each: -_likeness(*each))
     (command, at), *others = found
-    notes = [*script.notes]
+    notes = _together(script.notes)
     if others and _likeness(*others[0]) == _likeness(command, at):
         lines = ", ".join(str(each.line) for each, _ in others[:8])
         notes.append(f"line {command.line}: the first training command is taken; there are more in lines {lines}")
@@ -122,6 +123,18 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         unclear,
         len(before),
     )
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Return notes with those on variables that conditions take as empty in one line, if there are several."""
+    empty = [found for note in notes if (found := _EMPTY.fullmatch(note))]
+    if len(empty) < 2:
+        return list(notes)
+    names, lines = (", ".join(dict.fromkeys(found[part] for found in empty)) for part in (2, 1))
+    return [
+        *(note for note in notes if not _EMPTY.fullmatch(note)),
+        f"lines {lines}: {names} are not set, and taken as empty in conditions",
+    ]
 
 
 def _program_at(command: Command) -> int | None:
