@@ -30,7 +30,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
-    place = place_from_environment()
+    place = place_from_environment(with_servers=True)
     alone, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
@@ -41,6 +41,7 @@ def main() -> int:
         return code
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
+    place.require_servers(config.synchronization.num_servers if config.synchronization.has_servers else 0)
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()
