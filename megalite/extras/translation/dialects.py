@@ -31,7 +31,7 @@ def words_of(program: str) -> Mapping[str, tuple[str, str]]:
             if table in ("flags", "values"):
                 found.setdefault(key.partition(" ")[0], (table, text))
             else:
-                found |= {name: (table, "" if table == "read" else key) for name in text.split()}
+                found |= dict.fromkeys(text.split(), (table, "" if table == "read" else key))
     return found
 
 

@@ -9,10 +9,7 @@ from megalite.extras.translation.dialects import MEGATRON_DEEPSPEED, own_words, 
 from megalite.extras.translation.report import Report
 
 _TOKENS = {"train-tokens": "train", "lr-decay-tokens": "lr-decay", "lr-warmup-tokens": "lr-warmup"}
-_OF_EXPERTS = (
-    "num-experts expert-interval topk moe-loss-coeff moe-train-capacity-factor disable-moe-token-dropping "
-    "disable-moe-top2-2nd-expert-sampling moe-expert-parallel-size"
-).split()
+_OF_EXPERTS = ["num-experts", "expert-interval", "topk", "moe-loss-coeff", "moe-train-capacity-factor", "disable-moe-token-dropping", "disable-moe-top2-2nd-expert-sampling", "moe-expert-parallel-size"]
 
 
 def add_megatron_deepspeed(argv: Sequence[str], report: Report) -> list[str]:

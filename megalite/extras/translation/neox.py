@@ -66,7 +66,9 @@ def _of_deepspeed(values: Mapping[str, Any], idle: list[str]) -> dict[str, Any]:
             unused = [key for key in section if own == "bf16" and key != "enabled" and f"fp16.{key}" in keys()]
             idle += [f"{name}.{key}: bf16 has no loss scale" for key in unused]
             del found[name]
-            dropped = {"type", "fp16", "bf16", *unused}
+            kinds = [key for key in ("type", "fp16", "bf16") if key in section]
+            idle += [f"{name}.{key}: the kind of number, beside enabled" for key in kinds]
+            dropped = {*kinds, *unused}
             found[own] = {key: value for key, value in section.items() if key not in dropped}
     if "train_micro_batch_size_per_gpu" in found and "train_batch_size" not in found:
         found.setdefault("gradient_accumulation_steps", 1)
@@ -101,7 +103,8 @@ def _add_layers(values: Mapping[str, Any], report: Report) -> None:
         return
     activation = values.get("activation", "gelu")
     if activation == "gelu" and not is_on(values, "bias_gelu_fusion"):
-        report.add("activation gelu, not fused with a bias", "--exact-gelu")
+        given = "bias_gelu_fusion false" if "bias_gelu_fusion" in values else "gelu, which is exact unless it is fused"
+        report.add(given, "--exact-gelu")
     elif "bias_gelu_fusion" in values:
         report.idle.append("bias_gelu_fusion: GELU is in its tanh form if it is on, and no other activation changes")
     name, usual = ("rms_norm_epsilon", 1e-8) if values.get("norm") == "rmsnorm" else ("layernorm_epsilon", 1e-5)

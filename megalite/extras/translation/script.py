@@ -13,7 +13,7 @@ from megalite.extras.translation.shell_expansion import Unknown
 
 _LAUNCHERS = {
     *("torchrun", "python", "srun", "sbatch", "deepspeed", "accelerate", "mpirun", "mpiexec", "ft_launcher"),
-    *("numactl", "env", "nohup", "exec"),
+    *("horovodrun", "numactl", "env", "nohup", "exec"),
 }
 _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep", "git", "chmod", "tar")
 TORCHTITAN = "torchtitan.train"
@@ -22,7 +22,9 @@ _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed",
 _EMPTY = re.compile(r"line (\d+): (.*) is not set, and taken as empty in the condition")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")
 """Launchers that start the processes of a node. Their numbers count, not those of what starts them on each node."""
-_OUTER = ("sbatch", "srun", "mpirun", "mpiexec")
+_BY_MPI = ("mpirun", "mpiexec", "horovodrun")
+"""Launchers whose numbers have the names of mpirun's."""
+_OUTER = ("sbatch", "srun", *_BY_MPI)
 _MODULES = {
     **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     "accelerate.commands.launch": "accelerate",
@@ -195,7 +197,7 @@ def _places(script: Script, words: Sequence[str]) -> tuple[int | None, int | Non
         return [next((given[name] for name in each if name in given), None) for each in names]
 
     outer = [*script.headers, *started] if started or inner else []
-    by_mpi = not {"mpirun", "mpiexec"}.isdisjoint(parts)
+    by_mpi = not parts.keys().isdisjoint(_BY_MPI)
     nodes, per_node, processes = found(outer, _MPI_NAMES if by_mpi else _SLURM_NAMES)
     if inner:
         own, per_node, processes = found(parts[inner], _INNER_NAMES)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from megalite.errors import ConfigurationError
-from megalite.extras.translation import deepspeed, neox
+from megalite.extras.translation import deepspeed, frameworks, neox
 from megalite.extras.translation.environment import add_environment
 from megalite.extras.translation.keys import is_deepspeeds
 from megalite.extras.translation.megatron_deepspeed import add_megatron_deepspeed
@@ -87,12 +87,14 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
         return _from_settings(settings, variables, ranks)
     if of_yaml or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
         settings, notes = read_yaml(text)
-        report = _from_settings(settings, variables, ranks)
-        report.notes[:0] = notes
-        return report
+        found = _from_settings(settings, variables, ranks)
+        found.notes[:0] = notes
+        return found
     if suffix == ".toml":
         raise ConfigurationError(_TORCHTITAN)
     if suffix == ".py" or (_IN_PYTHON.search(text) and not text.startswith("#!/bin/")):
+        if report := frameworks.translate(text):
+            return report
         raise ConfigurationError(_PYTHON)
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
     return _from_launch(read_script(text, own | dict(variables)), ranks)
@@ -128,6 +130,11 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         report.per_node = ranks // (launch.nodes or 1)
     elif launch.uncounted:
         report.missing.insert(0, launch.uncounted)
+    if re.search(r"horovodrun\b.* --?(min-n|max-n|host-discovery)", " ".join(launch.launcher)):
+        report.refused.append(
+            "horovodrun --min-np, --max-np, --host-discovery-script: elastic runs are torchrun --nnodes MIN:MAX "
+            "--max-restarts N, with --save DIR --resume auto (docs/launchers.md)"
+        )
     program = PurePath(launch.program).name
     if program == TORCHTITAN:
         report.refused.append(_TORCHTITAN)

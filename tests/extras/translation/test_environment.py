@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from megalite.extras.translation.environment import KEPT
+from megalite.extras.translation.environment import KEPT, add_environment
 from megalite.extras.translation.report import Report
-from megalite.extras.translation.environment import add_environment
 
 HARMFUL = """
 TORCH_LOGS TORCH_LOGS_OUT TORCH_LOGS_FORMAT TORCH_TRACE TORCH_SHOW_CPP_STACKTRACES TORCH_FR_DUMP_TEMP_FILE

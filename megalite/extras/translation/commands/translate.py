@@ -39,6 +39,7 @@ _KEPT = re.compile(
 )
 """Options of torchrun that stay as they are."""
 _OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
+_STARTS_TASKS = {"srun", "mpirun", "mpiexec", "horovodrun"}
 _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
 
 
@@ -177,11 +178,11 @@ def _command(report: Report, *, started: bool = False) -> list[list[str]]:
     flags = [[f"--{flag}", *values] for flag, values in flag_groups(report.flags)]
     names = [PurePath(word).name for word in report.launcher]
     start = next((at for at, name in enumerate(names) if name.startswith(_STARTS)), 0)
-    tasks = report.launcher[:start] if {"srun", "mpirun", "mpiexec", "numactl"} & set(names[:start]) else ()
+    tasks = report.launcher[:start] if (_STARTS_TASKS | {"numactl"}) & set(names[:start]) else ()
     before = [*(["env", *environment] if environment else []), *tasks]
     by_torch = any(name.startswith(("torch", "deepspeed", "accelerate")) for name in names)
     given, kept = _options_of_torchrun(report.launcher[start:] if by_torch else ())
-    by_tasks = (started or {"srun", "mpirun", "mpiexec"} & set(names[:start])) and not by_torch
+    by_tasks = (started or _STARTS_TASKS & set(names[:start])) and not by_torch
     count = [str(report.per_node)] if report.per_node else given.get("nproc-per-node", [])
     if by_tasks or report.world_size == 1 or not count:
         return [[*before, "megalite-pretrain"], *flags]
