@@ -138,8 +138,7 @@ _POD_LAUNCHERS = (
 HOROVOD_SETTINGS = {
     "HOROVOD_AUTOTUNE": "--ddp-bucket-size",
     "HOROVOD_FUSION_THRESHOLD": "--ddp-bucket-size, in elements",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--num-distributed-optimizer-instances",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "--num-distributed-optimizer-instances",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--all-reduce-algorithm hierarchical",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--distributed-timeout-minutes",
     "HOROVOD_TIMELINE": "--profile --use-pytorch-profiler",
 }
@@ -156,9 +155,9 @@ def launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
     """
     if environment.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
         raise ConfigurationError(
-            f"HOROVOD_ELASTIC={environment['HOROVOD_ELASTIC']!r:.20}: horovodrun would replace ranks within the run; use "
-            "torchrun --nnodes MIN:MAX --max-restarts N with --save DIR --resume auto, which goes on from the last "
-            "checkpoint with the ranks that there are"
+            f"HOROVOD_ELASTIC={environment['HOROVOD_ELASTIC']!r:.20}: horovodrun would replace ranks within the run; "
+            "use torchrun's --nnodes MIN:MAX and --max-restarts N with --save DIR --resume auto, which goes on from the "
+            "last checkpoint with the ranks that there are (docs/launchers.md)"
         )
     told = LauncherInfo()
     for launcher in _MPI_LAUNCHERS:

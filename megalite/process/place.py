@@ -57,8 +57,9 @@ class Place:
         """Raise ConfigurationError if the launcher tells of parameter servers, and the run has not as many."""
         if self.servers not in (0, number):
             raise ConfigurationError(
-                f"TF_CONFIG's cluster has {self.servers} ps, but {number} of the ranks are servers: give megalite-pretrain "
-                f"--asynchronous parameter-server --num-servers {self.servers}, or leave ps out of the cluster"
+                f"TF_CONFIG's cluster has {self.servers} ps, but {number} of the ranks are servers: give "
+                f"megalite-pretrain --asynchronous parameter-server --num-servers {self.servers}, or leave ps out of "
+                "the cluster"
             )
 
 

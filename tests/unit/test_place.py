@@ -146,7 +146,7 @@ WRONG = {
     ),
     "HOROVOD_RANK=0": "horovodrun set HOROVOD_RANK=0 without WORLD_SIZE",
     HOROVOD.replace("SIZE=2", "SIZE=4", 1): "HOROVOD_SIZE=4 without MASTER_ADDR, MASTER_PORT,",
-    ELASTIC: "HOROVOD_ELASTIC='1': horovodrun would replace ranks within the run; use torchrun --nnodes MIN:MAX",
+    ELASTIC: "HOROVOD_ELASTIC='1': horovodrun would replace ranks within the run; use torchrun's --nnodes MIN:MAX",
     # clusters of TensorFlow that are wrong
     f"{WORKERS} OMPI_COMM_WORLD_RANK=1": "OMPI_COMM_WORLD_RANK=1 disagrees with TF_CONFIG's rank=2",
     WITH_SERVERS: "cluster has 2 ps, but 0 of the ranks are servers: .*--num-servers 2, or leave ps out",

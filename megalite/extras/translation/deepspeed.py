@@ -146,11 +146,14 @@ def _precision(values: Mapping[str, Any], report: Report) -> None:
         report.add("fp16.enabled", "--fp16")
         if values.get("fp16.loss_scale"):
             report.add("fp16.loss_scale", "--loss-scale", as_number("fp16.loss_scale", values["fp16.loss_scale"]))
+            unused = ["fp16.initial_scale_power"] if "fp16.initial_scale_power" in values else []
+            report.idle += [f"{key}: the loss scale is fixed" for key in unused]
         else:
             power = as_number(
                 "fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16), lambda n: 0 <= n < 64
             )
-            report.add(f"fp16.initial_scale_power {power}", "--initial-loss-scale", str(2 ** int(power)))
+            dynamic = "fp16.loss_scale 0, " * ("fp16.loss_scale" in values)
+            report.add(f"{dynamic}fp16.initial_scale_power {power}", "--initial-loss-scale", str(2 ** int(power)))
     dtype = str(values.get("communication_data_type") or "fp32").lower()
     if dtype in ("bf16", "bfp16", "bfloat16"):
         report.add("communication_data_type", "--grad-reduce-in-bf16")

@@ -9,7 +9,15 @@ from megalite.extras.translation.dialects import MEGATRON_DEEPSPEED, own_words, 
 from megalite.extras.translation.report import Report
 
 _TOKENS = {"train-tokens": "train", "lr-decay-tokens": "lr-decay", "lr-warmup-tokens": "lr-warmup"}
-_OF_EXPERTS = ["num-experts", "expert-interval", "topk", "moe-loss-coeff", "moe-train-capacity-factor", "disable-moe-token-dropping", "disable-moe-top2-2nd-expert-sampling", "moe-expert-parallel-size"]
+_TOGETHER = (
+    "expert-interval",
+    "topk",
+    "moe-loss-coeff",
+    "moe-train-capacity-factor",
+    "disable-moe-token-dropping",
+    "disable-moe-top2-2nd-expert-sampling",
+)
+"""Flags of layers with experts that `_add_experts` translates together."""
 
 
 def add_megatron_deepspeed(argv: Sequence[str], report: Report) -> list[str]:
@@ -17,39 +25,32 @@ def add_megatron_deepspeed(argv: Sequence[str], report: Report) -> list[str]:
 
     A command without any of them is returned as it is.
     """
-    groups = report.last_of_each(argv)
-    if own_words(MEGATRON_DEEPSPEED).isdisjoint(groups):
+    groups, own = report.last_of_each(argv), own_words(MEGATRON_DEEPSPEED)
+    if own.isdisjoint(groups):
         return list(argv)
     rest: list[str] = []
     experts = groups.get("num-experts", ["1"]) != ["1"]
     counted = {f"{_TOKENS[flag]}-{unit}" for flag in groups.keys() & _TOKENS for unit in ("iters", "samples")}
     for flag, values in groups.items():
         given = " ".join([f"--{flag}", *values])
-        needed = any(f"{flag} needs " in line.replace("_", "-") for line in report.missing)
-        if needed:  # its value is not known yet
-            rest += [f"--{flag}", *values] if flag not in own_words(MEGATRON_DEEPSPEED) else []
+        if any(f"--{flag} needs " in line.replace("_", "-") for line in report.missing):  # its value is not known yet
+            rest += [f"--{flag}", *values] if flag not in own else []
         elif flag in ("deepspeed-config", "deepscale-config"):
             report.notes.append(
                 f"{given}: a file of its own, which is not read here; DeepSpeed trains with its ZeRO stage, precision, "
                 "clipping and batch sizes: megalite-translate translates it"
             )
         elif flag in _TOKENS:
+            also = [f"--{each} {' '.join(groups[each])}" for each in sorted(counted) if each in groups]
+            also = [each for each in also if each.startswith(f"--{_TOKENS[flag]}-")]
             try:
-                also = [
-                    f"--{each} {' '.join(groups[each])}"
-                    for each in sorted(counted & groups.keys())
-                    if each.startswith(f"{_TOKENS[flag]}-")
-                ]
                 report.add(", ".join([given, *also]), *_from_tokens(flag, values, groups))
             except ConfigurationError as error:
                 report.refused.append(str(error))
-        elif flag in counted:
-            pass  # with the flag that counts the same in tokens
-        elif flag in _OF_EXPERTS and not experts:
+        elif flag in (*_TOGETHER, "num-experts", "moe-expert-parallel-size") and not experts:
             report.idle.append(f"--{flag}: no layer has experts")
-        elif flag == "num-experts" or flag not in _OF_EXPERTS or flag == "moe-expert-parallel-size":
-            if not translated(MEGATRON_DEEPSPEED, flag, values, given, report):
-                rest += [f"--{flag}", *values] if flag else values
+        elif flag not in (*_TOGETHER, *counted) and not translated(MEGATRON_DEEPSPEED, flag, values, given, report):
+            rest += [f"--{flag}", *values] if flag else values
     if experts:
         _add_experts(groups, report)
     return rest

@@ -101,7 +101,7 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
 
 
 def _from_settings(settings: Mapping[str, Any], variables: Mapping[str, str], ranks: int | None) -> Report:
-    """Translate a mapping by the program whose keys it has. Raises ConfigurationError if that is none of those known."""
+    """Translate a mapping by the program whose keys it has. Raises ConfigurationError if none is known."""
     if "MODEL_ARGS" not in settings:
         if "fsdp_config" in settings or "distributed_type" in settings:
             raise ConfigurationError(_ACCELERATE)
@@ -132,8 +132,8 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         report.missing.insert(0, launch.uncounted)
     if re.search(r"horovodrun\b.* --?(min-n|max-n|host-discovery)", " ".join(launch.launcher)):
         report.refused.append(
-            "horovodrun --min-np, --max-np, --host-discovery-script: elastic runs are torchrun --nnodes MIN:MAX "
-            "--max-restarts N, with --save DIR --resume auto (docs/launchers.md)"
+            "horovodrun --min-np, --max-np, --host-discovery-script: elastic runs are torchrun's --nnodes "
+            "MIN:MAX and --max-restarts N, with --save DIR --resume auto (docs/launchers.md)"
         )
     program = PurePath(launch.program).name
     if program == TORCHTITAN:

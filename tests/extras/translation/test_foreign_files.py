@@ -196,7 +196,8 @@ def test_words_of_gpt_neox(changes: dict[str, Any], line: str, tmp_path: Path) -
 def test_text_of_gpt_neox_between_braces_with_comments_is_read(tmp_path: Path) -> None:
     path = tmp_path / "125M.yml"
     path.write_text(
-        '# GPT-2\n{\n  # parallel\n  "pipe_parallel_size": 1,\n  "num-layers": 12, # layers\n  "fp16": {"enabled": True,},\n}\n'
+        '# GPT-2\n{\n  # parallel\n  "pipe_parallel_size": 1,\n  "num-layers": 12, # layers\n'
+        '  "fp16": {"enabled": True,},\n}\n'
     )
     report = translate(str(path), {})
     assert (report.refused, report.missing) == ([], [])
@@ -234,7 +235,7 @@ def test_keys_of_a_mapping_that_are_merged_or_given_again(tmp_path: Path) -> Non
     ]
 
 
-# ---------------------------------------------------------------------------------------------------- Megatron-DeepSpeed
+# -------------------------------------------------------------------------------------------------- Megatron-DeepSpeed
 
 
 def megatron_deepspeed(flags: str) -> Report:
@@ -337,7 +338,7 @@ def test_tables_of_words_name_flags_that_exist(program: str) -> None:
             assert report.refused == [], (name, text)
 
 
-# ---------------------------------------------------------------------------------------------------- Horovod, TensorFlow
+# ------------------------------------------------------------------------------------------------- Horovod, TensorFlow
 
 
 def test_words_of_horovod_and_tensorflow_are_answered(tmp_path: Path) -> None:

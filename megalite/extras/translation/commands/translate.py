@@ -50,7 +50,7 @@ class Arguments:
     file: str = field(metadata=POSITIONAL)
     """The launch script; a YAML of Megatron-LM's tests, GPT-NeoX or Primus; or a JSON of DeepSpeed."""
     set: tuple[str, ...] = field(default=())
-    """NAME=VALUE ...: variables of the script, which take precedence; 1=VALUE is its first argument. May be repeated."""
+    """NAME=VALUE ...: variables of the script, which take precedence; 1=VALUE is its first argument."""
     ranks: PositiveInt | None = None
     """Number of ranks, if the file does not say it; data-parallel ones for a JSON of DeepSpeed."""
     check: bool = False
