@@ -156,8 +156,8 @@ def launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
     if environment.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
         raise ConfigurationError(
             f"HOROVOD_ELASTIC={environment['HOROVOD_ELASTIC']!r:.20}: horovodrun would replace ranks within the run; "
-            "use torchrun's --nnodes MIN:MAX and --max-restarts N with --save DIR --resume auto, which goes on from the "
-            "last checkpoint with the ranks that there are (docs/launchers.md)"
+            "use torchrun's --nnodes MIN:MAX and --max-restarts N with --save DIR --resume auto, which goes on from "
+            "the last checkpoint with the ranks that there are (docs/launchers.md)"
         )
     told = LauncherInfo()
     for launcher in _MPI_LAUNCHERS:
