@@ -33,11 +33,18 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     """Return the flags that settings stand for.
 
     Args:
-        ranks: number of data-parallel ranks, if it is known.
+        ranks: number of all ranks, if it is known.
+
+    Raises:
+        ConfigurationError: the ranks cannot be divided as the settings say.
     """
     values = {name.replace("-", "_"): value for name, value in settings.items()}
+    parts = [as_count(name, values.get(name) or 1) for name in ("pipe_parallel_size", "model_parallel_size")]
+    if ranks is not None and ranks % math.prod(parts):
+        raise ConfigurationError(f"--ranks {ranks}: not a multiple of {math.prod(parts)}, the ranks of one model")
+    copies = None if ranks is None else ranks // math.prod(parts)
     idle: list[str] = []
-    report = deepspeed.translate(_of_deepspeed(values, idle), ranks, alone=False)
+    report = deepspeed.translate(_of_deepspeed(values, idle), copies, alone=False)
     report.idle += idle
     for step in (_add_layers, _add_initial_weights, _add_data):
         try:
@@ -151,6 +158,11 @@ def _add_initial_weights(values: Mapping[str, Any], report: Report) -> None:
 
 def _add_data(values: Mapping[str, Any], report: Report) -> None:
     """Translate paths and their weights. Raises ConfigurationError if they do not match."""
+    if isinstance(vocabulary := values.get("vocab_file"), str):
+        in_one_file = values.get("tokenizer_type") in ("HFTokenizer", "SPMTokenizer")
+        report.add("vocab_file", "--tokenizer-model" if in_one_file else "--vocab-file", vocabulary)
+    elif vocabulary is not None:
+        raise ConfigurationError(f"vocab_file is {shown(vocabulary)}: expected a path")
     for part in ("train", "valid", "test"):
         paths, weights = values.get(f"{part}_data_paths"), values.get(f"{part}_data_weights")
         if paths is None and weights is None:

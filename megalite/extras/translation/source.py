@@ -41,7 +41,7 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
 
     Args:
         variables: values that take precedence over those of a launch script.
-        ranks: number of ranks, if the file does not say it; data-parallel ones for DeepSpeed's.
+        ranks: number of ranks, if the file does not say it; data-parallel ones for DeepSpeed's JSON.
 
     Raises:
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of

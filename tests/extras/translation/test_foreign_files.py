@@ -158,12 +158,13 @@ def test_settings_of_gpt_neox_are_the_same_network_and_run(tmp_path: Path) -> No
     assert (model.position_embedding_type, model.rotary_percent) == ("rope", 0.25)
     assert (model.untie_embeddings_and_output_weights, model.init_method_std) == (True, pytest.approx(1 / 40))
     assert (parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size) == (1, 2)
-    assert (training.micro_batch_size, training.global_batch_size, training.fp16) == (4, 64, True)
+    assert (training.micro_batch_size, training.global_batch_size, training.fp16) == (4, 32, True)
     assert (training.recompute_granularity, training.recompute_num_layers) == ("full", 1)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.adam_beta2, optimizer.min_lr) == (1e-3, 0.05, 0.95, 1e-4)
     assert (optimizer.lr_decay_style, optimizer.lr_warmup_fraction) == ("cosine", 0.01)
     assert (config.data.train_data_path, config.data.valid_data_path) == (("1", "a", "2.5", "b"), ("c",))
     assert (config.data.tokenizer_type, config.checkpoint.save_interval) == ("HuggingFaceTokenizer", 100)
+    assert (config.data.tokenizer_model, config.data.vocab_file) == ("tokenizer.json", None)
     assert any("output_layer_init_method 'wang_init'" in note for note in report.notes)
     assert not any("norms and biases" in note for note in report.notes)  # it groups the parameters
 
@@ -191,6 +192,13 @@ def test_words_of_gpt_neox(changes: dict[str, Any], line: str, tmp_path: Path) -
     text = "\n".join(said(report))
     assert line in text or line in " ".join(report.flags), text
     assert len(report.refused) == line.startswith("refused")
+
+
+def test_ranks_of_gpt_neox_are_divided_among_copies_of_the_model(tmp_path: Path) -> None:
+    report = report_of(tmp_path, "neox.yml", PYTHIA)
+    assert "train_batch_size = 4 x 2 x 4 ranks -> --global-batch-size 32" in report.changed
+    with pytest.raises(ConfigurationError, match="--ranks 7: not a multiple of 2, the ranks of one model"):
+        translate(str(tmp_path / "neox.yml"), {}, 7)
 
 
 def test_text_of_gpt_neox_between_braces_with_comments_is_read(tmp_path: Path) -> None:
