@@ -31,7 +31,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
-    place = place_from_environment()
+    place = place_from_environment(with_servers=True)
     single, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
@@ -43,6 +43,7 @@ def main() -> int:
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
     require_load(config.checkpoint)
+    place.require_servers(place.world_size - config.synchronization.workers(place.world_size))
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()
