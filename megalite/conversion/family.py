@@ -92,8 +92,8 @@ class Family:
         """Yield the fate of each key of a config.json; of a key that is used, the flags that it stands for."""
         read = {name: KeyFate(name, "used", _KEPT) for name in CARRIED}
         for keys, fields, problem in self._read(config):
-            fate = ("refused", problem) if problem else ("used", _as_flags(fields) or _CHECKED)
-            read |= {name: KeyFate(name, *fate) for name in keys.names}
+            why = problem or _as_flags(fields) or _CHECKED
+            read |= {name: KeyFate(name, "refused" if problem else "used", why) for name in keys.names}
         for fate in self.fates.of_keys(config):
             yield read[fate.key] if fate.kind == "used" else fate
 
