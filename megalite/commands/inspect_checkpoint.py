@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from megalite.config.checkpoint import checkpoints_in
+from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.fields import CORES, Workers
 from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
@@ -83,10 +83,10 @@ def main() -> None:
     elif arguments.load is not None:
         show_checkpoint(arguments, arguments.load)
     elif arguments.folder is not None:
-        show_fates(arguments, Path(arguments.folder))
+        show_fates(arguments, arguments.folder)
 
 
-def show_fates(arguments: Arguments, folder: Path) -> None:
+def show_fates(arguments: Arguments, folder: str) -> None:
     """Show what becomes of each key of a folder, by file or section.
 
     Raises:
@@ -103,37 +103,45 @@ def show_fates(arguments: Arguments, folder: Path) -> None:
         say(f"{folder} can be {usable}")
 
 
-def key_fates(folder: Path) -> dict[str, list[KeyFate]]:
+def key_fates(folder: str) -> dict[str, list[KeyFate]]:
     """Return the fates of a folder's keys by file, or by section of its options."""
-    if (folder / "config.json").is_file() or checkpoints_in(folder) == "megatron":
+    if kind_of(folder) != "megalite":
         from megalite.conversion.key_fates import fates_of_folder
 
-        return fates_of_folder(folder)
+        return fates_of_folder(Path(folder))
     from megalite.training.load_report import option_fates
 
-    return option_fates(open_checkpoint(str(folder)).manifest.config)
+    return option_fates(open_checkpoint(folder).manifest.config)
 
 
-def try_opening(folder: Path) -> str:
+def kind_of(folder: str) -> Literal["huggingface", "megatron", "megalite"]:
+    """Return which program's folder this is; that of megalite may be on an object store."""
+    if CheckpointConfig(load=folder).loads_huggingface:
+        return "huggingface"
+    return "megatron" if not is_url(folder) and checkpoints_in(Path(folder)) == "megatron" else "megalite"
+
+
+def try_opening(folder: str) -> str:
     """Open a folder's model and tokenizer, without its weights, and return what can be done with it.
 
     Raises CheckpointError or DataError if it is refused.
     """
-    if (folder / "config.json").is_file():
+    kind = kind_of(folder)
+    if kind == "huggingface":
         from megalite.inference.loading import load_tokenizer, open_model
 
         model = open_model(folder)
         if model.tokenizer is not None:
             load_tokenizer(model)
-    elif checkpoints_in(folder) == "megatron":
+    elif kind == "megatron":
         from megalite.conversion.megatron import open_megatron
 
-        open_megatron(folder)
+        open_megatron(Path(folder))
         return "converted"
     else:
         from megalite.checkpoint.compatibility import model_config
 
-        reader = open_checkpoint(str(folder))
+        reader = open_checkpoint(folder)
         if "model" in (config := reader.manifest.config):
             model_config(reader.path, config)
     return "loaded"
