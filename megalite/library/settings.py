@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.config.parallel import SHAPES, STRATEGIES, ParallelConfig, ScheduleName
+from megalite.config.run import fits
+from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
+from megalite.library.arguments import unknown
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,32 @@ class Optimizer:
 
     NAME: ClassVar[Literal["adam", "sgd", "muon", "lars", "lamb", "lion", "adafactor"]]
 
+    def __new__(cls, *parameters: object, **options: Any) -> Self:
+        """Make the optimizer. Raises ConfigurationError for parameters, and for options that it does not have."""
+        if parameters:
+            raise ConfigurationError(
+                f"{cls.__name__}(...) takes options by their names only: Trainer has the parameters of the model"
+            )
+        known = [entry.name for entry in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise unknown(cls.__name__, name, known)
+        return super().__new__(cls)
+
     def config(self) -> OptimizerConfig:
         """Return the fields of a run's configuration. Raises ConfigurationError."""
+        own, kinds = type(self).__name__, get_type_hints(type(self))
+        if self.schedule not in (shapes := get_args(kinds["schedule"])):
+            near = nearest(str(self.schedule), shapes)
+            raise ConfigurationError(f"{own}(schedule={self.schedule!r}): choose one of {', '.join(shapes)}{near}")
+        for entry in fields(self):
+            value, kind = getattr(self, entry.name), kinds[entry.name]
+            if not fits(value, kind) and entry.name != "betas":
+                wanted = getattr(kind, "__name__", kind)
+                raise ConfigurationError(f"{own}({entry.name}={value!r}): the type of this option is {wanted}")
         if self.schedule != "constant" and self.steps is None:
             raise ConfigurationError(
-                f"{type(self).__name__}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
+                f"{own}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
                 "learning rate is min_lr"
             )
         return OptimizerConfig(
@@ -145,7 +169,7 @@ class Optimizer:
         own = dict[str, Any]()
         for entry in fields(self)[len(fields(Optimizer)) :]:
             value = getattr(self, entry.name)
-            if entry.name == "betas" and len(value) != 2:
+            if entry.name == "betas" and not fits(value, tuple[float, float]):
                 raise ConfigurationError(f"betas={value!r}: give two numbers")
             parts = zip(("beta1", "beta2"), value, strict=True) if entry.name == "betas" else ((entry.name, value),)
             for name, part in parts:
@@ -249,3 +273,22 @@ class Adafactor(Optimizer):
     eps: float = 1e-30
 
     NAME = "adafactor"
+
+
+def no_optimizer(given: object) -> ConfigurationError:
+    """Return the error about what was given as an optimizer of a run, and is none."""
+    if isinstance(given, list | tuple | set):
+        return ConfigurationError(
+            f"optimizer={type(given).__name__} of {len(given)}: one optimizer updates all parameters"
+        )
+    kind = given if isinstance(given, type) else type(given)
+    name = given if isinstance(given, str) else kind.__name__
+    same = {each.__name__.lower(): each.__name__ for each in Optimizer.__subclasses__()} | {"adam": "AdamW"}
+    here = same.get(name.lower(), "AdamW")
+    if kind in Optimizer.__subclasses__():
+        return ConfigurationError(f"optimizer={name} is a class: give megalite.{name}(lr=...)")
+    shown = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return ConfigurationError(
+        f"optimizer={shown} is no optimizer of megalite, whose state is divided over ranks: give "
+        f"megalite.{here}(lr=...) in place of it, without parameters"
+    )

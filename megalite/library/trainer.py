@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,7 +185,7 @@ class Trainer(TokenMethods):
         elif seq_length is not None:
             raise ConfigurationError(f"seq_length={seq_length} is for a GPTConfig, not for modules")
         self.config = config = configuration.configured(
-            sections, settings, valid, place.world_size, place.local_world_size
+            sections, settings, valid, place.world_size, place.local_world_size, signature(Trainer).parameters
         )
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
@@ -258,7 +259,12 @@ class Trainer(TokenMethods):
         self._finish()
 
     def step(self, batch: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Train on the micro-batches of `batches`, or on the next ones of the dataset. Returns the step's record."""
+        """Train on the micro-batches of `batches`, or on the next ones of the dataset. Returns the step's record.
+
+        Raises MegaliteError if the batch is none of `batches`.
+        """
+        if batch is not None:
+            configuration.check_numbered(batch)
         return self._run_step(lambda: self._trainer.step(batch))
 
     def export(self, to: Path | str) -> None:
