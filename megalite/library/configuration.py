@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from megalite.config import RunConfig
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig, fields_by_name, fits, section_types
 from megalite.config.training import TrainingConfig
 from megalite.config.validate import validate, validate_task
@@ -51,7 +53,7 @@ _REFUSED = {
 
 
 def sections_of(
-    optimizer: Optimizer,
+    optimizer: Optimizer | Mapping[str, Optimizer],
     layout: Layout,
     *,
     precision: Precision,
@@ -63,15 +65,17 @@ def sections_of(
 ) -> dict[str, Any]:
     """Return the sections of a configuration that any model has.
 
-    Raises ConfigurationError for an unknown precision, or for what is no optimizer of megalite.
+    The first of several optimizers stands for them. Raises ConfigurationError for an unknown precision, or for what is
+    no optimizer of megalite.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise no_optimizer(optimizer)
+    first = next(iter(optimizer.values()), {}) if isinstance(optimizer, Mapping) else optimizer
+    if not isinstance(first, Optimizer):
+        raise no_optimizer(first)
     if precision not in get_args(Precision):
         raise ConfigurationError(f"precision={precision!r}: choose one of {', '.join(get_args(Precision))}")
     return {
         "parallel": layout.config(world_size),
-        "optimizer": optimizer.config(),
+        "optimizer": first.config(),
         "training": TrainingConfig(
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
@@ -106,6 +110,7 @@ def configured(
     world_size: int,
     node_ranks: int | None = None,
     own: Collection[str] = (),
+    optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
 ) -> TaskConfig:
     """Return the configuration of a run, with `settings` in its sections. Raises ConfigurationError.
 
@@ -116,6 +121,7 @@ def configured(
         world_size: the number of ranks.
         node_ranks: the number of ranks on this rank's node; None: it is not known.
         own: names of the other arguments of `Trainer`, one of which may be meant by an unknown name.
+        optimizers: the hyperparameters by name, if there are several.
     """
     of_gpt = "model" in sections
     if not of_gpt:  # a layer gets its mask when it runs, and a ring takes none
@@ -140,15 +146,41 @@ def configured(
             raise ConfigurationError(f"cp_comm_type={ways}: of modules, it is one of p2p, all_gather and a2a for all")
         if "cp_comm_type" in settings and config.parallel.context_parallel_size == 1:
             raise ConfigurationError(f"cp_comm_type={ways} changes nothing without Layout(cp=...)")
+    if optimizers:
+        _check_several(config, settings)
     try:
         if isinstance(config, RunConfig):
             # The program gives the length: any that no other option is too long for.
             validate(replace(config, training=replace(training, train_iters=2**30)), world_size)
         else:
-            validate_task(config, world_size)
+            for each in optimizers.values() or (config.optimizer,):
+                validate_task(replace(config, optimizer=each), world_size)
     except ConfigurationError as error:  # it names flags
         raise ConfigurationError(in_arguments(str(error))) from None
     return config
+
+
+def several_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, OptimizerConfig]:
+    """Return the hyperparameters of several optimizers by name; nothing for a single one. Raises ConfigurationError."""
+    if not isinstance(optimizer, Mapping):
+        return {}
+    for name, each in optimizer.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"optimizer={{{name!r}: ...}}: give patterns of names of parameters")
+        if not isinstance(each, Optimizer):
+            raise no_optimizer(each)
+    return {name: each.config() for name, each in optimizer.items()}
+
+
+def _check_several(config: TaskConfig, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for what several optimizers cannot have."""
+    if config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigurationError("several optimizers update models of one stage: leave out Layout(pp=...)")
+    if not config.synchronization.is_plain:
+        raise ConfigurationError("several optimizers reduce gradients in the plain way: leave out what compresses them")
+    for name in settings:
+        if fields_by_name()[name].section == "optimizer":
+            raise ConfigurationError(f"{name}=... is of a single optimizer: give it to each of several")
 
 
 def _with_settings(config: TaskConfig, settings: Mapping[str, Any], own: Collection[str]) -> TaskConfig:
@@ -191,6 +223,18 @@ def evaluation_batches(source: SampleSource, batch_size: int, eval_iters: int = 
     if not eval_iters:
         raise ConfigurationError("the dataset of evaluations has no length: give Trainer(eval_iters=...)")
     return eval_iters
+
+
+def check_names_of_optimizers(names: Collection[str], only: str | Collection[str] | None) -> list[str]:
+    """Return the names of the optimizers that a step updates. Raises ConfigurationError if the run has no such ones.
+
+    `names`: those of the run; empty if it has a single one.
+    """
+    given = [only] if isinstance(only, str) else list(only or ())
+    if only is not None and (not given or not set(given) <= set(names)):
+        has = f"the optimizers are {', '.join(names)}" if names else "the run has a single optimizer"
+        raise ConfigurationError(f"run.step(only={only!r}): {has}")
+    return given
 
 
 def check_numbered(batch: object) -> None:

@@ -277,9 +277,10 @@ class Adafactor(Optimizer):
 
 def no_optimizer(given: object) -> ConfigurationError:
     """Return the error about what was given as an optimizer of a run, and is none."""
-    if isinstance(given, list | tuple | set):
+    if isinstance(given, list | tuple | set | dict):
         return ConfigurationError(
-            f"optimizer={type(given).__name__} of {len(given)}: one optimizer updates all parameters"
+            f"optimizer={type(given).__name__} of {len(given)}: give one optimizer for all parameters or, by patterns "
+            'of names of parameters, several: optimizer={"generator": megalite.AdamW(lr=...), "critic": ...}'
         )
     kind = given if isinstance(given, type) else type(given)
     name = given if isinstance(given, str) else kind.__name__

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megalite import checkpoint
-from megalite.checkpoint import Manifest
+from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
@@ -38,7 +38,7 @@ from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
-from megalite.training.resume import ResumePoint, check_schedule_unit
+from megalite.training.resume import ResumePoint, check_optimizers, check_schedule_unit
 from megalite.training.task import Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
@@ -76,6 +76,7 @@ class Trainer:
             task.set_values,
             allow_unused=task.allow_unused,
             synchronization=synchronization,
+            optimizers=task.optimizers,
         )
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
@@ -98,7 +99,7 @@ class Trainer:
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         chunks_at = partial(task.make_chunks, stages=stages)
-        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer, task.optimizers)
         self.checkpoints: Checkpoints | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
@@ -281,12 +282,15 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
+        self.checkpoints.save(self._training_state(), self.task.saved_config(self.consumed_samples), display, last=last)
+
+    def _training_state(self) -> TrainingState:
+        """Return the progress of the run for a checkpoint."""
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
-        state = checkpoint.TrainingState(
+        return TrainingState(
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
-        self.checkpoints.save(state, self.task.saved_config(self.consumed_samples), display, last=last)
 
     def save_seconds(self) -> float:
         """Return the duration of the longest save, an estimate before the first one; 0 if nothing is saved."""
@@ -310,6 +314,8 @@ class Trainer:
             check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             self.task.check_compatible(path, described)
+            if resume_point.optimizer:
+                check_optimizers(path, described, self.task.optimizers)
         state = checkpoint.load(
             path,
             self.network,
@@ -396,7 +402,7 @@ class Trainer:
             figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
-            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.optimizer.mesh)
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.updated, self.optimizer.mesh)
         return figures
 
     def summary(self) -> Mapping[str, object]:
