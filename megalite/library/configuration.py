@@ -68,7 +68,7 @@ def sections_of(
     The first of several optimizers stands for them. Raises ConfigurationError for an unknown precision, or for what is
     no optimizer of megalite.
     """
-    first = next(iter(optimizer.values()), {}) if isinstance(optimizer, Mapping) else optimizer
+    first: Any = next(iter(optimizer.values()), {}) if isinstance(optimizer, Mapping) else optimizer
     if not isinstance(first, Optimizer):
         raise no_optimizer(first)
     if precision not in get_args(Precision):

@@ -27,11 +27,6 @@ class SeveralRates(Rates):
     each: Mapping[str, Rates]
     """Rates by the name of the optimizer, of those that the step updates."""
 
-    @staticmethod
-    def of(each: Mapping[str, Rates]) -> SeveralRates:
-        first = next(iter(each.values()))
-        return SeveralRates(first.learning_rate, first.token_table_learning_rate, first.weight_decay, each)
-
 
 def optimizer_of(parameter: Parameter) -> str:
     """Return the name of the optimizer that updates a parameter."""
@@ -108,7 +103,7 @@ class SeveralOptimizers(Optimizer):
 
     def _norms_of(self, buckets: Sequence[Bucket]) -> dict[str, float]:
         """Return the norms of the gradients by optimizer and parameter group, `NAME/GROUP`."""
-        found = {}
+        found = dict[str, float]()
         for name in self.chosen:
             owned = [(bucket, bucket.gradient_shard) for bucket in buckets if _name(bucket) == name]
             found |= {f"{name}/{group}": norm for group, norm in statistics.norms(owned, self.mesh).items()}

@@ -39,8 +39,9 @@ class SeveralSchedules(RateSchedules):
 
     def at(self, consumed_samples: int) -> SeveralRates:
         """Return the rates of the optimizers that a step updates, each by the number of its own steps."""
-        chosen = {name: self.each[name].at(self.steps[name] * self.batch_size) for name in self.optimizer.chosen}
-        return SeveralRates.of(chosen)
+        each = {name: self.each[name].at(self.steps[name] * self.batch_size) for name in self.optimizer.chosen}
+        first = next(iter(each.values()))
+        return SeveralRates(first.learning_rate, first.token_table_learning_rate, first.weight_decay, each)
 
 
 class SeveralTrainer(Trainer):
@@ -87,7 +88,7 @@ class SeveralTrainer(Trainer):
     ) -> Gradients:
         chosen = self.optimizer.chosen
         self.loss_scale = min((self._scales[name] for name in chosen), key=lambda scale: scale.value)
-        terms = self.task.terms_of(chosen, self.terms if terms is None else terms)
+        terms = self.task.terms_of_step(chosen, self.terms if terms is None else terms)
         with self._updating():
             return super().forward_backward(micro_batches, terms, multipliers, observer)
 

@@ -118,7 +118,7 @@ class Task(ABC):
         """Leave out the terms of the loss of all but these optimizers within the block, if there are several."""
         return nullcontext()
 
-    def terms_of(self, names: Collection[str], terms: Sequence[LossTerm]) -> list[LossTerm]:
+    def terms_of_step(self, names: Collection[str], terms: Sequence[LossTerm]) -> list[LossTerm]:
         """Return the terms that a step which updates these optimizers differentiates, if there are several.
 
         Raises MegaliteError if there are none.

@@ -57,15 +57,15 @@ def counts(batch: Any) -> dict[str, int]:
 
 def trainer(dp: int, **options: Any) -> megalite.Trainer:
     layout = megalite.Layout(zero=options.pop("zero", 0), overlap=options.pop("overlap", False))
-    settings: dict[str, Any] = {"optimizer": OPTIMIZERS, "precision": "fp64", "quiet": True, "watchdog": False}
+    settings: dict[str, Any] = {"loss": losses, "count": counts, "optimizer": OPTIMIZERS, "precision": "fp64"}
+    settings["dataset"] = samples()
     return megalite.Trainer(
         Gan(),
-        loss=losses,
-        count=counts,
-        dataset=samples(),
         micro_batch_size=SAMPLES // dp // 2,
         global_batch_size=SAMPLES,
         layout=layout,
+        quiet=True,
+        watchdog=False,
         **(settings | options),
     )
 
