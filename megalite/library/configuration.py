@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +21,10 @@ from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.library.arguments import elsewhere, in_arguments, unknown
 from megalite.library.settings import Layout, Optimizer, no_optimizer
+from megalite.parallel.mesh import ParallelMesh
 from megalite.tasks.module_task import ModuleOptions
+from megalite.training.factors import check_factors
+from megalite.training.task import ONLY, Task
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -170,6 +173,24 @@ def several_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[s
         if not isinstance(each, Optimizer):
             raise no_optimizer(each)
     return {name: each.config() for name, each in optimizer.items()}
+
+
+def with_factors(
+    make_task: Callable[[ParallelMesh], Task], optimizer: Optimizer | Mapping[str, Optimizer]
+) -> Callable[[ParallelMesh], Task]:
+    """Return a function that makes the task of a run with the schedules that are functions of the step."""
+    each = optimizer if isinstance(optimizer, Mapping) else {ONLY: optimizer}
+    factors = {name: one.schedule for name, one in each.items() if callable(one.schedule)}
+    if not factors:
+        return make_task
+
+    def make(mesh: ParallelMesh) -> Task:
+        check_factors(factors, mesh)
+        task = make_task(mesh)
+        task.factors = factors
+        return task
+
+    return make
 
 
 def _check_several(config: TaskConfig, settings: Mapping[str, Any]) -> None:

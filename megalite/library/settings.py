@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
@@ -11,6 +12,8 @@ from megalite.config.run import fits
 from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
 from megalite.library.arguments import unknown
+
+Shape = Literal["constant", "linear", "cosine", "inverse-square-root"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Optimizer:
             chooses others.
         clip_grad: largest global norm of the gradient; 0: no clipping.
         schedule: shape of the learning rate after the warm-up: "constant", "linear", "cosine" or
-            "inverse-square-root".
+            "inverse-square-root"; or a function from the number of steps before a step to the factor of its rate.
         steps: number of steps until the rate is `min_lr`, counted from the first one; not for "constant".
         warmup: number of steps in which the rate rises from 0.
         min_lr: lowest learning rate of the schedule.
@@ -117,7 +120,7 @@ class Optimizer:
     lr: float
     weight_decay: float = 0.01
     clip_grad: float = 0.0
-    schedule: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    schedule: Shape | Callable[[int], float] = "constant"
     steps: int | None = None
     warmup: int = 0
     min_lr: float = 0.0
@@ -139,15 +142,21 @@ class Optimizer:
     def config(self) -> OptimizerConfig:
         """Return the fields of a run's configuration. Raises ConfigurationError."""
         own, kinds = type(self).__name__, get_type_hints(type(self))
-        if self.schedule not in (shapes := get_args(kinds["schedule"])):
+        if callable(self.schedule):
+            if given := [name for name in ("steps", "warmup", "min_lr") if getattr(self, name)]:
+                raise ConfigurationError(
+                    f"{own}(schedule=...) is a function, which says all of the rate: drop {given[0]}"
+                )
+        elif self.schedule not in (shapes := get_args(Shape)):
             near = nearest(str(self.schedule), shapes)
             raise ConfigurationError(f"{own}(schedule={self.schedule!r}): choose one of {', '.join(shapes)}{near}")
         for entry in fields(self):
             value, kind = getattr(self, entry.name), kinds[entry.name]
-            if not fits(value, kind) and entry.name != "betas":
+            if entry.name not in ("betas", "schedule") and not fits(value, kind):
                 wanted = getattr(kind, "__name__", kind)
                 raise ConfigurationError(f"{own}({entry.name}={value!r}): the type of this option is {wanted}")
-        if self.schedule != "constant" and self.steps is None:
+        style = "constant" if callable(self.schedule) else self.schedule
+        if style != "constant" and self.steps is None:
             raise ConfigurationError(
                 f"{own}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
                 "learning rate is min_lr"
@@ -157,7 +166,7 @@ class Optimizer:
             lr=self.lr,
             weight_decay=self.weight_decay,
             clip_grad=self.clip_grad,
-            lr_decay_style=self.schedule,
+            lr_decay_style=style,
             lr_decay_iters=self.steps,
             lr_warmup_iters=self.warmup,
             min_lr=self.min_lr,

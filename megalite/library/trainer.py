@@ -207,6 +207,7 @@ class Trainer(TokenMethods):
             )
         else:
             make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
+        make_task = configuration.with_factors(make_task, optimizer)
         self._files = ExitStack()
         self._run = self._files.enter_context(Run(config, make_task, place, startup))
         assert self._run.trainer is not None  # without a length, no run has ended

@@ -64,15 +64,17 @@ class SeveralTrainer(Trainer):
     ) -> None:
         super().__init__(config, task, synchronization, directory, sections)
         size, width = task.batch_size.final, task.hidden_size
-        each = {
-            name: rate_schedules(config, self.config.training, hidden_size=width, global_batch_size=size)
-            for name, config in task.optimizers.items()
+        schedules = {
+            name: rate_schedules(
+                each, config.training, hidden_size=width, global_batch_size=size, factor=task.factors.get(name)
+            )
+            for name, each in task.optimizers.items()
         }
-        first, steps = next(iter(each.values())), dict.fromkeys(each, 0)
+        first, steps = next(iter(schedules.values())), dict.fromkeys(schedules, 0)
         self.rates = SeveralSchedules(
-            first.learning_rate, first.token_tables, first.weight_decay, each, self.optimizer, size, steps
+            first.learning_rate, first.token_tables, first.weight_decay, schedules, self.optimizer, size, steps
         )
-        self._scales = dict.fromkeys(each, self.loss_scale)
+        self._scales = dict.fromkeys(schedules, self.loss_scale)
 
     def step(self, micro_batches: Sequence[Any] | None = None, only: Collection[str] | None = None) -> StepMetrics:
         """Run a step as `Trainer.step` does, and update these optimizers; None: all of them."""
@@ -116,6 +118,9 @@ class SeveralTrainer(Trainer):
         return {**super()._statistics(others, update, rates), **figures, **norms}
 
     # ------------------------------------------------------------------------------------------------ save and load
+
+    def steps_of(self, optimizer: str) -> int:
+        return self.rates.steps[optimizer]
 
     def _training_state(self) -> TrainingState:
         dynamic = self.loss_scale.window is not None

@@ -15,6 +15,7 @@ from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
+from megalite.optim.learning_rate import Factor
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -26,6 +27,8 @@ from megalite.storage import AnyPath
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
+ONLY = "optimizer"
+"""Name that stands for the single optimizer of a run."""
 
 
 class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
@@ -71,6 +74,8 @@ class Task(ABC):
         tokens_per_sample: None if samples do not consist of tokens.
         optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
             name of its own.
+        factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
+            that of a single one.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
     """
@@ -84,6 +89,7 @@ class Task(ABC):
     has_test: bool = False
     tokens_per_sample: int | None = None
     optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
+    factors: Mapping[str, Factor] = MappingProxyType({})
     allow_unused: bool | None = None
 
     # ------------------------------------------------------------------------------------------------ the network

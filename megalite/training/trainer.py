@@ -32,6 +32,7 @@ from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
+from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.load_report import Loaded, expected_records, load_notes, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
@@ -39,7 +40,7 @@ from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
 from megalite.training.resume import ResumePoint, check_optimizers, check_schedule_unit
-from megalite.training.task import Task
+from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
 ENDLESS = 2**62
@@ -87,7 +88,11 @@ class Trainer:
         evaluation = self.num_micro_batches(self.evaluation_batch_size)
         self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
         self.rates = rate_schedules(
-            config.optimizer, config.training, hidden_size=task.hidden_size, global_batch_size=task.batch_size.final
+            config.optimizer,
+            config.training,
+            hidden_size=task.hidden_size,
+            global_batch_size=task.batch_size.final,
+            factor=task.factors.get(ONLY),
         )
         self.iterations = last_iteration(config, task.batch_size)
         self.iteration = self.consumed_samples = self.skips_in_a_row = 0
@@ -282,7 +287,8 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
-        self.checkpoints.save(self._training_state(), self.task.saved_config(self.consumed_samples), display, last=last)
+        config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
+        self.checkpoints.save(self._training_state(), config, display, last=last)
 
     def _training_state(self) -> TrainingState:
         """Return the progress of the run for a checkpoint."""
@@ -291,6 +297,10 @@ class Trainer:
         return TrainingState(
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
+
+    def steps_of(self, optimizer: str) -> int:
+        """Return the number of steps that the schedule of an optimizer has had."""
+        return self.consumed_samples // self.task.batch_size.final
 
     def save_seconds(self) -> float:
         """Return the duration of the longest save, an estimate before the first one; 0 if nothing is saved."""
@@ -335,6 +345,7 @@ class Trainer:
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
+            notes += factor_notes(described.config, self.task.factors)
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,6 +91,13 @@ def ended(run: megalite.Trainer) -> list[Held]:
     with unsharded_parameters(run._trainer.optimizer):
         found = held(run._trainer.network, run.mesh, lambda parameter: parameter)
     run.close()
+    return found
+
+
+def saved_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the newest checkpoint."""
+    newest = max(folder.glob("*/manifest.json"))
+    found: dict[str, Any] = json.loads(newest.read_text())
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,9 @@ from torch import Tensor
 
 import megalite
 from megalite.errors import CheckpointError, ConfigurationError
-from tests.distributed.several_run import OPTIMIZERS, STEPS, ended, losses, run_steps, samples, trainer
+from tests.distributed.several_run import OPTIMIZERS, STEPS, ended, losses, run_steps, samples, saved_manifest, trainer
 
 ADAMW, SGD = megalite.AdamW(lr=0.01), megalite.SGD(lr=0.01)
-
-
-def saved(folder: Path) -> dict[str, Any]:
-    """Return the training state and the configuration in the newest checkpoint."""
-    (newest,) = folder.glob("*/manifest.json")
-    found: dict[str, Any] = json.loads(newest.read_text())
-    return found
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ def test_an_evaluation_has_the_terms_of_all_optimizers() -> None:
 
 def test_a_checkpoint_names_each_optimizer_with_its_steps(tmp_path: Path) -> None:
     run_steps(1, STEPS[:4], save=tmp_path)
-    found = saved(tmp_path)
+    found = saved_manifest(tmp_path)
     assert found["training"]["optimizers"] == {
         "generator": {"steps": 1, "updates": 1, "loss_scale": None},
         "critic": {"steps": 3, "updates": 3, "loss_scale": None},
@@ -152,7 +144,7 @@ def test_each_optimizer_has_a_loss_scale_of_its_own(tmp_path: Path) -> None:
     both = run.step()
     assert (both["loss_scale"], both["skipped"]) == (2.0**10, True)
     assert run.step(only="generator")["loss_scale"] == 2.0**11
-    assert saved(tmp_path)["training"]["optimizers"]["critic"]["updates"] == 0
+    assert saved_manifest(tmp_path)["training"]["optimizers"]["critic"]["updates"] == 0
     run.close()
 
 
