@@ -37,7 +37,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.tasks.dataset_task import DatasetTask
-from megalite.tasks.loss_functions import Count, Function, checked_mean, counted_terms, with_terms
+from megalite.tasks.loss_functions import Count, Function, checked_mean, counted_terms, padded_fields, with_terms
 from megalite.training.builder import attention_ways, count_parameters
 from megalite.training.task import Summarized
 
@@ -384,6 +384,13 @@ class ModuleTask(DatasetTask):
             found.append(
                 "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with "
                 "count=..., it is a sum"
+            )
+        if mean and self._example is not None and (fields := padded_fields(self._example.values)):
+            found.append(
+                f"WARNING: samples have {' and '.join(fields)}: a mean over the tokens that count is then of another "
+                "number of them in each micro-batch, and the numbers of the run depend on the micro-batch size and on "
+                "the data-parallel ranks. Give Trainer(count=...), the number of these tokens, and multiply the loss "
+                "by it (docs/library.md)"
             )
         if self._in_evaluation:
             found.append(

@@ -172,3 +172,28 @@ def test_a_way_of_context_parallelism_needs_context_parallel_ranks() -> None:
     )
     with pytest.raises(megalite.MegaliteError, match=r"cp_comm_type=.* changes nothing without Layout\(cp=...\)"):
         configuration.configured(sections, {"cp_comm_type": ("a2a",)}, None, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"attention_mask": torch.ones(3)}, "samples have attention_mask: a mean over the tokens that count"),
+        ({"labels": torch.tensor([1, -100, 2])}, "samples have labels of -100: a mean over the tokens that count"),
+        ({"target": torch.tensor([1.0, -100.0])}, ""),
+    ],
+)
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_mean_over_padded_samples_is_warned_of(
+    field: dict[str, torch.Tensor], told: str, counted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {
+        "loss": lambda outputs, batch: outputs.mean(),
+        "dataset": [{"input": torch.ones(2), **field}],
+    }
+    if counted:
+        options["count"] = len
+    with megalite.Trainer(nn.Linear(2, 2), optimizer=SGD(lr=1.0), micro_batch_size=1, watchdog=False, **options) as run:
+        run.step()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("WARNING" in printed) == bool(told and not counted)
+    assert told in printed or counted
