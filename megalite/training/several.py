@@ -88,6 +88,7 @@ class SeveralTrainer(Trainer):
         multipliers: Callable[[Totals], Totals] = dict,
         observer: StepObserver | None = None,
     ) -> Gradients:
+        """Compute the gradients as `Trainer.forward_backward` does, of the optimizers that are chosen alone."""
         chosen = self.optimizer.chosen
         self.loss_scale = min((self._scales[name] for name in chosen), key=lambda scale: scale.value)
         terms = self.task.terms_of_step(chosen, self.terms if terms is None else terms)
