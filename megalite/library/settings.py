@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from inspect import Signature, signature
 from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
@@ -282,6 +283,10 @@ class Adafactor(Optimizer):
     eps: float = 1e-30
 
     NAME = "adafactor"
+
+
+for _kind in Optimizer.__subclasses__():  # otherwise help(AdamW) and editors would show the arguments of __new__
+    _kind.__signature__ = Signature([*signature(_kind.__init__).parameters.values()][1:])  # type: ignore[attr-defined]
 
 
 def no_optimizer(given: object) -> ConfigurationError:

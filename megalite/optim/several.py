@@ -13,9 +13,10 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
 from megalite.optim.accumulator import StepCollective
 from megalite.optim.buckets import Bucket, DataParallel
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, StepResult, clipping, make_rules
-from megalite.optim.update_rule import UpdateRule, all_state_names
+from megalite.optim.update_rule import UpdateRule, state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 
@@ -71,8 +72,11 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def state_kinds(self) -> set[str]:
-        kinds = (all_state_names(config) for config in self.configs.values())
-        return set().union(*kinds, ("master" for shard in self.shards if shard.has_master))
+        found = {"master" for shard in self.shards if shard.has_master}
+        for shard in self.shards:  # one of the optimizers may have vectors alone, which not all kinds are for
+            for slot, own in zip(shard.bucket.slots, shard.own_states, strict=True):
+                found.update(own, state_names(self.config_of(slot.parameter), ParameterGroup.of(slot.parameter)))
+        return found
 
     def choose(self, names: Collection[str]) -> None:
         """Let the next steps update these optimizers only."""

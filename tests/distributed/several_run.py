@@ -39,6 +39,26 @@ class Gan(nn.Module):
         return self.critic(real), self.critic(self.generator(noise))
 
 
+class Mixed(Gan):
+    """Model with a frozen layer, and with vectors that have an optimizer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic[0].requires_grad_(False)
+        self.norm = nn.LayerNorm(FEATURES)
+
+    def forward(self, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(self.norm(real), noise)
+
+
+MIXED = {
+    "generator": megalite.Muon(lr=0.01),
+    "critic": megalite.Lion(lr=0.01, weight_decay=0.1),
+    "norm": megalite.Adafactor(lr=0.01),
+}
+MIXED_STEPS = (("critic", "norm"), ("generator",), ("critic",), ("generator",), tuple(MIXED))
+
+
 def samples(count: int = SAMPLES * len(STEPS)) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(4)
 
@@ -62,7 +82,7 @@ def trainer(dp: int, **options: Any) -> megalite.Trainer:
     settings: dict[str, Any] = {"loss": losses, "count": counts, "optimizer": OPTIMIZERS, "precision": "fp64"}
     settings["dataset"] = samples()
     return megalite.Trainer(
-        Gan(),
+        options.pop("model", Gan)(),
         micro_batch_size=SAMPLES // dp // 2,
         global_batch_size=SAMPLES,
         layout=layout,
@@ -81,6 +101,7 @@ class Run:
 
 
 def run_steps(dp: int, steps: Sequence[Sequence[str]] = STEPS, **options: Any) -> Run:
+    """Run the steps that are left."""
     run = trainer(dp, **options)
     records = [run.step(only=names) for names in steps[run.iteration :]]
     return Run(records, ended(run))

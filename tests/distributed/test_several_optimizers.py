@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.distributed.layout_expected import assemble
-from tests.distributed.several_run import Run, plainly, run_steps
+from tests.distributed.several_run import MIXED, MIXED_STEPS, Mixed, Run, plainly, run_steps
 from tests.harness.close import assert_bits_equal
 from tests.harness.rank_pool import RankPools
+from tests.harness.wide import wide_except
 
 
 @functools.cache
@@ -58,3 +59,15 @@ def test_a_run_that_is_saved_continues_each_optimizer_bit_for_bit(
     continued = assemble(rank.parameters for rank in pools.run(run_steps, save=tmp_path, **options))
     for name, parameter in whole.items():
         assert_bits_equal(continued[name], parameter, name)
+
+
+@pytest.mark.parametrize("stage", wide_except([1, 2, 3], [3]))
+def test_other_rules_continue_under_another_layout(stage: int, tmp_path: Path, rank_pools: RankPools) -> None:
+    options: dict[str, Any] = {"model": Mixed, "optimizer": MIXED}
+    whole = assemble(rank.parameters for rank in rank_pools(1).run(run_steps, 1, MIXED_STEPS, **options))
+    options["save"] = tmp_path
+    rank_pools(2).run(run_steps, 2, MIXED_STEPS[:3], zero=stage, **options)
+    continued = assemble(rank.parameters for rank in rank_pools(1).run(run_steps, 1, MIXED_STEPS, **options))
+    assert len(whole) == 10
+    for name, parameter in whole.items():
+        torch.testing.assert_close(continued[name], parameter, rtol=1e-9, atol=1e-12, msg=name)

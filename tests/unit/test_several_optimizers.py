@@ -11,7 +11,18 @@ from torch import Tensor
 
 import megalite
 from megalite.errors import CheckpointError, ConfigurationError
-from tests.distributed.several_run import OPTIMIZERS, STEPS, ended, losses, run_steps, samples, saved_manifest, trainer
+from tests.distributed.several_run import (
+    MIXED,
+    OPTIMIZERS,
+    STEPS,
+    Mixed,
+    ended,
+    losses,
+    run_steps,
+    samples,
+    saved_manifest,
+    trainer,
+)
 
 ADAMW, SGD = megalite.AdamW(lr=0.01), megalite.SGD(lr=0.01)
 
@@ -63,6 +74,14 @@ def test_only_names_optimizers_of_the_run() -> None:
     run = trainer(1, optimizer=SGD)
     with pytest.raises(ConfigurationError, match="the run has a single optimizer"):
         run.step(only="critic")
+    run.close()
+
+
+def test_a_step_without_a_term_of_the_loss_is_refused() -> None:
+    run = trainer(1, model=Mixed, optimizer=MIXED)
+    with pytest.raises(megalite.MegaliteError, match="updates only norm has no term of the loss"):
+        run.step(only="norm")
+    assert run.step(only="critic")["critic"] > 0
     run.close()
 
 
