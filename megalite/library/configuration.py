@@ -98,6 +98,8 @@ def sections_of_gpt(model: ModelConfig, seq_length: int | None, options: ModuleO
     """Return the sections that only a GPT has. Raises ConfigurationError for options that are for modules."""
     plain = ModuleOptions(options.stages, options.loss, options.count)
     names = [each.name for each in fields(plain)]
+    if options.optimizers:
+        raise ConfigurationError("several optimizers are for modules, not for a GPTConfig: give one")
     if given := [name for name in names if getattr(options, name) != getattr(plain, name)]:
         raise ConfigurationError(f"{', '.join(given)}: these are for modules, not for a GPTConfig")
     if seq_length is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megalite
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.library import configuration
 from tests.distributed.several_run import (
     MIXED,
     OPTIMIZERS,
@@ -57,11 +58,28 @@ def test_what_several_optimizers_cannot_have_is_refused(options: dict[str, Any],
         trainer(1, **options)
 
 
+def test_several_optimizers_are_for_one_stage() -> None:
+    sections = configuration.sections_of(
+        OPTIMIZERS,
+        megalite.Layout(pp=2),
+        precision="fp32",
+        micro_batch_size=1,
+        global_batch_size=None,
+        seed=1,
+        save=None,
+        world_size=2,
+    )
+    with pytest.raises(ConfigurationError, match=r"models of one stage: leave out Layout\(pp=...\)"):
+        configuration.configured(
+            sections, {}, None, world_size=2, optimizers=configuration.several_optimizers(OPTIMIZERS)
+        )
+
+
 def test_a_gpt_has_one_optimizer() -> None:
     gpt = megalite.GPTConfig(
         num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=8, max_position_embeddings=4
     )
-    with pytest.raises(ConfigurationError, match="optimizers: these are for modules"):
+    with pytest.raises(ConfigurationError, match="several optimizers are for modules"):
         megalite.Trainer(gpt, seq_length=4, micro_batch_size=1, optimizer={"*": SGD}, quiet=True)
 
 
