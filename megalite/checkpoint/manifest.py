@@ -92,6 +92,10 @@ class TrainingState:
     """State of each optimizer of a run that has several, by name: the numbers of its steps and its updates (`steps`,
     `updates`), and the state of its dynamic loss scaler or None (`loss_scale`)."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the state in its JSON form in the manifest, without `optimizers` if there is only one."""
+        return {name: value for name, value in asdict(self).items() if name != "optimizers" or value}
+
 
 @dataclass(frozen=True)
 class SavedBox(TensorBox):
@@ -184,7 +188,7 @@ class Manifest:
         fields = {
             "format": "megalite",
             "version": VERSION,
-            "training": {k: value for k, value in asdict(self.training).items() if k != "optimizers" or value},
+            "training": self.training.to_json(),
             "config": self.config,
             "files": {name: asdict(file) for name, file in self.files.items()},
             "tensors": {name: tensor_to_json(kind) for name, kind in self.tensors.items()},
