@@ -154,10 +154,14 @@ def value_setter(modules: Iterable[nn.Module], seed: int) -> Callable[[Parameter
     return set_values
 
 
-def matrix_names(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the tensors that Muon updates as matrices. If there are none, Muon would be AdamW."""
+def matrix_names(modules: Iterable[nn.Module], optimizer: str = "") -> list[str]:
+    """Return the names of the tensors that Muon updates as matrices. If there are none, Muon would be AdamW.
+
+    `optimizer`: the name of the optimizer that updates them, if there are several.
+    """
     pieces = (piece for module in modules for each, piece in named_pieces(module) if each.requires_grad)
-    return list(dict.fromkeys(piece.tensor.name for piece in pieces if piece.tensor.matrices is not None))
+    tensors = (piece.tensor for piece in pieces if piece.tensor.optimizer == optimizer)
+    return list(dict.fromkeys(tensor.name for tensor in tensors if tensor.matrices is not None))
 
 
 def check_tied_buckets(buckets: Sequence[ParameterBucket], mesh: ParallelMesh) -> None:

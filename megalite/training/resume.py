@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates
+from megalite.checkpoint import Candidates, Manifest
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
@@ -22,7 +22,7 @@ from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_megalite
 from megalite.conversion.opened import OpenedModel
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -164,6 +164,27 @@ def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: TaskCon
             f"{training.get('global_batch_size')} samples, not of --global-batch-size {batch_size}: leave the flag "
             "out, and give the schedule's flags for this batch"
         )
+
+
+def check_optimizers(path: AnyPath, described: Manifest, own: Mapping[str, OptimizerConfig]) -> None:
+    """Raise CheckpointError if the state in a checkpoint is that of other optimizers than this run's.
+
+    `own`: the hyperparameters of this run's optimizers by name, if it has several.
+    """
+    saved = sorted(described.training.optimizers or ())
+    if saved != sorted(own):
+        names = [", ".join(each) or "a single one" for each in (saved, sorted(own))]
+        raise CheckpointError(
+            f"{path} has the state of other optimizers: {names[0]}, and this run has {names[1]}. Give the same names, "
+            "or load_optim=False, which begins new optimizers"
+        )
+    saved_configs = described.config.get("optimizers", {})
+    for name, config in own.items():
+        theirs = saved_configs.get(name, {}).get("optimizer", config.optimizer)
+        if theirs != config.optimizer:
+            raise CheckpointError(
+                f"{path} has the state of {theirs} as the optimizer {name}, which is {config.optimizer} here"
+            )
 
 
 def _schedules(path: AnyPath, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""Factors of learning rates that a program gives as functions: what ranks and checkpoints must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megalite.errors import MegaliteError
+from megalite.optim.learning_rate import Factor, factor_at
+from megalite.parallel.collectives import all_gather_json
+from megalite.parallel.mesh import ParallelMesh
+
+_SECTION = "schedules"
+_CHECKED = (0, 1, 10, 100, 1000)
+"""Steps for which the ranks compare their factors."""
+
+
+def check_factors(factors: Mapping[str, Factor], mesh: ParallelMesh) -> None:
+    """Raise MegaliteError if a function returns other factors on another rank or at a second call.
+
+    Called by all ranks together.
+    """
+    own, again = ({name: [factor_at(each, step) for step in _CHECKED] for name, each in factors.items()} for _ in "ab")
+    for rank, found in enumerate(all_gather_json([own, again], mesh)):
+        if any(each != own for each in found):
+            raise MegaliteError(
+                f"a schedule is another function on rank {rank}, or at a second call: a factor must depend on the step "
+                "alone"
+            )
+
+
+def saved_factors(factors: Mapping[str, Factor], steps_of: Callable[[str], int]) -> dict[str, Any]:
+    """Return the section of a checkpoint's configuration that has, by optimizer, the next step and its factor.
+
+    `steps_of`: returns the number of steps of an optimizer.
+    """
+    found = {}
+    for name, factor in factors.items():
+        step = steps_of(name)
+        found[name] = {"step": step, "factor": factor_at(factor, step)}
+    return {_SECTION: found} if found else {}
+
+
+def factor_notes(saved: Mapping[str, Any], factors: Mapping[str, Factor]) -> tuple[str, ...]:
+    """Return a note for each function that is not the one of the run that saved a checkpoint.
+
+    `saved`: the checkpoint's configuration.
+    """
+    theirs, notes = saved.get(_SECTION, {}), list[str]()
+    for name in sorted({*theirs, *factors}):
+        if name not in factors or name not in theirs:
+            which = (
+                "is a function of the step here, and was none" if name in factors else "is no function of the step here"
+            )
+            notes.append(f"note: the schedule of {name} {which} in the run that saved the checkpoint")
+            continue
+        step, before = theirs[name]["step"], theirs[name]["factor"]
+        if (now := factor_at(factors[name], step)) != before:
+            notes.append(
+                f"note: the schedule of {name} is {now:.6g} x lr at step {step}, and was {before:.6g} x lr in the run "
+                "that saved the checkpoint"
+            )
+    return tuple(notes)
