@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import nn
 import megalite
 from megalite.config import DataConfig, TrainingConfig
 from megalite.config.run import fields_by_name
-from megalite.library import configuration
-from megalite.library.settings import SGD, AdamW, Layout
+from megalite.library import arguments, configuration
+from megalite.library.settings import SGD, AdamW, Layout, Optimizer
 
 MODULES: dict[str, Any] = {"loss": lambda outputs, batch: outputs.sum(), "dataset": [torch.zeros(2)] * 8}
 GPT = megalite.GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=8, max_position_embeddings=4)
@@ -197,3 +198,10 @@ def test_a_mean_over_padded_samples_is_warned_of(
     printed = " ".join(capsys.readouterr().out.split())
     assert ("WARNING" in printed) == bool(told and not counted)
     assert told in printed or counted
+
+
+def test_answers_are_of_settings_and_arguments_that_exist() -> None:
+    assert {flag.replace("-", "_") for flag in arguments._PLACES} <= fields_by_name().keys()
+    given = {f"{name}=" for kind in Optimizer.__subclasses__() for name in signature(kind).parameters}
+    assert all(any(argument.startswith(each) for each in given) for argument in arguments._OF_OPTIMIZERS.values())
+    assert not arguments._ANSWERS.keys() & {*signature(megalite.Trainer).parameters, *configuration._taken(of_gpt=True)}
