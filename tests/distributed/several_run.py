@@ -78,7 +78,7 @@ def counts(batch: Any) -> dict[str, int]:
 
 
 def trainer(dp: int, **options: Any) -> megalite.Trainer:
-    layout = megalite.Layout(zero=options.pop("zero", 0), overlap=options.pop("overlap", False))
+    layout = megalite.Layout(**{name: options.pop(name) for name in ("tp", "zero", "overlap") if name in options})
     settings: dict[str, Any] = {"loss": losses, "count": counts, "optimizer": OPTIMIZERS, "precision": "fp64"}
     settings["dataset"] = samples()
     return megalite.Trainer(

@@ -32,12 +32,13 @@ LAYOUTS = [
     pytest.param({"dp": 2, "zero": 2, "overlap": True, "allow_unused": True}, marks=pytest.mark.wide),
     {"dp": 2, "zero": 3},
     pytest.param({"dp": 2, "zero": 3, "overlap": True, "recompute": True}, marks=pytest.mark.wide),
+    pytest.param({"dp": 2, "tp": 2, "zero": 3}, marks=pytest.mark.wide),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_steps_of_some_optimizers_are_those_of_plain_torch(layout: dict[str, Any], rank_pools: RankPools) -> None:
-    ranks: list[Run] = rank_pools(layout["dp"]).run(run_steps, **layout)
+    ranks: list[Run] = rank_pools(layout["dp"] * layout.get("tp", 1)).run(run_steps, **layout)
     records, parameters = expected()
     for rank in ranks:
         for step, wanted in enumerate(records):
