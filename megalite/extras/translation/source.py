@@ -29,6 +29,8 @@ _TORCHTITAN = (
     "--training.local_batch_size, with the flag to use"
 )
 _ACCELERATE = f"settings of Accelerate are not translated ({_READ}); docs/migration.md has their flags"
+_OF_SHELLS = ("", ".sh", ".bash", ".ksh", ".slurm", ".sbatch", ".lsf", ".pbs")
+"""Suffixes of files that are launch scripts by their names."""
 _IN_PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w[\w., ]*$|class \w+|def \w+\()", re.MULTILINE)
 _PYTHON = (
     f"is Python, which is not executed ({_READ}); torchtitan and Megatron-Bridge keep configurations in Python: give "
@@ -97,7 +99,12 @@ def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int 
             return report
         raise ConfigurationError(_PYTHON)
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
-    return _from_launch(read_script(text, own | dict(variables)), ranks)
+    try:
+        return _from_launch(read_script(text, own | dict(variables)), ranks)
+    except ConfigurationError as error:
+        if suffix in _OF_SHELLS or text.startswith("#!"):
+            raise
+        raise ConfigurationError(f"{error} ({_READ})") from error
 
 
 def _from_settings(settings: Mapping[str, Any], variables: Mapping[str, str], ranks: int | None) -> Report:

@@ -346,6 +346,7 @@ BOMB = b"MODEL_ARGS: &a0\n  --lr: 1\n" + b"".join(
             "torchtitan are not translated (what is read: a launch script",
         ),
         ("accelerate.yaml", b"distributed_type: FSDP\n", "docs/migration.md has their flags"),
+        ("train.hcl", b"model = Foo ((", "line 1: not a shell script from 'model = Foo ((' on (what is read: a launch"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )
