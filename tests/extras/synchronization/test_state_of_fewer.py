@@ -18,7 +18,7 @@ from tests.harness.rank_pool import RankPools
 
 STEPS = 4
 SUMMED = ("residual", "velocity", "residual_of_sites", "residual_of_replicas")
-"""What messages have left out of gradients, and of changes of weights: nothing of it may be lost."""
+"""State that messages have left out of gradients or of changes of weights: nothing of it may be lost."""
 ANCHORED = "anchor outer_momentum"
 CASES = {
     "replicas": (4, f"{LOCAL} --gradient-compression topk", 2, "", f"residual_of_replicas {ANCHORED}"),
