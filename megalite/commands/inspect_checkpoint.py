@@ -115,7 +115,9 @@ def key_fates(folder: str) -> dict[str, list[KeyFate]]:
 
 
 def kind_of(folder: str) -> Literal["huggingface", "megatron", "megalite"]:
-    """Return which program's folder this is; that of megalite may be on an object store."""
+    """Return which program's folder this is; that of megalite may be on an object store. Raises CheckpointError."""
+    if not is_url(folder) and not Path(folder).is_dir():
+        raise CheckpointError(f"{folder} is no folder: give that of a model, or of a run")
     if CheckpointConfig(load=folder).loads_huggingface:
         return "huggingface"
     return "megatron" if not is_url(folder) and checkpoints_in(Path(folder)) == "megatron" else "megalite"

@@ -129,6 +129,11 @@ def test_the_command_shows_the_table_of_a_huggingface_folder_and_what_refuses_it
     assert "  noted    README.md: not a file of which the model or its tokenizer is read" in lines
     assert max(map(len, lines)) <= 110
     assert lines[-1] == f"{folder} can be loaded"
+    none = run_tool("inspect_checkpoint", folder / "config.json")
+    assert (none.code, none.stderr) == (
+        93,
+        f"error: {folder}/config.json is no folder: give that of a model, or of a run\n",
+    )
     as_json = json.loads(run_tool("inspect_checkpoint", folder, "--json").stdout)
     assert {"key": "hidden_size", "kind": "used", "why": "--hidden-size 24"} in as_json["config.json"]
     config = json.loads((folder / "config.json").read_text()) | {"of_tomorrow": 7, "hidden_act": "tomorrow"}
