@@ -80,8 +80,8 @@ def main() -> int:
     """Read the documents, load the latest checkpoint, evaluate, and print tables."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
-    require_checkpoint(arguments.load)
     place = place_from_environment()
+    require_checkpoint(arguments.load)
     if place.rank or not sys.stderr.isatty():
         # Libraries read these variables when they are imported, and importing torch imports some of these libraries.
         os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}

@@ -76,8 +76,8 @@ class Arguments:
 def main() -> int:
     """Load the latest checkpoint, split over all ranks, and stream text to the terminal or write it to a file."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
-    require_checkpoint(arguments.load)
     place = place_from_environment()
+    require_checkpoint(arguments.load)
 
     from megalite.inference.sampling import Sampling
 
