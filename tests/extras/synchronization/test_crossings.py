@@ -6,6 +6,7 @@ A run is interrupted, and its loss scale changes; what is compared with it is ne
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,9 +45,11 @@ class Course:
     state: dict[str, Tensor]
 
 
-def part(flags: str, folder: Path, steps: range, scales: Sequence[float], *, evaluates: bool) -> Course:
+def part(
+    flags: str, folder: Path, steps: range, scales: Sequence[float], *, evaluates: bool, base: str = FLAGS
+) -> Course:
     """Train with these loss scales, from a checkpoint if it is not the begin, to a checkpoint if it is not the end."""
-    trainer, losses, evaluations = trainer_of(flags, folder), list[float](), list[float]()
+    trainer, losses, evaluations = trainer_of(flags, folder, base), list[float](), list[float]()
     assert trainer.checkpoints is not None
     if steps.start:
         path = folder / f"iter_{steps.start:07}"
@@ -63,13 +66,13 @@ def part(flags: str, folder: Path, steps: range, scales: Sequence[float], *, eva
     return Course(losses, evaluations, state_of(trainer))
 
 
-def both(flags: str, folder: Path, *, resumed: bool, evaluates: bool) -> tuple[Course, Course]:
+def both(flags: str, folder: Path, *, resumed: bool, evaluates: bool, base: str = FLAGS) -> tuple[Course, Course]:
     """Return the course of a run, and that of one with other loss scales that is perhaps interrupted."""
-    steady = part(flags, folder / "steady", range(STEPS), PLAIN_SCALES, evaluates=False)
+    steady = part(flags, folder / "steady", range(STEPS), PLAIN_SCALES, evaluates=False, base=base)
     if not resumed:
-        return steady, part(flags, folder / "other", range(STEPS), SCALES, evaluates=evaluates)
-    first = part(flags, folder / "other", range(SAVED), SCALES, evaluates=evaluates)
-    then = part(flags, folder / "other", range(SAVED, STEPS), SCALES, evaluates=evaluates)
+        return steady, part(flags, folder / "other", range(STEPS), SCALES, evaluates=evaluates, base=base)
+    first = part(flags, folder / "other", range(SAVED), SCALES, evaluates=evaluates, base=base)
+    then = part(flags, folder / "other", range(SAVED, STEPS), SCALES, evaluates=evaluates, base=base)
     return steady, Course(first.losses + then.losses, first.evaluations + then.evaluations, then.state)
 
 
@@ -245,3 +248,19 @@ def test_replicas_are_networks_by_hand_whatever_else_happens(row: Row, rank_pool
                 assert_number_close(loss, losses[step], f"loss {step}", 1e-10)
             for step, loss in zip(steps, found.evaluations, strict=row["evaluates"]):
                 assert_number_close(loss, evaluations[step], f"validation loss {step}", 1e-10)
+
+
+@pytest.mark.parametrize("update", ["fedavg", "delayed"])
+def test_replicas_go_on_while_their_batch_grows(update: str, rank_pools: RankPools, tmp_path: Path) -> None:
+    """The batch is that of `by_hand` in the first two steps, and then twice as large."""
+    ramp = f"--rampup-batch-size {BATCH} {BATCH} {2 * BATCH} --global-batch-size {2 * BATCH} --train-samples 40"
+    base = re.sub(r"--(train|lr-warmup)-iters \S+", "", FLAGS)
+    method = f"--local-update {UPDATES[update][0]} --local-update-period 3 {ramp}"
+    losses, _ = by_hand(update, 3, 0)
+    run = functools.partial(both, resumed=True, evaluates=True, base=base)
+    for steady, other in rank_pools(2).run(run, method, tmp_path):
+        assert other.losses == steady.losses
+        for step, loss in enumerate(steady.losses):
+            assert (abs(loss - losses[step]) < 1e-9) == (step < 2)
+        for name, values in steady.state.items():
+            assert_bits_equal(other.state[name], values, name)
