@@ -75,6 +75,7 @@ def assert_same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     ("method", "flags"),
     [(method, "") for method in LOSSY]
     + [("int8", "--tp 2 --sequence-parallel"), ("topk", "--pp 2 --overlap-grad-reduce"), ("signsgd", "--sites 2")]
+    + [("onebit-adam", "--pp 2 --clip-grad 0 --compression-warmup-iters 4")]  # a tied weight has four shares of momentum
     + [("powersgd", "--tp 2"), ("fp8", "--use-distributed-optimizer"), ("threshold", "--no-error-feedback")],
 )
 def test_ranks_agree_and_learn(method: str, flags: str, rank_pools: RankPools) -> None:
@@ -102,6 +103,7 @@ class Loop:
     slots: list[list[tuple[str, int, int, int]]]  # of each bucket: name, start, stop, length of the bucket
     momentum: float | None = None  # of DGC
     warmup: int = 0  # of 1-bit Adam
+    rising: int = 0  # steps over which DGC raises its sparsity
 
     def train(self) -> tuple[list[float], Tensors]:
         data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1)).train
@@ -141,6 +143,9 @@ class Loop:
     def _exchange(self, step: int, ranks: list[Tensors], kept: dict[Any, Tensor]) -> Tensors:
         """Pack each rank's half slices, add them up, pack the sums, and keep what is left out, for all buckets."""
         summed: Tensors = {}
+        own = self.compressor
+        if self.rising:
+            own = make_compressor("dgc", RATIO ** min(1.0, (step + 1) / (self.rising + 1)), torch.float64)
         for number, slots in enumerate(self.slots):
             length = slots[0][3]
             key, half = self.keys[number] + step, length // 2
@@ -155,7 +160,7 @@ class Loop:
                     velocity = self.momentum * kept.get((number, rank, "velocity"), zero) + flat
                     flat = velocity.clone()
                 flat += kept.get((number, rank), zero)
-                sent = self.compressor.restore(self.compressor.pack(flat.view(2, -1), key), half, torch.float64, key)
+                sent = own.restore(own.pack(flat.view(2, -1), key), half, torch.float64, key)
                 kept[number, rank] = self._without_padding(flat - sent.view(-1), slots, 0)
                 kept[number, rank, "velocity"] = velocity.masked_fill(sent.view(-1) != 0, 0)
                 sums += sent
@@ -215,16 +220,22 @@ class Loop:
 UNBIASED = replace(
     NETWORK, biases=False
 )  # the gradient of a bias of keys is zero but for rounding, whose sign is random
+RATIO = 0.1
 SGD = "--optimizer sgd --sgd-momentum 0 --adam-eps 1e-8 --clip-grad 0 --weight-decay 0"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "topk": (f"{SGD} --gradient-compression topk --compression-ratio 0.1", {}),
-    "randomk": (f"{SGD} --gradient-compression randomk --compression-ratio 0.1", {}),
+    "topk": (f"{SGD} --gradient-compression topk --compression-ratio {RATIO}", {}),
+    "randomk": (f"{SGD} --gradient-compression randomk --compression-ratio {RATIO}", {}),
     "int8": (f"{SGD} --gradient-compression int8", {}),
     "powersgd": (f"{SGD} --gradient-compression powersgd --compression-rank 2", {}),
     "signsgd": (f"{SGD} --gradient-compression signsgd", {}),
     "dgc": (
-        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio 0.1",
+        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio {RATIO}",
         {"momentum": 0.8},
+    ),
+    "dgc, rising": (
+        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio {RATIO} "
+        "--compression-warmup-iters 3",
+        {"momentum": 0.8, "rising": 3},
     ),
     "onebit-adam": (
         "--clip-grad 0 --weight-decay 0 --gradient-compression onebit-adam --compression-warmup-iters 4",
@@ -233,11 +244,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
-    flags, options = CASES[method]
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_a_plain_loop(case: str, rank_pools: RankPools) -> None:
+    flags, options = CASES[case]
+    method = case.partition(",")[0]
     outcomes = rank_pools(2).run(run, f"{flags} --disable-bias-linear")
-    ratio = 0.1 if method in ("topk", "dgc", "randomk") else 1.0
+    ratio = RATIO if method in ("topk", "dgc", "randomk") else 1.0
     own = None if method == "powersgd" else make_compressor(method, ratio, torch.float64)
     loop = Loop(own, outcomes[0].slots, **options)
     loop.again = make_compressor("topk", 2 * ratio, torch.float64) if method in ("topk", "dgc") else own
