@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization import reductions
 from megalite.extras.synchronization.compressed import CompressedReduction
 from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.extras.synchronization.methods import make_compressor
@@ -75,7 +76,9 @@ def assert_same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     ("method", "flags"),
     [(method, "") for method in LOSSY]
     + [("int8", "--tp 2 --sequence-parallel"), ("topk", "--pp 2 --overlap-grad-reduce"), ("signsgd", "--sites 2")]
-    + [("onebit-adam", "--pp 2 --clip-grad 0 --compression-warmup-iters 4")]  # a tied weight has four shares of momentum
+    + [
+        ("onebit-adam", "--pp 2 --clip-grad 0 --compression-warmup-iters 4")
+    ]  # a tied weight has four shares of momentum
     + [("powersgd", "--tp 2"), ("fp8", "--use-distributed-optimizer"), ("threshold", "--no-error-feedback")],
 )
 def test_ranks_agree_and_learn(method: str, flags: str, rank_pools: RankPools) -> None:
@@ -260,6 +263,20 @@ def test_a_run_is_a_plain_loop(case: str, rank_pools: RankPools) -> None:
             assert_number_close(ours, theirs, f"loss {number}", 1e-10)
         for name, (_, values) in outcome.held.items():
             assert_parameter_close(values, weights[name], RATE, name, 1e-10)
+
+
+def losses_without_packing(flags: str) -> list[float]:
+    """Return the losses of a run of 1-bit Adam whose messages leave out nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "make_compressor", lambda name, ratio, dtype: make_compressor("topk", 1.0, dtype))
+        return run(f"{CASES['onebit-adam'][0]} {flags} --compression-warmup-iters 2", 6).losses
+
+
+def test_a_tied_weight_has_the_momentum_once_whatever_the_number_of_stages(rank_pools: RankPools) -> None:
+    (wanted, *_) = rank_pools(2).run(losses_without_packing, "")
+    for losses in rank_pools(4).run(losses_without_packing, "--pp 2"):
+        for number, (ours, theirs) in enumerate(zip(losses, wanted, strict=True)):
+            assert_number_close(ours, theirs, f"loss {number}", 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ skipped steps
