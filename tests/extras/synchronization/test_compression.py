@@ -76,8 +76,6 @@ def assert_same(ours: list[Outcome], theirs: list[Outcome]) -> None:
     ("method", "flags"),
     [(method, "") for method in LOSSY]
     + [("int8", "--tp 2 --sequence-parallel"), ("topk", "--pp 2 --overlap-grad-reduce"), ("signsgd", "--sites 2")]
-    + [
-        ("onebit-adam", "--pp 2 --clip-grad 0 --compression-warmup-iters 4")
     + [("powersgd", "--tp 2"), ("fp8", "--use-distributed-optimizer"), ("threshold", "--no-error-feedback")],
 )
 def test_ranks_agree_and_learn(method: str, flags: str, rank_pools: RankPools) -> None:
