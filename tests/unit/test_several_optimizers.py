@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import megalite
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.library import configuration
 from tests.distributed.several_run import (
+    FEATURES,
     MIXED,
     OPTIMIZERS,
     STEPS,
@@ -195,3 +197,24 @@ def test_a_step_that_is_not_finite_is_skipped_by_those_that_it_would_update() ->
     assert optimizer.updates == {"generator": 2, "critic": 1}  # type: ignore[attr-defined]
     assert rates.steps == {"generator": 2, "critic": 2}  # type: ignore[attr-defined]
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer"),
+    [(nn.LayerNorm(FEATURES), megalite.Adafactor(lr=0.1)), (nn.Linear(FEATURES, 1, bias=False), megalite.Muon(lr=0.1))],
+)
+def test_a_model_without_matrices_or_vectors_resumes(layer: nn.Module, optimizer: Any, tmp_path: Path) -> None:
+    for iteration in (0, 1):
+        run = megalite.Trainer(
+            deepcopy(layer),
+            loss=lambda outputs, batch: outputs.square().mean(),
+            dataset=[torch.ones(FEATURES)] * 2,
+            micro_batch_size=1,
+            optimizer=optimizer,
+            save=tmp_path,
+            quiet=True,
+            watchdog=False,
+        )
+        assert run.iteration == iteration
+        run.step()
+        run.close()
