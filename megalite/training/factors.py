@@ -10,7 +10,8 @@ from megalite.optim.learning_rate import Factor, factor_at
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 
-_SECTION = "schedules"
+SECTION = "schedules"
+"""Section of a checkpoint's configuration that has factors of such functions."""
 _CHECKED = (0, 1, 10, 100, 1000)
 """Steps for which the ranks compare their factors."""
 
@@ -38,7 +39,7 @@ def saved_factors(factors: Mapping[str, Factor], steps_of: Callable[[str], int])
     for name, factor in factors.items():
         step = steps_of(name)
         found[name] = {"step": step, "factor": factor_at(factor, step)}
-    return {_SECTION: found} if found else {}
+    return {SECTION: found} if found else {}
 
 
 def factor_notes(saved: Mapping[str, Any], factors: Mapping[str, Factor]) -> tuple[str, ...]:
@@ -46,18 +47,20 @@ def factor_notes(saved: Mapping[str, Any], factors: Mapping[str, Factor]) -> tup
 
     `saved`: the checkpoint's configuration.
     """
-    theirs, notes = saved.get(_SECTION, {}), list[str]()
+    theirs, notes = saved.get(SECTION, {}), list[str]()
     for name in sorted({*theirs, *factors}):
         if name not in factors or name not in theirs:
-            which = (
-                "is a function of the step here, and was none" if name in factors else "is no function of the step here"
-            )
-            notes.append(f"note: the schedule of {name} {which} in the run that saved the checkpoint")
-            continue
-        step, before = theirs[name]["step"], theirs[name]["factor"]
-        if (now := factor_at(factors[name], step)) != before:
+            which = "a function" if name in factors else "no function"
+            before = "none" if name in factors else "one"
             notes.append(
-                f"note: the schedule of {name} is {now:.6g} x lr at step {step}, and was {before:.6g} x lr in the run "
+                f"note: the schedule of {name} is {which} of the step here, and was {before} in the run that saved the "
+                "checkpoint"
+            )
+            continue
+        step, factor = theirs[name]["step"], theirs[name]["factor"]
+        if (now := factor_at(factors[name], step)) != factor:
+            notes.append(
+                f"note: the schedule of {name} is {now:.6g} x lr at step {step}, and was {factor:.6g} x lr in the run "
                 "that saved the checkpoint"
             )
     return tuple(notes)

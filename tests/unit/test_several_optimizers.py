@@ -26,6 +26,7 @@ from tests.distributed.several_run import (
     saved_manifest,
     trainer,
 )
+from tests.harness.tool import run_tool
 
 ADAMW, SGD = megalite.AdamW(lr=0.01), megalite.SGD(lr=0.01)
 
@@ -218,3 +219,15 @@ def test_a_model_without_matrices_or_vectors_resumes(layer: nn.Module, optimizer
         assert run.iteration == iteration
         run.step()
         run.close()
+
+
+def test_a_resume_compares_each_optimizer_with_its_own_of_before(tmp_path: Path) -> None:
+    run_steps(1, STEPS[:2], save=tmp_path)
+    swapped = {"critic": megalite.SGD(lr=0.03, momentum=0.9, weight_decay=0.0), "generator": OPTIMIZERS["generator"]}
+    run = trainer(1, save=tmp_path, optimizer=swapped)
+    _, *notes = run._trainer.loaded.notes
+    assert notes == ["note: lr of critic is 0.03 here, and was 0.02 in the run that saved the checkpoint"]
+    run.close()
+    shown = run_tool("inspect-checkpoint", str(tmp_path))
+    assert (shown.code, "unknown" in shown.stdout) == (0, False)
+    assert "optimizers\n  used     generator critic: of a program's run" in shown.stdout
