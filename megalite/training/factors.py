@@ -21,7 +21,9 @@ def check_factors(factors: Mapping[str, Factor], mesh: ParallelMesh) -> None:
 
     Called by all ranks together.
     """
-    own, again = ({name: [factor_at(each, step) for step in _CHECKED] for name, each in factors.items()} for _ in "ab")
+    for each in factors.values():
+        factor_at(each, 0)
+    own, again = ({name: [_found(each, step) for step in _CHECKED] for name, each in factors.items()} for _ in "ab")
     for rank, found in enumerate(all_gather_json([own, again], mesh)):
         if any(each != own for each in found):
             raise MegaliteError(
@@ -30,14 +32,22 @@ def check_factors(factors: Mapping[str, Factor], mesh: ParallelMesh) -> None:
             )
 
 
+def _found(factor: Factor, step: int) -> float | None:
+    """Return the factor of a step; None if there is none, as beyond the last step of the run."""
+    try:
+        return factor_at(factor, step)
+    except Exception:  # whatever the program's function raises there
+        return None
+
+
 def saved_factors(factors: Mapping[str, Factor], steps_of: Callable[[str], int]) -> dict[str, Any]:
-    """Return the section of a checkpoint's configuration that has, by optimizer, the next step and its factor.
+    """Return the section of a checkpoint's configuration that has, by optimizer, the last step and its factor.
 
     `steps_of`: returns the number of steps of an optimizer.
     """
     found = {}
     for name, factor in factors.items():
-        step = steps_of(name)
+        step = max(steps_of(name) - 1, 0)  # not the next one: a function may end with the run
         found[name] = {"step": step, "factor": factor_at(factor, step)}
     return {SECTION: found} if found else {}
 
