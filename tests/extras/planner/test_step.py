@@ -245,6 +245,14 @@ def test_instances_sum_their_slices_once_in_a_step(zero: str) -> None:
     assert reduce == pytest.approx(across + (within if zero == "optim" else 0.0), rel=1e-6)
 
 
+def test_instances_of_a_node_each_sum_their_slices_between_nodes() -> None:
+    run = config(batch=16, data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2)
+    layer = replace(LAYER, parameters=10**6)
+    nodes = replace(CLUSTER, node_ranks=2, network=Link(0.0, 1.0))
+    found = step(run, 4, layer=layer, cluster=nodes)
+    assert sum(stage.exchange.reduce for stage in found.stages) == pytest.approx(8 * 10**6 * 4 / 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_weight_that_embedding_and_head_share_is_updated_once_where_both_are(ranks: int) -> None:
     run = config(pipeline_model_parallel_size=ranks)
