@@ -144,7 +144,8 @@ def try_opening(folder: str) -> str:
         from megalite.checkpoint.compatibility import model_config
 
         reader = open_checkpoint(folder)
-        if "model" in (config := reader.manifest.config):
+        config = reader.manifest.config
+        if "kind" not in config.get("model", {"kind": None}):  # the program has any other model
             model_config(reader.path, config)
     return "loaded"
 

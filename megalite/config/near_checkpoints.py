@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from megalite.errors import ConfigurationError
 
 _FOLDERS, _NAMED = 200, 4
 """Number of folders that are looked into, and of those that a message names."""
+_SECONDS = 2.0
+"""Time after which no further folder is looked into: one of a cluster's file system may have very many files."""
 _NAMES = ("manifest.json", ".metadata", "config.json", "latest_checkpointed_iteration.txt")
 
 
@@ -52,8 +55,10 @@ def _near(load: Path) -> list[str]:
     """Return folders with checkpoints: in the folder, beside it, or beside the first of its parents that exists."""
     start = next((place for place in (load, *load.parents) if os.path.isdir(place)), Path())
     places = [(start, 2), (start.parent, 1)] if start == load else [(start, 2)]
-    found: list[str] = []
+    found, end = list[str](), time.monotonic() + _SECONDS
     for place, depth in places:  # grows meanwhile
+        if time.monotonic() > end:
+            break
         try:
             if checkpoints_in(place) == "megalite" or any(place.glob("model*.safetensors")):
                 found.append(str(place))

@@ -77,7 +77,11 @@ def parse_tool_arguments(
             value: Any = field_value(flag, kind, own) if wanted else False
             found[name] = (*found.get(name, ()), *value) if several and repeated else value
     if positional is not None and free:
-        if len(free) > 1 or not free[0].strip() or positional in found:
+        if positional in found:
+            raise ConfigurationError(
+                f"{flag_of(positional)} is given, and {shown(' '.join(free))} without a flag: give one"
+            )
+        if len(free) > 1 or not free[0].strip():
             raise ConfigurationError(f"{positional.upper()} is one word, got {shown(' '.join(free))}")
         found[positional] = field_value(positional, kinds[positional], free)
     needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]

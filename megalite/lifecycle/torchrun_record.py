@@ -23,7 +23,8 @@ def record(message: str) -> bool:
     path = Path(os.environ.get(VARIABLE, ""))
     if not path.name:
         return True
-    if path.parent.name.isdigit() and any(path.parents[1].glob(f"*/{path.name}")):
+    attempt = path.parent.parent
+    if attempt.name.startswith("attempt_") and any(attempt.glob(f"*/{path.name}")):
         return False
     # torchrun takes the first one for the root cause, in whole seconds; other ranks may end within the same.
     data = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}}

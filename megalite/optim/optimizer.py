@@ -27,13 +27,14 @@ from megalite.optim.adafactor import Adafactor
 from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
-from megalite.optim.update_rule import UpdateRule, all_state_names
+from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
@@ -120,7 +121,16 @@ class Optimizer:
 
     @property
     def state_kinds(self) -> set[str]:
-        """Names of all kinds of state, on any rank."""
+        """Names of the kinds of state that this rank has."""
+        found = {"master" for shard in self.shards if shard.has_master}
+        for shard in self.shards:
+            for slot, own in zip(shard.bucket.slots, shard.own_states, strict=True):
+                found.update(own, state_names(self.config_of(slot.parameter), ParameterGroup.of(slot.parameter)))
+        return found
+
+    @property
+    def possible_state_kinds(self) -> set[str]:
+        """Names of the kinds of state that some rank may have: a model may have no matrices, or no vectors."""
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     @property

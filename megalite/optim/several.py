@@ -13,10 +13,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
 from megalite.optim.accumulator import StepCollective
 from megalite.optim.buckets import Bucket, DataParallel
-from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, StepResult, clipping, make_rules
-from megalite.optim.update_rule import UpdateRule, state_names
+from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 
@@ -71,12 +70,8 @@ class SeveralOptimizers(Optimizer):
         return [rule for rules in self._rules_of.values() for rule in rules]
 
     @property
-    def state_kinds(self) -> set[str]:
-        found = {"master" for shard in self.shards if shard.has_master}
-        for shard in self.shards:  # one of the optimizers may have vectors alone, which not all kinds are for
-            for slot, own in zip(shard.bucket.slots, shard.own_states, strict=True):
-                found.update(own, state_names(self.config_of(slot.parameter), ParameterGroup.of(slot.parameter)))
-        return found
+    def possible_state_kinds(self) -> set[str]:
+        return super().possible_state_kinds.union(*map(all_state_names, self.configs.values()))
 
     def choose(self, names: Collection[str]) -> None:
         """Let the next steps update these optimizers only."""

@@ -8,7 +8,12 @@ from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
 _OF_SCRIPTS = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "inspect": "inspect-checkpoint"}
-_SCRIPT = re.compile(r"(?:python )?(?:(?<!\S)tools/(?:checkpoint/)?(\w+)|(?<![\w/])(pretrain_gpt))\.py\b")
+_SAME = (
+    "calibrate|check_export|compare_synchronization|convert|doctor|draw_schedule|evaluate|generate|hang_report|"
+    "inspect_dataset|merge_datasets|plan|reshard|scaling|train_tokenizer|translate"
+)
+_OF_TOOLS = rf"(?<!\S)tools/(?:checkpoint/)?({'|'.join(_OF_SCRIPTS)}|{_SAME})"
+_SCRIPT = re.compile(rf"(?:python )?(?:{_OF_TOOLS}|(?<![\w/.-])(pretrain_gpt))\.py\b")
 _PAGE = re.compile(r"(?<![\w/])docs/\w+\.md(?! of megalite)")
 
 
@@ -23,13 +28,26 @@ def has_commands() -> bool:
 
 
 def as_installed(text: str) -> str:
-    """Return a text for a person with the names that programs have here, and where pages are that are not here."""
+    """Return a text for a person with the names that programs have here, and where pages are that are not here.
+
+    A file that the command line names is the person's own.
+    """
     if has_commands():
         text = _SCRIPT.sub(_command, text)
-    return text if is_clone() else _PAGE.sub(r"\g<0> of megalite's source", text)
+    return text if is_clone() else _PAGE.sub(_page, text)
+
+
+def _is_given(path: str) -> bool:
+    return any(path in word for word in sys.argv[1:])
+
+
+def _page(found: re.Match[str]) -> str:
+    return found[0] if _is_given(found[0]) else f"{found[0]} of megalite's source"
 
 
 def _command(found: re.Match[str]) -> str:
+    if _is_given(found[0]):
+        return found[0]
     script = found[1] or found[2]
     name = "megalite-" + _OF_SCRIPTS.get(script, script.replace("_", "-"))
     line = found.string[found.string.rfind("\n", 0, found.start()) + 1 : found.start()]

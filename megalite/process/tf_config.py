@@ -41,8 +41,8 @@ def read_tf_config(environment: Mapping[str, str]) -> LauncherInfo:
     role, index = _member(task, "type", str), _member(task, "index", int)
     if role == "evaluator":
         _refuse(
-            "makes this process an evaluator, which is no rank here: start megalite-evaluate --load DIR on the run's "
-            "checkpoints, or give the run --eval-interval and --eval-iters, which all ranks share"
+            "makes this process an evaluator, which is no rank here: start env -u TF_CONFIG megalite-evaluate --load "
+            "DIR on the run's checkpoints, or give the run --eval-interval and --eval-iters, which all ranks share"
         )
     if role not in _ROLES:
         _refuse(f"has the task type {role!r:.60}: the ranks are of the types {', '.join(_ROLES)}")

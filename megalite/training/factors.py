@@ -10,7 +10,8 @@ from megalite.optim.learning_rate import Factor, factor_at
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
 
-_SECTION = "schedules"
+SECTION = "schedules"
+"""Section of a checkpoint's configuration that has factors of such functions."""
 _CHECKED = (0, 1, 10, 100, 1000)
 """Steps for which the ranks compare their factors."""
 
@@ -20,7 +21,9 @@ def check_factors(factors: Mapping[str, Factor], mesh: ParallelMesh) -> None:
 
     Called by all ranks together.
     """
-    own, again = ({name: [factor_at(each, step) for step in _CHECKED] for name, each in factors.items()} for _ in "ab")
+    for each in factors.values():
+        factor_at(each, 0)
+    own, again = ({name: [_found(each, step) for step in _CHECKED] for name, each in factors.items()} for _ in "ab")
     for rank, found in enumerate(all_gather_json([own, again], mesh)):
         if any(each != own for each in found):
             raise MegaliteError(
@@ -29,16 +32,24 @@ def check_factors(factors: Mapping[str, Factor], mesh: ParallelMesh) -> None:
             )
 
 
+def _found(factor: Factor, step: int) -> float | None:
+    """Return the factor of a step; None if there is none, as beyond the last step of the run."""
+    try:
+        return factor_at(factor, step)
+    except Exception:  # whatever the program's function raises there
+        return None
+
+
 def saved_factors(factors: Mapping[str, Factor], steps_of: Callable[[str], int]) -> dict[str, Any]:
-    """Return the section of a checkpoint's configuration that has, by optimizer, the next step and its factor.
+    """Return the section of a checkpoint's configuration that has, by optimizer, the last step and its factor.
 
     `steps_of`: returns the number of steps of an optimizer.
     """
     found = {}
     for name, factor in factors.items():
-        step = steps_of(name)
+        step = max(steps_of(name) - 1, 0)  # not the next one: a function may end with the run
         found[name] = {"step": step, "factor": factor_at(factor, step)}
-    return {_SECTION: found} if found else {}
+    return {SECTION: found} if found else {}
 
 
 def factor_notes(saved: Mapping[str, Any], factors: Mapping[str, Factor]) -> tuple[str, ...]:
@@ -46,18 +57,20 @@ def factor_notes(saved: Mapping[str, Any], factors: Mapping[str, Factor]) -> tup
 
     `saved`: the checkpoint's configuration.
     """
-    theirs, notes = saved.get(_SECTION, {}), list[str]()
+    theirs, notes = saved.get(SECTION, {}), list[str]()
     for name in sorted({*theirs, *factors}):
         if name not in factors or name not in theirs:
-            which = (
-                "is a function of the step here, and was none" if name in factors else "is no function of the step here"
-            )
-            notes.append(f"note: the schedule of {name} {which} in the run that saved the checkpoint")
-            continue
-        step, before = theirs[name]["step"], theirs[name]["factor"]
-        if (now := factor_at(factors[name], step)) != before:
+            which = "a function" if name in factors else "no function"
+            before = "none" if name in factors else "one"
             notes.append(
-                f"note: the schedule of {name} is {now:.6g} x lr at step {step}, and was {before:.6g} x lr in the run "
+                f"note: the schedule of {name} is {which} of the step here, and was {before} in the run that saved the "
+                "checkpoint"
+            )
+            continue
+        step, factor = theirs[name]["step"], theirs[name]["factor"]
+        if (now := factor_at(factors[name], step)) != factor:
+            notes.append(
+                f"note: the schedule of {name} is {now:.6g} x lr at step {step}, and was {factor:.6g} x lr in the run "
                 "that saved the checkpoint"
             )
     return tuple(notes)

@@ -39,6 +39,8 @@ _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_ty
     moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""
 # `check_compatible` compares the other fields of the model.
 _OF_THAT_RUN = "about that run alone: a new run has its own flags"
+_OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
+_SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
 _UNKNOWN = "unknown to this version of megalite, and not read"
 _SHOWN = 8
 
@@ -131,16 +133,26 @@ def differences(saved: Mapping[str, Any], config: TaskConfig) -> tuple[str, ...]
     compared = {
         section: [name for name in ours[section] if _is_compared(section, name)]
         for section in ("model", *_OTHERWISE)
-        if section in ours
+        if section in ours and not (section == "optimizer" and "optimizers" in saved)
     }
     lines = (
-        f"note: --{name.replace('_', '-')} is {_shown(ours[section][name])} here, and was {_shown(before)} in the run "
-        "that saved the checkpoint"
+        _difference(f"--{name.replace('_', '-')}", ours[section][name], before)
         for section, names in compared.items()
         for name in names
         if (before := saved.get(section, {}).get(name, ours[section][name])) != ours[section][name]
     )
     return (*lines, *_unknown(saved, ours))
+
+
+def optimizer_differences(optimizer: str, saved: Mapping[str, Any], config: OptimizerConfig) -> tuple[str, ...]:
+    """Return a line for each field of one of several optimizers that differs from `saved`, its section."""
+    ours = json.loads(json.dumps(asdict(config)))
+    changed = [name for name in ours if saved.get(name, ours[name]) != ours[name]]
+    return tuple(_difference(f"{name} of {optimizer}", ours[name], saved[name]) for name in changed)
+
+
+def _difference(what: str, here: Any, before: Any) -> str:
+    return f"note: {what} is {_shown(here)} here, and was {_shown(before)} in the run that saved the checkpoint"
 
 
 def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
@@ -149,10 +161,15 @@ def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
     of_tokenizer = {each.name for each in fields(TokenizerFlags)}
     found: dict[str, list[KeyFate]] = {}
     for section, values in saved.items():
+        of_a_program = section in _SECTIONS_OF_A_PROGRAM or (
+            section in ("model", "data") and "kind" in saved.get("model", {})
+        )
         compared = {name for name in known.get(section, {}) if _is_compared(section, name)}
         for name in values if isinstance(values, Mapping) else ():
             fate = KeyFate(name, "noted", _OF_THAT_RUN)
-            if name not in known.get(section, {}):
+            if of_a_program:
+                fate = KeyFate(name, "used", _OF_A_PROGRAM)
+            elif name not in known.get(section, {}):
                 fate = KeyFate(name, "refused" if section == "model" else "noted", _UNKNOWN)
             elif section == "model" and name not in NOT_THE_FUNCTION:
                 fate = KeyFate(name, "used", "the network, which a run must have too; --use-checkpoint-args takes it")
@@ -175,7 +192,7 @@ def _unknown(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, ..
     names = [
         f"{section}.{name}"[:80]
         for section, values in saved.items()
-        if section in ours or section not in section_types()
+        if section in ours or section not in (*section_types(), *_SECTIONS_OF_A_PROGRAM)
         for name in (values if isinstance(values, Mapping) else ())
         if name not in ours.get(section, {})
     ]

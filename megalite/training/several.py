@@ -18,6 +18,7 @@ from megalite.parallel.stage import LossTerm
 from megalite.pipeline.engine import StepObserver
 from megalite.storage import AnyPath
 from megalite.training.gradients import Gradients
+from megalite.training.load_report import optimizer_differences
 from megalite.training.loss_terms import Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.resume import ResumePoint
@@ -144,3 +145,11 @@ class SeveralTrainer(Trainer):
                 self.optimizer.updates[name] = saved["updates"]
                 if saved["loss_scale"] is not None and self.loss_scale.window is not None:
                     self._scales[name] = self._scales[name].restored(saved["loss_scale"])
+
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        theirs = saved.get("optimizers", {})
+        return tuple(
+            line
+            for name, config in self.task.optimizers.items()
+            for line in optimizer_differences(name, theirs.get(name, {}), config)
+        )

@@ -32,6 +32,7 @@ from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
+from megalite.training.factors import SECTION as FACTORS
 from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
 from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
@@ -347,8 +348,7 @@ class Trainer:
         if resume_point.position:
             notes += factor_notes(described.config, self.task.factors)
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
-            width, here = self.task.hidden_size, self.rates.learning_rate
-            notes += rate_change(path, described.config, here, self.consumed_samples, width)
+            notes += self._optimizer_notes(path, described.config)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             if path.parent == self.directory:
@@ -356,6 +356,13 @@ class Trainer:
             if self.mesh.rank == 0:
                 notes += self.task.order_notes(state.seen_samples or ())
         self.loaded = Loaded(notes, records)
+
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""
+        if ONLY in saved.get(FACTORS, {}):  # the run that saved it had a rate that its configuration does not say
+            return ()
+        here, width = self.rates.learning_rate, self.task.hidden_size
+        return rate_change(path, saved, here, self.consumed_samples, width)
 
     def load_model(self, opened: OpenedModel) -> None:
         """Start from the weights of a model that another program has written.

@@ -86,7 +86,16 @@ def test_each_script_has_the_name_of_its_command() -> None:
         assert names.as_installed(f"run it:\n    python {path} --load a") == f"run it:\n    {command} --load a"
         assert names.as_installed(f"torchrun -n 2 {path} --load a") == f"torchrun -n 2 --no-python {command} --load a"
     assert names.as_installed("see docs/moe.md") == "see docs/moe.md of megalite's source"
-    assert names.as_installed("mine/docs/moe.md, my/pretrain_gpt.py") == "mine/docs/moe.md, my/pretrain_gpt.py"
+
+
+@pytest.mark.usefixtures("in_a_wheel")
+def test_files_of_a_person_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = "mine/docs/moe.md, my/pretrain_gpt.py, my-pretrain_gpt.py, tools/train_t5.py"
+    assert names.as_installed(others) == others
+    given = ["tools/translate.py", "pretrain_gpt.py", "docs/moe.md"]
+    for path in given:
+        monkeypatch.setattr(sys, "argv", ["megalite-translate", f"--file={path}"])
+        assert [names.as_installed(each) == each for each in given] == [each == path for each in given]
 
 
 @pytest.mark.usefixtures("in_a_wheel")

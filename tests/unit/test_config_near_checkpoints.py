@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import CheckpointConfig
+from megalite.config import CheckpointConfig, near_checkpoints
 from megalite.config.near_checkpoints import no_checkpoint, require_checkpoint, require_load
 from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
@@ -111,3 +111,8 @@ def test_a_conversion_names_near_folders_too(runs: Path) -> None:
     refused = run_tool("convert", *flags, "--load-dir", runs / "run" / "7b")
     assert refused.code == 93
     assert f"error: --load-dir {runs}/run/7b is no folder; there are some in {runs}/runs/7b, " in refused.stderr
+
+
+def test_a_search_that_takes_long_ends(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_checkpoints, "_SECONDS", -1.0)
+    assert no_checkpoint(str(runs / "runs/small-lama")).endswith("is no folder: give the --save of a training")

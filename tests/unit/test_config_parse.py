@@ -210,8 +210,8 @@ def test_a_flag_of_a_tool_may_be_left_out_where_its_value_can_mean_nothing_else(
     for flags in ("run --verify", "--verify run", "--load run --verify"):
         assert parse_tool_arguments(Inspection, "", flags.split()) == Inspection("run", verify=True)
     assert parse_tool_arguments(Inspection, "", []) == Inspection()
-    for flags in ("run --load run", "run other"):
-        with pytest.raises(ConfigurationError, match="LOAD is one word"):
+    for flags, told in {"run --load run": "--load is given, and 'run'", "run other": "LOAD is one word"}.items():
+        with pytest.raises(ConfigurationError, match=told):
             parse_tool_arguments(Inspection, "", flags.split())
 
 

@@ -150,7 +150,7 @@ WRONG = {
     # clusters of TensorFlow that are wrong
     f"{WORKERS} OMPI_COMM_WORLD_RANK=1": "OMPI_COMM_WORLD_RANK=1 disagrees with TF_CONFIG's rank=2",
     WITH_SERVERS: "cluster has 2 ps, but 0 of the ranks are servers: .*--num-servers 2, or leave ps out",
-    WITH_SERVERS.replace('worker","index":1', 'evaluator","index":0'): "start megalite-evaluate --load",
+    WITH_SERVERS.replace('worker","index":1', 'evaluator","index":0'): "start env -u TF_CONFIG megalite-evaluate",
     WORKERS.replace('type":"worker', 'type":"tpu_worker'): "the task type 'tpu_worker'",
     WORKERS.replace('index":1', 'index":2'): "worker 2 as its task, but its cluster has 2",
     WORKERS.replace('index":1', 'index":-1'): "worker -1 as its task",

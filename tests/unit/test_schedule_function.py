@@ -40,8 +40,9 @@ def test_the_rate_is_lr_times_a_function_of_the_step_also_after_a_resume(tmp_pat
     first = run(halved, save=tmp_path)
     assert rates(first, 3) == [0.1, 0.05, 0.025]
     first.close()
-    assert saved_manifest(tmp_path)["config"]["schedules"] == {"optimizer": {"step": 3, "factor": 0.125}}
+    assert saved_manifest(tmp_path)["config"]["schedules"] == {"optimizer": {"step": 2, "factor": 0.25}}
     second = run(halved, save=tmp_path)
+    assert len(second._trainer.loaded.notes) == 1  # none of them is about the rate
     assert rates(second, 5) == [0.0125, 0.00625]
     second.close()
 
@@ -55,8 +56,8 @@ def test_each_of_several_optimizers_has_a_function_of_its_own_steps() -> None:
 @pytest.mark.parametrize(
     ("then", "told"),
     [
-        (lambda step: 0.25**step, "is 0.0625 x lr at step 2, and was 0.25 x lr in the run that saved"),
-        ("constant", "the schedule of optimizer is no function of the step here"),
+        (lambda step: 0.25**step, "is 0.25 x lr at step 1, and was 0.5 x lr in the run that saved"),
+        ("constant", "the schedule of optimizer is no function of the step here, and was one in the run that saved"),
     ],
 )
 def test_another_function_at_a_resume_is_noted(then: Any, told: str, tmp_path: Path, capsys: Any) -> None:
@@ -78,6 +79,13 @@ def test_another_function_at_a_resume_is_noted(then: Any, told: str, tmp_path: P
 def test_a_function_that_is_no_schedule_is_refused(schedule: Any, told: str) -> None:
     with pytest.raises(megalite.MegaliteError, match=told):
         run(schedule)
+
+
+@pytest.mark.parametrize("schedule", [lambda step: [1.0, 0.5][step], lambda step: 1.0 - step])
+def test_a_function_may_end_with_the_run(schedule: Any, tmp_path: Path) -> None:
+    with run(schedule, save=tmp_path) as trained:
+        rates(trained, 2)
+    assert saved_manifest(tmp_path)["config"]["schedules"]["optimizer"] == {"step": 1, "factor": schedule(1)}
 
 
 def test_a_function_says_all_of_the_rate() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import megalite
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.library import configuration
 from tests.distributed.several_run import (
+    FEATURES,
     MIXED,
     OPTIMIZERS,
     STEPS,
@@ -24,6 +26,7 @@ from tests.distributed.several_run import (
     saved_manifest,
     trainer,
 )
+from tests.harness.tool import run_tool
 
 ADAMW, SGD = megalite.AdamW(lr=0.01), megalite.SGD(lr=0.01)
 
@@ -195,3 +198,36 @@ def test_a_step_that_is_not_finite_is_skipped_by_those_that_it_would_update() ->
     assert optimizer.updates == {"generator": 2, "critic": 1}  # type: ignore[attr-defined]
     assert rates.steps == {"generator": 2, "critic": 2}  # type: ignore[attr-defined]
     run.close()
+
+
+@pytest.mark.parametrize(
+    ("layer", "optimizer"),
+    [(nn.LayerNorm(FEATURES), megalite.Adafactor(lr=0.1)), (nn.Linear(FEATURES, 1, bias=False), megalite.Muon(lr=0.1))],
+)
+def test_a_model_without_matrices_or_vectors_resumes(layer: nn.Module, optimizer: Any, tmp_path: Path) -> None:
+    for iteration in (0, 1):
+        run = megalite.Trainer(
+            deepcopy(layer),
+            loss=lambda outputs, batch: outputs.square().mean(),
+            dataset=[torch.ones(FEATURES)] * 2,
+            micro_batch_size=1,
+            optimizer=optimizer,
+            save=tmp_path,
+            quiet=True,
+            watchdog=False,
+        )
+        assert run.iteration == iteration
+        run.step()
+        run.close()
+
+
+def test_a_resume_compares_each_optimizer_with_its_own_of_before(tmp_path: Path) -> None:
+    run_steps(1, STEPS[:2], save=tmp_path)
+    swapped = {"critic": megalite.SGD(lr=0.03, momentum=0.9, weight_decay=0.0), "generator": OPTIMIZERS["generator"]}
+    run = trainer(1, save=tmp_path, optimizer=swapped)
+    _, *notes = run._trainer.loaded.notes
+    assert notes == ["note: lr of critic is 0.03 here, and was 0.02 in the run that saved the checkpoint"]
+    run.close()
+    shown = run_tool("inspect-checkpoint", str(tmp_path))
+    assert (shown.code, "unknown" in shown.stdout) == (0, False)
+    assert "optimizers\n  used     generator critic: of a program's run" in shown.stdout

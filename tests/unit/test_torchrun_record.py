@@ -32,3 +32,8 @@ def test_without_torchrun_every_error_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(torchrun_record.VARIABLE, str(tmp_path / "file" / "error.json"))
     (tmp_path / "file").touch()
     assert torchrun_record.record("a file that cannot be written hides nothing")
+    monkeypatch.chdir(tmp_path)
+    for path in ("error.json", str(tmp_path / "4711" / "error.json")):  # a file that a person has named
+        monkeypatch.setenv(torchrun_record.VARIABLE, path)
+        for _ in range(2):
+            assert torchrun_record.record("an error of an earlier run hides nothing")
