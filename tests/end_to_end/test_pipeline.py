@@ -209,7 +209,6 @@ CHANGES = [
 ]
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_run_resumed_on_another_pipeline_is_the_same_run(before: str, after: str, run: Run, tmp_path: Path) -> None:
     """I9, for the results of evaluations, too."""

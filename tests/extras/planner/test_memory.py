@@ -22,7 +22,6 @@ FLAGS = """--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --ffn-hidd
 --train-iters 1 --hidden-dropout 0 --attention-dropout 0"""
 LAYOUTS = [
     "--tp 2 --sequence-parallel --use-distributed-optimizer",
-    "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
     "--data-parallel-sharding-strategy optim_grads_params --untie-embeddings-and-output-weights",
     "--data-parallel-sharding-strategy optim_grads --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1",
@@ -31,6 +30,7 @@ LAYOUTS = [
     "--pp 4 --pipeline-schedule zb-v --recompute-activations",
     "--cp 4 --tp 2 --use-distributed-optimizer",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
 ]
 RANKS = 32
 

@@ -55,6 +55,7 @@ PYTHIA: dict[str, Any] = {
     "lr_decay_iters": 1000,
     "lr_decay_style": "cosine",
     "warmup": 0.01,
+    "save": "run/pythia",
     "checkpoint_factor": 100,
     "extra_save_iters": [0, 1, 2],
     "train_data_paths": ["a", "b"],
