@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config import parse_arguments
+from megalite.config import RunConfig, parse_arguments
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.folder_keys import Fates, KeyFate
 from megalite.conversion.key_fates import fates_of_folder
@@ -40,6 +41,14 @@ UNKNOWN = st.text(min_size=3, max_size=12).map(lambda text: f"of_tomorrow_{text}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
+@cache
+def of_a_run() -> tuple[RunConfig, dict[str, Any]]:
+    """Return a configuration, and how a checkpoint has it."""
+    config = parse_arguments([*MINIMAL, "--data-path", "a"]).config
+    return config, json.loads(json.dumps(asdict(config)))
+
+
+@settings(max_examples=25)
 @given(UNKNOWN, st.sampled_from([1, 0, "a", True, [1], {"a": 1}]))
 def test_a_key_that_no_table_knows_never_vanishes(key: str, value: Any) -> None:
     for family in FAMILIES:
@@ -54,8 +63,7 @@ def test_a_key_that_no_table_knows_never_vanishes(key: str, value: Any) -> None:
     assert (fate.key, fate.kind) == (key, "noted")
     assert fate.why.startswith("unknown to megalite")
     assert len(unknown_arguments({key: value})) == bool(value)  # what is off says nothing
-    config = parse_arguments([*MINIMAL, "--data-path", "a"]).config
-    saved = json.loads(json.dumps(asdict(config)))
+    config, saved = of_a_run()
     for section in saved:
         (fate,) = option_fates({section: {key: value}})[section]
         assert fate.kind == ("refused" if section == "model" else "noted")
