@@ -238,7 +238,7 @@ class Optimizer:
 
     def update(self, rates: Rates, gradient_norm: float) -> None:
         """Clip the complete gradients by their norm and apply them."""
-        self._update(rates, clipping(self.config, gradient_norm))
+        self._update(rates, StepResult({"all": gradient_norm}))
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradient reduction, clip and update.
@@ -249,7 +249,7 @@ class Optimizer:
         result = self.agreed(self.complete(loss_scale))
         changed = not result.skipped
         if changed:
-            self._update(rates, clipping(self.config, result.gradient_norm) / loss_scale)
+            self._update(rates, result, loss_scale)
         if self.exchange is not None:
             changed = self.exchange.advance() or changed
         if changed:
@@ -293,16 +293,20 @@ class Optimizer:
     def _counting(self) -> list[StepCollective[None]]:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
-    def _update(self, rates: Rates, factor: float) -> None:
+    def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
         self.steps += 1
-        for rule in self.rules:
-            rule.update(rates, self.steps, factor)
+        self._apply_rules(rates, result, loss_scale)
         for part in self._counting():
             part.run()
+
+    def _apply_rules(self, rates: Rates, result: StepResult, loss_scale: float) -> None:
+        factor = clipping(self.config, result.gradient_norm) / loss_scale
+        for rule in self.rules:
+            rule.update(rates, self.steps, factor)
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from their updated slices, under ZeRO 1 and 2."""

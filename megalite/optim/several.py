@@ -108,29 +108,13 @@ class SeveralOptimizers(Optimizer):
             found |= {f"{name}/{group}": norm for group, norm in statistics.norms(owned, self.mesh).items()}
         return found
 
-    def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
-        """Finish the gradient reduction, and clip and update each optimizer that is chosen.
-
-        `rates`: those of `SeveralRates`.
-        """
+    def _apply_rules(self, rates: Rates, result: StepResult, loss_scale: float) -> None:
         assert isinstance(rates, SeveralRates)
-        result = self.complete(loss_scale)
-        if result.skipped:
-            return result
-        for pending in [gather.run() for gather in self._gradient_gathers()]:
-            pending.wait()
-        self.steps += 1
         for name in self.chosen:
             self.updates[name] += 1
             factor = clipping(self.configs[name], norm_of(result, name)) / loss_scale
             for rule in self._rules_of[name]:
                 rule.update(rates.each[name], self.updates[name], factor)
-        for part in self._counting():
-            part.run()
-        self.begin_parameter_gather()
-        if not self.options.overlap_gather:
-            self.finish_parameter_gather()
-        return result
 
 
 def norm_of(result: StepResult, name: str) -> float:

@@ -344,7 +344,7 @@ class ModuleTask(DatasetTask):
             sums = loss(outputs, values)
             if not isinstance(sums, Mapping):
                 return sums
-            return {name: sums[name] for name in sums if name in self._updated or name not in self.optimizers}
+            return {name: sums[name] for name in sums if self.has_term(self._updated, name)}
 
         return total
 

@@ -129,10 +129,14 @@ class Task(ABC):
 
         Raises MegaliteError if there are none.
         """
-        found = [term for term in terms if term.name in names or term.name not in self.optimizers]
+        found = [term for term in terms if self.has_term(names, term.name)]
         if not found:
             raise MegaliteError(f"a step that updates only {', '.join(names)} has no term of the loss")
         return found
+
+    def has_term(self, names: Collection[str], term: str) -> bool:
+        """Tell whether a step that updates these optimizers has a term of the loss: its name is not of another one."""
+        return term in names or term not in self.optimizers
 
     @abstractmethod
     def train_loader(self) -> Loader[Any]:
