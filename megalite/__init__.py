@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from megalite.modules.batch_norm import SyncBatchNorm
     from megalite.parallel.context import ParallelContext
     from megalite.parallel.stage import LossTerm, StageOutput, TensorSpec
+    from megalite.version import __version__ as __version__
 
 __all__ = [
     "LAMB",
@@ -102,6 +103,7 @@ _MODULES = {
     "split_sequence": "library.layers",
     "token_positions": "library.layers",
     "vocab_parallel_cross_entropy": "library.layers",
+    "__version__": "version",
     "receive_weights": "extras.post_training.weight_link",
 }
 _OTHER_NAMES = {"GPTConfig": "ModelConfig"}

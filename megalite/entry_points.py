@@ -7,7 +7,7 @@ from typing import Any
 
 _ENTRY_POINTS = {
     "synchronization": "megalite.extras.synchronization.from_flags:synchronization",
-    "run_alone": "megalite.extras.planner.alone:run_alone",
+    "run_single_rank": "megalite.extras.planner.single_rank:run_single_rank",
     "with_stages": "megalite.extras.planner.stage_layout:with_stages",
 }
 

@@ -73,11 +73,13 @@ class Picture:
         """Draw a box, given its corner at the upper left."""
         self.add("rect", None, inside, x=x, y=y, width=width, height=height, fill=colour, **attributes)
 
-    def line(self, points: Iterable[tuple[float, float]], colour: str, dashes: str = "") -> None:
+    def line(
+        self, points: Iterable[tuple[float, float]], colour: str, dashes: str = "", **attributes: str | float
+    ) -> None:
         """Draw a line through points; none if there are no points."""
         path = "L".join(f"{number(x)} {number(y)}" for x, y in points)
         if path:
-            drawn = self.add("path", d=f"M{path}", stroke=colour, fill="none")
+            drawn = self.add("path", None, None, d=f"M{path}", stroke=colour, fill="none", **attributes)
             if dashes:
                 drawn.set("stroke-dasharray", dashes)
 
@@ -94,6 +96,10 @@ class Picture:
         """Write words that start, end or have their middle at x. `y` is that of their base line."""
         self.add("text", text, inside, x=x, y=y, text_anchor=anchor, fill=colour, class_="ink", **attributes)
 
+    def headline(self, text: str, x: float, y: float) -> None:
+        """Write the title of a picture."""
+        self.write(text, x, y, font_size="14", font_weight="600")
+
     def legend(self, entries: Iterable[tuple[Sequence[str], str]], x: float, y: float) -> None:
         """Draw colours, with the words that they stand for, side by side."""
         for colours, words in entries:
@@ -103,14 +109,15 @@ class Picture:
             self.write(words, x + 6, y + 11)
             x += 24 + DIGIT * len(words)
 
-    def axes(self, across: Axis, up: Axis, marks: Sequence[Iterable[float]], words: str) -> None:
-        """Draw two axes, with marks across and up, and the words for the lower one."""
+    def axes(self, across: Axis, up: Axis, marks: Sequence[Iterable[float]], words: tuple[str, str]) -> None:
+        """Draw two axes, with marks across and up, and the words for both: below the one, and above the other."""
         self.line([(across.start, up.end), (across.start, up.start), (across.end, up.start)], GREY)
         for value in marks[0]:
             self.write(f"{value:g}", across(value), up.start + 16, "middle", GREY)
         for value in marks[1]:
             self.write(f"{value:g}", across.start - 6, up(value) + 4, "end", GREY)
-        self.write(words, (across.start + across.end) / 2, up.start + 36, "middle", GREY)
+        self.write(words[0], (across.start + across.end) / 2, up.start + 36, "middle", GREY)
+        self.write(words[1], across.start - 30, up.end - 12, colour=GREY)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megalite.storage import AnyPath
 Section = TypeVar("Section")
 
 # Fields that change the training or the layout, but not the function that the weights compute.
-_NOT_THE_FUNCTION = {
+NOT_THE_FUNCTION = {
     *("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"),
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
@@ -92,7 +92,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
 
     Fields without an effect on this network are set to None or left out.
     """
-    values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
+    values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["add_qkv_bias"] = model.add_bias_linear or model.add_qkv_bias
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -27,7 +27,7 @@ def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
     files = _boxes_by_file(saved).items()
     return {
         "checkpoint": str(reader.path),
-        "training": asdict(saved.training),
+        "training": saved.training.to_json(),
         "config": saved.config,
         "files": {
             file: {"bytes": saved.files[file].size, "boxes": len(boxes), "tensors": len({box.name for box in boxes})}

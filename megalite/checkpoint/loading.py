@@ -229,10 +229,10 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
 
     plain = [plain_name(name) for name in manifest.tensors if not is_extra(name)]
     saved = {name.split("/")[1] for name in plain if name.startswith(OPTIMIZER)}
-    kinds = optimizer.state_kinds
     if not state or not optimizer.shards:  # without shards, the optimizer cannot tell whether there are masters
         return
-    if saved - {"master"} == kinds - {"master"} and (casts or saved == kinds):
+    kinds, free = optimizer.state_kinds, {"master"} if casts else set[str]()
+    if kinds - free <= saved <= optimizer.possible_state_kinds | free:
         return
     if not saved:
         raise CheckpointError(

@@ -4,7 +4,7 @@ The manifest is one JSON object that includes its own checksum. Version 2:
 
     format, version   "megalite", 2
     training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples,
-                    evaluation_left
+                    evaluation_left; optimizers, by name, if there are several
     config            the run's configuration, by section
     files             by file name: the size in bytes, and the checksum of the bytes that are in no box
     tensors           by name: shape, dtype, boxes, and relayout if its first axis enumerates replicas;
@@ -88,6 +88,13 @@ class TrainingState:
     """Numbers of some consumed samples, each with a checksum of its tokens. They detect a changed order of the data."""
     evaluation_left: bool = False
     """True if the run stopped after this step, before the evaluation of this step was complete."""
+    optimizers: dict[str, dict[str, Any]] | None = None
+    """State of each optimizer of a run that has several, by name: the numbers of its steps and its updates (`steps`,
+    `updates`), and the state of its dynamic loss scaler or None (`loss_scale`)."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state in its JSON form in the manifest, without `optimizers` if there is only one."""
+        return {name: value for name, value in asdict(self).items() if name != "optimizers" or value}
 
 
 @dataclass(frozen=True)
@@ -181,7 +188,7 @@ class Manifest:
         fields = {
             "format": "megalite",
             "version": VERSION,
-            "training": asdict(self.training),
+            "training": self.training.to_json(),
             "config": self.config,
             "files": {name: asdict(file) for name, file in self.files.items()},
             "tensors": {name: tensor_to_json(kind) for name, kind in self.tensors.items()},
@@ -302,16 +309,24 @@ def _training_from_json(fields: dict[str, Any]) -> TrainingState:
     state = TrainingState(**fields)
     if not all(map(_is_count, (state.iteration, state.consumed_samples, state.optimizer_steps))):
         raise ValueError("its training state has no counts of steps and samples")
-    if state.loss_scale is not None:
-        value, good, left = (state.loss_scale[name] for name in ("value", "good_steps", "overflows_left"))
-        if type(value) not in (int, float) or not 0 < value < math.inf or not _is_count(good) or type(left) is not int:
-            raise ValueError(f"its loss scale is {shown(state.loss_scale)}")
+    _check_loss_scale(state.loss_scale)
+    for each in (state.optimizers or {}).values():
+        if not all(map(_is_count, (each["steps"], each["updates"]))):
+            raise ValueError("an optimizer of its training state has no counts of steps and updates")
+        _check_loss_scale(each["loss_scale"])
     for seen in state.seen_samples or ():
         if len(seen) != 2 or not all(map(_is_count, seen)):
             raise ValueError(f"it has seen the sample {shown(seen)}")
     if type(state.evaluation_left) is not bool:
         raise ValueError("it does not say whether an evaluation is left")
     return state
+
+
+def _check_loss_scale(saved: dict[str, Any] | None) -> None:
+    if saved is not None:
+        value, good, left = (saved[name] for name in ("value", "good_steps", "overflows_left"))
+        if type(value) not in (int, float) or not 0 < value < math.inf or not _is_count(good) or type(left) is not int:
+            raise ValueError(f"its loss scale is {shown(saved)}")
 
 
 def _config_from_json(sections: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from megalite.optim.layout import BucketLayout, BucketShardSpec, Slot, is_main_r
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import Rounded, View
 from megalite.optim.replica import ANCHOR, BucketPart, BucketState, Replica, bucket_parts
+from megalite.optim.several import optimizer_of
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.optim.synchronization import RankStates
 from megalite.optim.update_rule import own_states
@@ -92,6 +93,7 @@ class Plan:
         rank_states: Callable[[Sequence[BucketLayout]], RankStates] = lambda layouts: {},
         replicas: int = 1,
         own: Optimizer | None = None,
+        optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
     ) -> None:
         """Create the plan.
 
@@ -107,8 +109,9 @@ class Plan:
                 gets the mesh of a rank in the first of them.
             own: the optimizer of this rank. Ranks that differ from it only in their data-parallel position have the
                 same contents, which are then not built.
+            optimizers: the hyperparameters by the name of the optimizer, if there are several.
         """
-        self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
+        self.mesh, self._contents_at, self._optimizer, self._optimizers = mesh, contents_at, optimizer, optimizers
         self._zero_stage, self._instances = zero_stage, instances
         self._bucket_states, self._rank_states, self._replicas = bucket_states, rank_states, replicas
         self._inner = mesh.at(0).replica(replicas) if replicas > 1 else mesh
@@ -184,7 +187,8 @@ class Plan:
             mesh = self._inner.at(rank)
             found = self._contents_at(mesh)
             slots = (slot for layout in found.trained for slot in layout.slots)
-            own = (named for slot in slots for named in own_states(self._optimizer, slot.parameter, mesh).items())
+            parameters = ((slot.parameter, self._config_of(slot.parameter)) for slot in slots)
+            own = (named for each, config in parameters for named in own_states(config, each, mesh).items())
             self._known[stage] = rank, replace(found, states=[*found.states, *_with_prefixes((), own)])
         return self._known[stage]
 
@@ -201,9 +205,12 @@ class Plan:
             instances=self._instances,
         )
 
+    def _config_of(self, parameter: Parameter) -> OptimizerConfig:
+        return self._optimizers[optimizer_of(parameter)] if self._optimizers else self._optimizer
+
     def _dtypes(self, parameter: Parameter, *, trained: bool) -> dict[str, torch.dtype]:
         """Return the dtypes of a parameter and of its flat state, by the prefix of their names."""
-        states = all_state_dtypes(self._optimizer, parameter) if trained else {}
+        states = all_state_dtypes(self._config_of(parameter), parameter) if trained else {}
         return {MODEL: parameter.dtype} | {f"{OPTIMIZER}{name}/": dtype for name, dtype in states.items()}
 
 

@@ -9,6 +9,7 @@ ranks do not share the directory.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -41,12 +42,9 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
         return
     file: IO[str] | None = None
     refusal, note, holder = "", "", ""
-    with raise_on_all_ranks(
-        mesh, f"preparing the run directory --save {directory}", "Free space there, or give another --save"
-    ):
+    with raise_on_all_ranks(mesh, f"preparing the run directory --save {directory}"):
         if mesh.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            file = open_itself(directory / NAME, "a+")
+            file = _open(directory)
             os.register_at_fork(after_in_child=file.close)  # worker processes outlive a killed run, and would hold it
             refusal, note = _lock(file, directory)
             if not refusal:
@@ -65,6 +63,16 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
             if not refusal:
                 file.truncate(0)
             file.close()
+
+
+def _open(directory: Path) -> IO[str]:
+    """Create the folder, and open its lock file. Raises CheckpointError, which says what to do about it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return open_itself(directory / NAME, "a+")
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise CheckpointError(f"{error}\n{'Free space there, or give' if full else 'Give'} another --save") from error
 
 
 def _lock(file: IO[str], directory: Path) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.checkpoint import checkpoints_in
 from megalite.config.fields import CORES, PositiveFloat, PositiveInt, Workers, flag_of
+from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
@@ -112,6 +113,8 @@ def check(arguments: Arguments) -> None:
             raise ConfigurationError(f"{flag_of(name)} needs --saver {' or '.join(savers)}")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others have it")
+    if not Path(arguments.load_dir).is_dir():
+        raise CheckpointError(no_checkpoint(arguments.load_dir, "--load-dir"))
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:
@@ -124,8 +127,6 @@ def dtype(arguments: Arguments) -> torch.dtype | None:
 
 def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
     """Open a model in one of the formats. Raises CheckpointError if it cannot be read."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder")
     if kind == "megalite":
         from megalite.conversion.native import open_megalite
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.fields import PositiveFloat, PositiveInt
+from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -80,6 +81,7 @@ def main() -> int:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     place = place_from_environment()
+    require_checkpoint(arguments.load)
     if place.rank or not sys.stderr.isatty():
         # Libraries read these variables when they are imported, and importing torch imports some of these libraries.
         os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 from megalite.atomic_files import lock_file, open_itself, writing_output
 from megalite.config.fields import NonNegativeInt, PositiveInt, Range
+from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
@@ -76,6 +77,7 @@ def main() -> int:
     """Load the latest checkpoint, split over all ranks, and stream text to the terminal or write it to a file."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
     place = place_from_environment()
+    require_checkpoint(arguments.load)
 
     from megalite.inference.sampling import Sampling
 

@@ -1,12 +1,16 @@
-"""Look into a checkpoint, check it, or compare two.
+"""Look into a checkpoint, check it, or compare two; or say what becomes of all that a folder says.
 
+    python tools/checkpoint/inspect.py Llama-3.2-1B
     python tools/checkpoint/inspect.py --load run/small-llama
     python tools/checkpoint/inspect.py --load run/small-llama --tensors 'model/layers.0.*' --statistics
     python tools/checkpoint/inspect.py --load run/small-llama/iter_0000300 --verify
     python tools/checkpoint/inspect.py --diff run/small-llama run/resharded
 
-Exit codes: 93 if --verify finds damage or --statistics finds an element that is not finite; 1 if --diff finds any
-difference.
+A folder alone may be a Hugging Face folder, a checkpoint of Megatron-LM, or one of megalite. Each key of its files, or
+argument of its run, is used, noted or refused, before anything is trained or converted.
+
+Exit codes: 93 if a folder's model is refused and 64 if its tokenizer is; 93 if --verify finds damage or --statistics an
+element that is not finite; 1 if --diff finds any difference.
 """
 
 from __future__ import annotations
@@ -14,14 +18,17 @@ from __future__ import annotations
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config.checkpoint import CheckpointConfig, checkpoints_in, is_url
 from megalite.config.fields import CORES, Workers
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say, table
@@ -29,12 +36,21 @@ from megalite.process.output import say, table
 if TYPE_CHECKING:
     from megalite.checkpoint.comparison import Comparison
     from megalite.checkpoint.reader import CheckpointReader
+    from megalite.conversion.folder_keys import KeyFate
+
+WIDTH = 110
+"""Longest line of what becomes of keys."""
+MOST_BEFORE = 4
+"""Most keys that stand before what becomes of them; more follow it."""
+WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The flags."""
 
+    folder: str | None = field(default=None, metadata=POSITIONAL)
+    """The folder of a model, of which each key is shown with what becomes of it."""
     load: str | None = None
     """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     diff: tuple[str, str] | None = None
@@ -56,14 +72,95 @@ class Arguments:
 def main() -> None:
     """Parse the flags and show a checkpoint, or the differences between two."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    if (arguments.load is None) == (arguments.diff is None):
-        raise ConfigurationError("give --load, or --diff with two checkpoints")
+    if [arguments.folder, arguments.load, arguments.diff].count(None) != 2:
+        raise ConfigurationError("give a FOLDER, --load, or --diff with two checkpoints")
+    if arguments.folder is not None and (arguments.config or arguments.verify or arguments.statistics):
+        raise ConfigurationError("--config, --verify and --statistics are about a checkpoint: give it as --load")
     if arguments.diff is not None and (arguments.config or arguments.verify or arguments.statistics):
         raise ConfigurationError("--config, --verify and --statistics are about one checkpoint: give it as --load")
     if arguments.diff is not None:
         show_differences(arguments, *arguments.diff)
     elif arguments.load is not None:
         show_checkpoint(arguments, arguments.load)
+    elif arguments.folder is not None:
+        show_fates(arguments, arguments.folder)
+
+
+def show_fates(arguments: Arguments, folder: str) -> None:
+    """Show what becomes of each key of a folder, by file or section.
+
+    Raises:
+        CheckpointError: the folder is refused; its keys are shown before.
+        DataError: its tokenizer is.
+    """
+    fates = key_fates(folder)
+    if arguments.json:
+        say(json.dumps({place: [asdict(each) for each in found] for place, found in fates.items()}), exact=True)
+    else:
+        say("\n".join(line for place, found in fates.items() for line in (place, *fate_lines(found), "")))
+    usable = try_opening(folder)
+    if not arguments.json:
+        say(f"{folder} can be {usable}")
+
+
+def key_fates(folder: str) -> dict[str, list[KeyFate]]:
+    """Return the fates of a folder's keys by file, or by section of its options."""
+    if kind_of(folder) != "megalite":
+        from megalite.conversion.key_fates import fates_of_folder
+
+        return fates_of_folder(Path(folder))
+    from megalite.training.load_report import option_fates
+
+    return option_fates(open_checkpoint(folder).manifest.config)
+
+
+def kind_of(folder: str) -> Literal["huggingface", "megatron", "megalite"]:
+    """Return which program's folder this is; that of megalite may be on an object store. Raises CheckpointError."""
+    if not is_url(folder) and not Path(folder).is_dir():
+        raise CheckpointError(f"{folder} is no folder: give that of a model, or of a run")
+    if CheckpointConfig(load=folder).loads_huggingface:
+        return "huggingface"
+    return "megatron" if not is_url(folder) and checkpoints_in(Path(folder)) == "megatron" else "megalite"
+
+
+def try_opening(folder: str) -> str:
+    """Open a folder's model and tokenizer, without its weights, and return what can be done with it.
+
+    Raises CheckpointError or DataError if it is refused.
+    """
+    kind = kind_of(folder)
+    if kind == "huggingface":
+        from megalite.inference.loading import load_tokenizer, open_model
+
+        model = open_model(folder)
+        if model.tokenizer is not None:
+            load_tokenizer(model)
+    elif kind == "megatron":
+        from megalite.conversion.megatron import open_megatron
+
+        open_megatron(Path(folder))
+        return "converted"
+    else:
+        from megalite.checkpoint.compatibility import model_config
+
+        reader = open_checkpoint(folder)
+        config = reader.manifest.config
+        if "kind" not in config.get("model", {"kind": None}):  # the program has any other model
+            model_config(reader.path, config)
+    return "loaded"
+
+
+def fate_lines(fates: Sequence[KeyFate]) -> list[str]:
+    """Return the lines for the keys of a file: what is refused first, and keys of the same fate together."""
+    groups = dict[tuple[str, str], list[str]]()
+    for fate in sorted(fates, key=lambda each: ("refused", "used", "noted").index(each.kind)):
+        groups.setdefault((fate.kind, fate.why), []).append(fate.key)
+    shown: list[str] = []
+    for (kind, why), keys in groups.items():
+        names = " ".join(keys)
+        text = names if not why else f"{names}: {why}" if len(keys) <= MOST_BEFORE else f"{why}: {names}"
+        shown += textwrap.wrap(text, WIDTH, initial_indent=f"  {kind:9}", subsequent_indent=" " * 13, **WHOLE_WORDS)
+    return shown
 
 
 def show_checkpoint(arguments: Arguments, path: str) -> None:

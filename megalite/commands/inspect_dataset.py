@@ -1,7 +1,7 @@
 """Look into a token file, or at a sample of a training run.
 
-    python tools/inspect_dataset.py --prefix data/corpus_text_document --verify
-    python tools/inspect_dataset.py --prefix data/corpus_text_document --document 17 \\
+    python tools/inspect_dataset.py data/corpus_text_document --verify
+    python tools/inspect_dataset.py data/corpus_text_document --document 17 \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
     python tools/inspect_dataset.py --config run/small-llama/config.yaml --sample 17
 
@@ -11,12 +11,12 @@ configuration sees as its sample 17, counted from its beginning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from megalite.config.tokenizer import TokenizerFlags
-from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.config.tool_arguments import ALSO_POSITIONAL, parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say
 
@@ -25,7 +25,7 @@ from megalite.process.output import say
 class Arguments(TokenizerFlags):
     """The flags."""
 
-    prefix: str | None = None
+    prefix: str | None = field(default=None, metadata=ALSO_POSITIONAL)
     """The path of the .bin and .idx without the suffix."""
     document: int | None = None
     """The document to show, from 0."""
@@ -45,7 +45,7 @@ def main() -> None:
     from megalite.errors import ConfigurationError
 
     if (arguments.prefix is None) == (arguments.config is None):
-        raise ConfigurationError("give --prefix, or --config with --sample")
+        raise ConfigurationError("give a --prefix, or --config with --sample")
     if (arguments.config is None) != (arguments.sample is None):
         raise ConfigurationError("--config and --sample need each other")
     if arguments.config is not None and arguments.sample is not None:

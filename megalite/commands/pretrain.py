@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.near_checkpoints import require_load
 from megalite.config.parse import parse_arguments
 from megalite.config.pipeline_layout import is_automatic
 from megalite.config.single_rank import take_single_rank
@@ -30,17 +31,19 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 
 def main() -> int:
     """Check the flags, then the data. Import torch and join the other ranks last: wrong flags fail at once."""
-    place = place_from_environment()
-    alone, argv = take_single_rank(sys.argv[1:], place.world_size)
+    place = place_from_environment(with_servers=True)
+    single, argv = take_single_rank(sys.argv[1:], place.world_size)
     arguments = parse_arguments(argv, saved_fields)
     if is_automatic(arguments.config.parallel):
-        ranks = place.world_size if alone is None else alone.world_size
+        ranks = place.world_size if single is None else single.world_size
         arguments = replace(arguments, config=entry_point("with_stages")(arguments.config, ranks))
-    if alone is not None:
-        code: int = entry_point("run_alone")(alone, arguments.config)
+    if single is not None:
+        code: int = entry_point("run_single_rank")(single, arguments.config)
         return code
     startup = Startup(place)
     config = resolve(arguments.config, place.world_size, place.local_world_size)
+    require_load(config.checkpoint)
+    place.require_servers(place.world_size - config.synchronization.workers(place.world_size))
     startup.announce(config)
     startup.watch_stop_file(config.checkpoint.save)
     startup.open_store()

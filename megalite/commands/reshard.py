@@ -18,6 +18,7 @@ from typing import Literal
 
 from megalite.config import ParallelConfig
 from megalite.config.fields import CORES, PositiveInt, Workers
+from megalite.config.near_checkpoints import require_checkpoint
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.lifecycle.failure import run_tool
 from megalite.process.output import say
@@ -50,6 +51,7 @@ class Arguments:
 def main() -> None:
     """Parse the flags, copy the tensors, and print a summary."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    require_checkpoint(arguments.load)
     from megalite.checkpoint import FORMATS, directory, model_config
     from megalite.checkpoint.file_writer import cut_by_weights, cut_evenly, write_checkpoint
     from megalite.checkpoint.manifest import is_optimizer_state

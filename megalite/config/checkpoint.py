@@ -37,14 +37,14 @@ class CheckpointConfig:
     log_progress: bool = False
     """Write progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
-    """Run directory, or its URL: the run starts from its latest checkpoint, if it has one. Or a Hugging Face folder: a
-    run starts with its weights, its network and its tokenizer, unless flags choose others."""
+    """Run directory, or its URL: the run starts from its latest checkpoint, which only save's own folder may lack. Or a
+    Hugging Face folder: a run starts with its weights, its network and its tokenizer, unless flags choose others."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint of save if there is one, else from load, else start a new run."""
+    """auto: continue from the latest checkpoint of save if there is one, else from load; without load start anew."""
     ckpt_step: NonNegativeInt | None = None
     """Load only the checkpoint of this step."""
     exit_on_missing_checkpoint: bool = False
-    """Do not start a new run if load (or resume) finds no checkpoint."""
+    """Do not start a new run if load is save's own folder (or with resume), and it has no checkpoint."""
     finetune: bool = False
     """Load only the weights: the run starts at step 0, at the first sample."""
     load_optim: bool = True

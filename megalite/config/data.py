@@ -141,6 +141,12 @@ def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str
     if kind is None:
         yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
         return
+    if kind == "GPT2BPETokenizer" and data.merge_file is None and str(data.vocab_file).endswith(".txt"):
+        yield (
+            f"--vocab-file {data.vocab_file} is named as a WordPiece vocabulary, which is BERT's: megalite pre-trains "
+            "GPTs, whose GPT2BPETokenizer has a vocab.json and a merges.txt"
+        )
+        return
     for name, kinds in FILES_AND_OPTIONS.items():
         value, reads = getattr(data, name), kind in kinds.split()
         flag = flag_of(name)

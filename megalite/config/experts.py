@@ -22,8 +22,6 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield from _sinkhorn(model)
     elif topk == 1 and softmax and not model.moe_router_pre_softmax:
         yield "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax"
-    elif not softmax and model.moe_router_pre_softmax:
-        yield "--moe-router-pre-softmax needs --moe-router-score-function softmax"
     yield from _expert_groups(model, experts)
     if model.moe_router_enable_expert_bias and softmax:
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
@@ -45,8 +43,16 @@ def expert_problems(model: ModelConfig) -> Iterator[str]:
         yield from needs(model, names, "--moe-shared-expert-intermediate-size")
 
 
-def with_weights_of_sinkhorn(model: ModelConfig) -> ModelConfig:
-    """Return a network with Sinkhorn's choices with the weights that it gives them; any other network unchanged."""
+def has_idle_softmax(model: ModelConfig) -> bool:
+    """Tell whether --moe-router-pre-softmax changes nothing: sigmoid scores, which Megatron-LM takes it with, too."""
+    by_sigmoid = model.moe_router_score_function == "sigmoid" and model.num_experts is not None
+    return by_sigmoid and "sinkhorn" not in model.moe_router_load_balancing_type
+
+
+def with_router_weights(model: ModelConfig) -> ModelConfig:
+    """Return a network with the weights that Sinkhorn gives its choices, and without a softmax that has no effect."""
+    if has_idle_softmax(model):
+        return replace(model, moe_router_pre_softmax=False)
     if "sinkhorn" not in model.moe_router_load_balancing_type or model.num_experts is None:
         return model
     if model.moe_router_topk == 1:

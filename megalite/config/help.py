@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from megalite.process.names import as_installed
 from megalite.process.output import say
 
 _WORDS = {int: "whole number", float: "number", str: "text"}
@@ -22,11 +23,13 @@ def show_help(description: str, sections: Mapping[str, Any]) -> NoReturn:
         kinds, meanings = get_type_hints(kind), field_docstrings(kind)
         lines += ["", f"{title}:"]
         for entry in fields(kind):
-            flag = entry.name.upper() if entry.metadata.get("positional") else spelled(entry, kinds[entry.name])
+            also = entry.metadata.get("positional")
+            flag = entry.name.upper() if also is True else spelled(entry, kinds[entry.name])
+            flag = f"[{flag}]" if also == "also" else flag
             meaning = f"{meanings.get(entry.name, '')} ({default_words(entry)})"
             lines += [f"  {flag} {value_words(kinds[entry.name])}".replace("`", "").rstrip()]
             lines += textwrap.wrap(meaning.replace("`", ""), 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    say("\n".join(lines))
+    say(as_installed("\n".join(lines)))
     sys.exit(0)
 
 

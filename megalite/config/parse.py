@@ -21,6 +21,7 @@ from megalite.config.validate import check_numbers, without_idle_flags
 from megalite.config.warnings import config_warnings
 from megalite.config.yaml_file import Sections, from_sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
+from megalite.process.names import as_installed
 from megalite.small_files import shown
 
 _DESCRIPTION = """\
@@ -32,6 +33,14 @@ which flags override. Short names: --tp, --pp, --cp, --ep, --etp.
 computed, and prints what the rank holds, sends and computes; --dry-run-json FILE writes all of it.
 --as-rank R --of N runs a few steps of rank R of N on this device, as if the other ranks were there.
 """
+
+EXAMPLE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 4 --lr 1e-3 --train-iters 20 --eval-iters 0 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 1000"
+)
+"""Flags of a run that takes seconds on any machine and needs no files."""
+_FIRST = f"\n--help describes all flags. These are enough for a first run, on made-up data: {EXAMPLE}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             sections[section] = sections[section] | saved if over else saved | sections[section]
     missing = [flag_of(name) for name in missing_fields(sections) if name.replace("_", "-") not in given]
     if missing:
-        problems.append(f"missing: {', '.join(missing)}")
+        problems.append(f"missing: {', '.join(missing)}{' (--help describes all flags)' if argv else _FIRST}")
         if loading.load is not None and not (loading.loads_huggingface or loading.use_checkpoint_args):
             problems.append(f"(--load {loading.load} {_lacks_network(loading.load)})")
     if loading.use_checkpoint_opt_param_scheduler and "override-opt-param-scheduler" in given:
@@ -111,7 +120,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         config = replace(config, data=replace(config.data, reset_attention_mask=False))
     config, idle = without_idle_flags(_applied_last(config, given))
     warnings = config_warnings(config, per_token_loss=megatron_flags.CALCULATE_PER_TOKEN_LOSS in given)
-    return ParsedArguments(config, (*megatron_flags.note_lines(notes), *idle, *warnings))
+    of_flags = map(as_installed, megatron_flags.note_lines(notes))
+    return ParsedArguments(config, (*of_flags, *idle, *warnings))
 
 
 def _lacks_network(load: str) -> str:
@@ -193,7 +203,8 @@ def _settle(flag: str, values: list[str]) -> tuple[dict[str, Any], Note | None]:
             raise ConfigurationError(f"--{flag} {foreign}")
         known = [name.replace("_", "-") for name in places] + megatron_flags.names()
         known += ["no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool]
-        raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--', megatron_flags.refusal)}")
+        near = nearest(flag, known, "--", megatron_flags.refusal) or " (--help describes all flags)"
+        raise ConfigurationError(f"unknown flag --{flag}{near}")
     return {}, note
 
 

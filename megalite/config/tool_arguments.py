@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from megalite.config.command_line import flag_groups, refuse_blank
@@ -15,11 +13,15 @@ from megalite.config.fields import flag_of, range_problems
 from megalite.config.megatron_flags import tables
 from megalite.config.parse import field_value
 from megalite.errors import ConfigurationError
+from megalite.process.output import say
 from megalite.small_files import shown
+from megalite.version import __version__
 
 Arguments = TypeVar("Arguments")
 POSITIONAL = {"positional": True}
 """Metadata of the field without a flag, which takes the value that no flag takes."""
+ALSO_POSITIONAL = {"positional": "also"}
+"""Metadata of a field with a flag that may be left out: the field takes the value that no flag takes, too."""
 
 
 def parse_tool_arguments(
@@ -37,21 +39,25 @@ def parse_tool_arguments(
 
     Raises:
         ConfigurationError: a flag is unknown or missing, or a value is blank, of the wrong type, or not in its range.
-        SystemExit: 0 after --help.
+        SystemExit: 0 after --help or --version.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "-h" in argv or "--help" in argv:
         from megalite.config.help import show_help  # imported here: few programs show their help
 
-        show_help(_as_called(description), {"options": arguments})
+        show_help(description, {"options": arguments})
+    if "--version" in argv:
+        say(f"megalite {__version__}")
+        sys.exit(0)
     kinds, entries = get_type_hints(arguments), dataclasses.fields(arguments)  # type: ignore[arg-type]
-    positional = next((entry.name for entry in entries if entry.metadata == POSITIONAL), None)
+    positional = next((entry.name for entry in entries if entry.metadata.get("positional")), None)
+    flagged = [entry.name for entry in entries if entry.metadata != POSITIONAL]
     found: dict[str, Any] = {}
     free: list[str] = []
     with_values = {token[2:].partition("=")[0].replace("_", "-") for token in argv if "=" in token}
     for flag, values in flag_groups(argv):
         refuse_blank(flag, values)
-        name, wanted = _field(flag, [entry.name for entry in entries if entry.name != positional], kinds)
+        name, wanted = _field(flag, flagged, kinds)
         kind = kinds.get(name)
         form = next((each for each in (kind, *get_args(kind)) if get_origin(each) is tuple), kind)
         several = get_origin(form) is tuple and Ellipsis in get_args(form)
@@ -71,12 +77,16 @@ def parse_tool_arguments(
             value: Any = field_value(flag, kind, own) if wanted else False
             found[name] = (*found.get(name, ()), *value) if several and repeated else value
     if positional is not None and free:
+        if positional in found:
+            raise ConfigurationError(
+                f"{flag_of(positional)} is given, and {shown(' '.join(free))} without a flag: give one"
+            )
         if len(free) > 1 or not free[0].strip():
             raise ConfigurationError(f"{positional.upper()} is one word, got {shown(' '.join(free))}")
         found[positional] = field_value(positional, kinds[positional], free)
     needed = [entry.name for entry in entries if entry.default is dataclasses.MISSING and entry.name not in found]
     if needed:
-        missing = ", ".join(name.upper() if name == positional else flag_of(name) for name in needed)
+        missing = ", ".join(flag_of(name) if name in flagged else name.upper() for name in needed)
         raise ConfigurationError(f"missing: {missing} (--help describes all flags)")
     parsed = arguments(**found)
     if problems := list(range_problems(parsed)):
@@ -86,21 +96,13 @@ def parse_tool_arguments(
 
 def split_flags(arguments: type[Any], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the flags of a command, which are the fields of a dataclass, and those of the run that it is about."""
-    names = {"help", *(field.name for field in dataclasses.fields(arguments))}
+    names = {"help", "version", *(field.name for field in dataclasses.fields(arguments))}
     own: list[str] = []
     others: list[str] = []
     for flag, values in flag_groups(argv):
         mine = flag.removeprefix("no-").replace("-", "_") in names or "-h" in values
         (own if mine else others).extend([f"--{flag}", *values] if flag else values)
     return own, others
-
-
-def _as_called(description: str) -> str:
-    """Return the help of a script in tools/, with the name of the installed command if this command was called."""
-    name = Path(sys.argv[0]).name
-    if not name.startswith("megalite-"):
-        return description
-    return re.sub(r"(python )?tools/\S+\.py", lambda found: name if found[1] else f"--no-python {name}", description)
 
 
 def _field(flag: str, names: Sequence[str], kinds: dict[str, Any]) -> tuple[str, bool]:
@@ -110,7 +112,7 @@ def _field(flag: str, names: Sequence[str], kinds: dict[str, Any]) -> tuple[str,
         return name, True
     if (positive := name.removeprefix("no_")) in names and kinds[positive] is bool:
         return positive, False
-    known = ["--help", *map(flag_of, names)]
+    known = ["--help", "--version", *map(flag_of, names)]
     near = difflib.get_close_matches(f"--{flag}", known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(known)}"
     raise ConfigurationError(f"there is no flag --{flag}: {hint}")

@@ -22,6 +22,7 @@ from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
 _COUNT = r"(\d+\.?\d*(?:[eE]\d{1,2})?|\.\d+)([KMBTkmbt]?)"
+_NEEDS_SAMPLES = "needs --train-samples: steps of different sizes do not say how much is trained on"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -183,11 +184,14 @@ def _batch_size_schedule(training: TrainingConfig, seq_length: int) -> Iterator[
     if min(sizes) < 1:
         yield f"{flag}: a batch has at least one sample"
     if training.global_batch_size not in (None, sizes[-1]):
-        yield f"{flag} gives the sizes of the batches: leave --global-batch-size {training.global_batch_size} out"
+        yield (
+            f"{flag} gives the sizes of the batches: leave --global-batch-size {training.global_batch_size} out "
+            "(Megatron-LM refuses both together, too, also in its own example)"
+        )
     if training.rampup_batch_size is not None:
         yield f"{flag} and --rampup-batch-size both give the sizes of the batches: drop one"
     if training.train_samples is None:
-        yield f"{flag} needs --train-samples: steps of different sizes do not say how much is trained on"
+        yield f"{flag} {_NEEDS_SAMPLES}"
 
 
 def _ramp(training: TrainingConfig) -> Iterator[str]:
@@ -197,7 +201,7 @@ def _ramp(training: TrainingConfig) -> Iterator[str]:
     start, increment, samples = training.rampup_batch_size
     flag = f"--rampup-batch-size {start} {increment} {samples}"
     if training.train_samples is None:
-        yield f"{flag} needs --train-samples: steps of different sizes do not say how much is trained on"
+        yield f"{flag} {_NEEDS_SAMPLES}"
     elif training.train_samples < start:
         yield f"--train-samples {training.train_samples} is less than the first batch of {flag}"
     final = training.global_batch_size or start

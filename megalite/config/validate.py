@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
-from megalite.config.experts import with_weights_of_sinkhorn
+from megalite.config.experts import has_idle_softmax, with_router_weights
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
@@ -32,6 +32,7 @@ from megalite.errors import ConfigurationError
 
 _MICRO_BATCHES = 100_000
 """Largest number of micro-batches of one rank in a step: a step is a list with entries for all of them."""
+_TORCHRUN = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone"
 _IDLE_WITH_ONE_RANK = {
     "tensor_model_parallel_size": "sequence_parallel",
     "pipeline_model_parallel_size": "account_for_* overlap_p2p_communication align_grad_reduce",
@@ -50,7 +51,7 @@ def resolve(config: RunConfig, world_size: int, node_ranks: int | None = None) -
     """
     check_numbers(config)
     config, _ = without_idle_flags(config)
-    config = with_sites(replace(config, model=with_weights_of_sinkhorn(config.model)), world_size, node_ranks)
+    config = with_sites(replace(config, model=with_router_weights(config.model)), world_size, node_ranks)
     training = config.training
     if training.global_batch_size is None:
         schedule = training.batch_size_schedule(config.data.seq_length)
@@ -80,6 +81,8 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield "parallel", names, f", since {flag_of(axis)} is 1"
     if config.model.num_experts is None:
         yield "parallel", "expert_tensor_parallel_size", " without --num-experts"
+    if has_idle_softmax(config.model):
+        yield "model", "moe_router_pre_softmax", ", since --moe-router-score-function is sigmoid"
     if config.training.recompute_granularity is None:
         yield "training", "recompute_method recompute_num_layers", " without --recompute-granularity full"
     if why := why_nothing_is_aligned(_chunks(config), config.parallel):
@@ -87,7 +90,7 @@ def _idle(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if not config.optimizer.narrow:
         yield "optimizer", "use_precision_aware_optimizer", ", since its dtypes are all fp32"
     if config.checkpoint.save is None:
-        yield "checkpoint", "ckpt_format", " without --save"
+        yield "checkpoint", "ckpt_format save_interval save_retain_interval", " without --save"
     if config.checkpoint.finetune:
         yield "checkpoint", "load_optim", ", since --finetune takes the weights alone"
 
@@ -228,10 +231,11 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
         parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
         parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
     }
-    for names in [names for size, names in groups.items() if world_size % size]:
+    for size, names in [(size, names) for size, names in groups.items() if world_size % size]:
         sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
-        flags = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items() if size > 1)
-        yield f"{world_size} ranks cannot be divided into groups of {flags}"
+        flags = " x ".join(f"{flag_of(name)} {number}" for name, number in sizes.items() if number > 1)
+        start = f": start {size} processes, as by {_TORCHRUN} --nproc-per-node {size}" if world_size == 1 else ""
+        yield f"{world_size} ranks cannot be divided into groups of {flags}{start}"
 
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

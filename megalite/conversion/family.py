@@ -10,9 +10,10 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
+from megalite.config.fields import flag_of
 from megalite.config.validate_model import model_problems, number_problems
 from megalite.conversion.config_keys import Json, Keys, prediction_layers
-from megalite.conversion.folder_keys import Fates
+from megalite.conversion.folder_keys import Fates, KeyFate
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
@@ -20,6 +21,8 @@ from megalite.small_files import shown
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that do not describe the network but are kept: the numbers of a tokenizer's special tokens."""
 
+_KEPT = "a special token's number, which exports keep"
+_CHECKED = "checked: megalite has what it says, and nothing else"
 _KINDS = get_type_hints(ModelConfig)
 
 
@@ -63,14 +66,9 @@ class Family:
         """
         values = dict(self.always)
         problems = self.fates.problems(config)
-        for keys in self.keys:
-            try:
-                values |= keys.read(config)
-            except CheckpointError as error:
-                problems.append(str(error))
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-                there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
-                problems.append(f"{', '.join(there or keys.names)} cannot be read")
+        for _, fields, problem in self._read(config):
+            values |= fields
+            problems += [problem] if problem else []
         problems = problems or list(_nonsense(values))
         model = None if problems else ModelConfig(**values)
         if model is not None:
@@ -78,6 +76,26 @@ class Family:
         if model is None or problems:
             raise CheckpointError("\n".join(f"  {problem}" for problem in problems))
         return model
+
+    def _read(self, config: Json) -> Iterator[tuple[Keys, dict[str, Any], str]]:
+        """Yield each entry with the fields that it reads, or none and the problem."""
+        for keys in self.keys:
+            try:
+                yield keys, keys.read(config), ""
+            except CheckpointError as error:
+                yield keys, {}, str(error)
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+                there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
+                yield keys, {}, f"{', '.join(there or keys.names)} cannot be read"
+
+    def key_fates(self, config: Json) -> Iterator[KeyFate]:
+        """Yield the fate of each key of a config.json; of a key that is used, the flags that it stands for."""
+        read = {name: KeyFate(name, "used", _KEPT) for name in CARRIED}
+        for keys, fields, problem in self._read(config):
+            why = problem or _as_flags(fields) or _CHECKED
+            read |= {name: KeyFate(name, "refused" if problem else "used", why) for name in keys.names}
+        for fate in self.fates.of_keys(config):
+            yield read[fate.key] if fate.kind == "used" else fate
 
     def left_out(self, config: Json) -> str | None:
         """Return a pattern for the names of the tensors of prediction layers; None if the model has none.
@@ -103,6 +121,17 @@ class Family:
             flags = [f"--{name.replace('_', '-')} {ours[name]} ({self.name} has {theirs[name]})" for name in different]
             raise CheckpointError(", ".join(flags))
         return written
+
+
+def _as_flags(fields: Mapping[str, Any]) -> str:
+    """Return the flags for fields; of several fields, those without the flag's default."""
+    others = {name: value for name, value in fields.items() if value != getattr(ModelConfig, name, None)}
+    given = {name: value for name, value in (others or fields).items() if value is not None}
+    off = [name for name, value in given.items() if value is False]
+    if len(off) > 1:  # such as the flags of other activations
+        given = {name: value for name, value in given.items() if value is not False}
+    flags = {name: flag_of(name) + ("" if value is True else f" {shown(value)}") for name, value in given.items()}
+    return ", ".join(f"--no-{flag_of(name)[2:]}" if name in off else flag for name, flag in flags.items())
 
 
 def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:

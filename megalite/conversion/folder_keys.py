@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
 _SHOWN = 20
+NULL = "null says nothing"
 
 
 @cache
@@ -22,10 +23,21 @@ def _tables() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class KeyFate:
+    """Fate of a key that a file has."""
+
+    key: str
+    kind: Literal["used", "noted", "refused"]
+    """`noted`: it is not read, and `why` says why not."""
+    why: str
+
+
+@dataclass(frozen=True)
 class Fates:
     """Fate of each key of a file. A key is in one of the three parts; others are refused as unknown."""
 
-    applied: Set[str]
+    applied: Mapping[str, str]
+    """Keys that code reads, with what they are for, if the table says it."""
     no_effect: Mapping[str, str]
     """Keys that change nothing here, with the reason."""
     refused: Mapping[str, str]
@@ -41,14 +53,26 @@ class Fates:
             lines = [*table.get(fate, {}).items(), *own.get(fate, {}).items()]
             return {key: reason for reason, keys in lines for key in keys.split()}
 
-        return cls(applied | by_key("applied").keys(), by_key("no_effect"), by_key("refused"))
+        return cls(dict.fromkeys(applied, "") | by_key("applied"), by_key("no_effect"), by_key("refused"))
+
+    def of_keys(self, found: Mapping[str, Any]) -> Iterator[KeyFate]:
+        """Yield the fate of each key of a file."""
+        for name, value in found.items():
+            if name in self.applied:
+                yield KeyFate(name, "used", self.applied[name])
+            elif name in self.no_effect:
+                yield KeyFate(name, "noted", self.no_effect[name])
+            elif name in self.refused:
+                yield KeyFate(name, "noted", NULL) if value is None else KeyFate(name, "refused", self.refused[name])
+            else:
+                yield KeyFate(name, "refused", f"is unknown: {shown(value)}")
 
     def problems(self, found: Mapping[str, Any]) -> list[str]:
         """Return a line for each key of a file that is refused."""
-        lines = [f"{name}: {why}" for name, why in self.refused.items() if found.get(name) is not None]
-        known = {*self.applied, *self.no_effect, *self.refused}
-        unknown = [name for name in found if name not in known]
-        lines += [f"{name[:80]} is unknown: {shown(found[name])}" for name in unknown[:_SHOWN]]
+        refused = [fate for fate in self.of_keys(found) if fate.kind == "refused"]
+        lines = [f"{fate.key}: {fate.why}" for fate in refused if fate.key in self.refused]
+        unknown = [f"{fate.key[:80]} {fate.why}" for fate in refused if fate.key not in self.refused]
+        lines += unknown[:_SHOWN]
         return lines + ["(a key without meaning for the network may be deleted)"] * bool(unknown)
 
 

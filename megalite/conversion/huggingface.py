@@ -44,7 +44,7 @@ COMPANIONS = (
 def open_huggingface(folder: Path) -> OpenedModel:
     """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model."""
     config = read_json(folder / "config.json", largest=LARGEST_CONFIG)
-    family = _family(folder, config)
+    family = family_of(folder, config)
     try:
         model, left_out = family.model(config), family.left_out(config)
     except CheckpointError as error:
@@ -113,7 +113,7 @@ def end_tokens(folder: Path) -> frozenset[int]:
     return ends
 
 
-def _family(folder: Path, config: Mapping[str, Any]) -> Family:
+def family_of(folder: Path, config: Mapping[str, Any]) -> Family:
     """Return the family with this model_type and architecture. A config.json without architectures is accepted."""
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]

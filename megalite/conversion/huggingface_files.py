@@ -82,15 +82,20 @@ def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
 
 
 def _open(folder: Path) -> Iterator[_Tensors]:
-    """Open the files that transformers would choose.
+    """Open the files that transformers would choose."""
+    opener, paths = chosen_files(folder)
+    yield from map(opener, paths)
+
+
+def chosen_files(folder: Path) -> tuple[Callable[[Path], _Tensors], list[Path]]:
+    """Return the files of weights that transformers would choose, and the function that opens one.
 
     Safetensors files come before pickles, and a single file comes before an index of several files.
     """
     for stem, suffix, opener in (("model", "safetensors", _safetensors), ("pytorch_model", "bin", _pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
         if single.is_file():
-            yield opener(single)
-            return
+            return opener, [single]
         if index.is_file():
             found = read_json(index)
             check_keys(index, found, "index")
@@ -98,8 +103,7 @@ def _open(folder: Path) -> Iterator[_Tensors]:
             files = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
                 raise CheckpointError(f"{index} is not an index of files in its folder")
-            yield from (opener(folder / name) for name in sorted(set(files)))
-            return
+            return opener, [folder / name for name in sorted(set(files))]
     raise CheckpointError(f"{folder} has neither model.safetensors nor an index of such files")
 
 

@@ -21,7 +21,14 @@ from megalite.checkpoint.tensors import Kind, natural_order
 from megalite.config import ModelConfig
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
-from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
+from megalite.conversion.megatron_arguments import (
+    arguments_of,
+    count_of,
+    model_of,
+    tokenizer_of,
+    unknown_arguments,
+    vocabulary_of,
+)
 from megalite.conversion.megatron_legacy import NEWER_FORMAT, Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD, written
 from megalite.conversion.megatron_torch_dist import TorchDist
@@ -43,11 +50,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     `true_vocab_size` is the number of tokens in the vocabulary. If it is None, the saved arguments give it, otherwise
     the number of rows of the embedding. Raises CheckpointError if megalite cannot compute exactly this network.
     """
-    folder = _resolve(path)
-    opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
-    arguments: Mapping[str, Any] | None = getattr(opened.common().get("args"), "fields", None)
-    if not arguments:
-        raise CheckpointError(f"{folder} does not have the arguments of its run, which describe the network")
+    folder, opened, arguments = read_arguments(path)
     try:
         model = model_of(arguments)
     except CheckpointError as error:
@@ -76,7 +79,18 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     length = count_of(arguments, "seq_length")
-    return OpenedModel(f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), length)
+    what, notes = f"Megatron-LM, {folder}", unknown_arguments(arguments)
+    return OpenedModel(what, model, source, tokenizer_of(arguments), length, notes=notes)
+
+
+def read_arguments(path: Path) -> tuple[Path, TorchDist | Legacy, Mapping[str, Any]]:
+    """Return a checkpoint's folder, its files and the arguments of its run. Raises CheckpointError."""
+    folder = _resolve(path)
+    opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
+    arguments: Mapping[str, Any] | None = getattr(opened.common().get("args"), "fields", None)
+    if not arguments:
+        raise CheckpointError(f"{folder} does not have the arguments of its run, which describe the network")
+    return folder, opened, arguments
 
 
 def _resolve(path: Path) -> Path:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
-from megalite.config import ModelConfig
-from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
-from megalite.config.experts import with_weights_of_sinkhorn
+from megalite.config import ModelConfig, megatron_flags
+from megalite.config.activations import ACTIVATIONS, MEGATRON_ALONE, flags_by_megatron, megatron_of
+from megalite.config.experts import with_router_weights
 from megalite.config.layer_patterns import MOST_LAYERS
-from megalite.config.run import fits
+from megalite.config.run import fields_by_name, fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
 from megalite.config.validate_model import model_problems, number_problems
+from megalite.conversion.folder_keys import NULL, KeyFate
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
@@ -52,7 +55,23 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
 All other arguments that are not fields describe the run, not the network. If one of them adds tensors to the network,
 the check of the tensors finds this.
 """
+_FURTHER = """num_query_groups disable_bias_linear use_rotary_position_embeddings add_position_embedding window_size
+    window_attn_skip_freq moe_layer_freq moe_router_load_balancing_type bias_gelu_fusion openai_gelu vocab_size
+    seq_length"""
+"""Arguments that are read beside fields."""
+_COMPUTED = """apply_rope_fusion bert_binary_head consumed_train_bins consumed_train_samples consumed_valid_samples
+    cpu_offloading data_parallel_size expert_gtp_weight_remat_size fp4 fp8 grpo_samples_per_iteration
+    gtp_weight_remat_size inference_dynamic_batching_enable_prefix_caching iteration logit_dtype muon_split_qkv
+    num_floating_point_operations_so_far offset_sampling_seed_by_dp_rank overlap_p2p_comm padded_vocab_size params_dtype
+    rank skipped_train_samples torch_fsdp2_reshard_after_forward transformer_pipeline_model_parallel_size
+    use_gloo_process_groups use_layer_wise_distributed_optimizer variable_seq_lengths
+    virtual_pipeline_model_parallel_size world_size"""
+"""Arguments of the run that are no flags, or have another name than their flag."""
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
+_NO_NETWORK = "megalite has no such network"
+_OF_THE_RUN = "describes that run, not the network: a new run has its own flags"
+_UNKNOWN = "unknown to megalite, and taken to describe that run, not the network"
+_SHOWN = 8
 _TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens"
 
 
@@ -86,9 +105,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
     unknown |= {name: value for name, value in values.items() if not fits(value, hints[name])}
-    problems = [
-        f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network" for name, value in unknown.items()
-    ]
+    problems = [f"  --{name.replace('_', '-')} {shown(value)}: {_NO_NETWORK}" for name, value in unknown.items()]
     problems += [
         f"  --{name.replace('_', '-')} is missing"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -96,7 +113,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     ]
     if problems:
         raise CheckpointError("\n".join(problems))
-    model = with_weights_of_sinkhorn(ModelConfig(**values))
+    model = with_router_weights(ModelConfig(**values))
     if impossible := number_problems(model):
         raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
@@ -109,6 +126,44 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if problems:
         raise CheckpointError("\n".join(problems))
     return model
+
+
+def argument_fates(arguments: Mapping[str, Any]) -> Iterator[KeyFate]:
+    """Yield the fate of each argument of a checkpoint."""
+    used = {*_SAME.split(), *_OF_EXPERTS.split(), *_FURTHER.split(), *_OTHER_NAMES, *_OTHER_NAMES.values()}
+    used |= {*_TOKENIZER.split(), *_TIKTOKEN.split(), *(row.megatron or "" for row in ACTIVATIONS)}
+    for name, value in sorted(arguments.items()):
+        if name in _NOT_OURS:
+            off = value in _NOT_OURS[name]
+            yield KeyFate(name, "noted" if off else "refused", "off" if off else f"{shown(value)}: {_NO_NETWORK}")
+        elif value is None:
+            yield KeyFate(name, "noted", NULL)
+        elif name in used:
+            yield KeyFate(name, "used", shown(value))
+        else:
+            yield KeyFate(name, "noted", _OF_THE_RUN if _is_of_the_run(name) else f"{_UNKNOWN}: {shown(value)}")
+
+
+def unknown_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on the arguments that no table knows; none if there are no such, or they are off."""
+    fates = argument_fates({name: value for name, value in arguments.items() if value not in (False, [], "")})
+    if not (unknown := [fate.key[:80] for fate in fates if fate.why.startswith(_UNKNOWN)]):
+        return ()
+    more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
+    return (f"note: the arguments {', '.join(unknown[:_SHOWN])}{more} of the checkpoint are {_UNKNOWN}",)
+
+
+def _is_of_the_run(name: str) -> bool:
+    """Tell whether an argument belongs to a flag of Megatron-LM that describes no network, or is computed from such."""
+    bare = re.sub(r"^(no|disable|use|enable)_|_deprecated$", "", name.lstrip("_"))
+    return bool({name, bare} & _flags_of_runs())
+
+
+@cache
+def _flags_of_runs() -> set[str]:
+    flags = {name.replace("-", "_") for name in megatron_flags.names()}
+    bare = {re.sub(r"^(no|disable|use|enable)_", "", name) for name in flags}
+    return {*_COMPUTED.split(), *flags, *bare, *fields_by_name()}
 
 
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:

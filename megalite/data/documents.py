@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from megalite.data.corpus import Chunk, suffix
 from megalite.errors import DataError
 
+_GUESSED = "; files not named .txt (or .txt.gz, .txt.zst) or .parquet are read as JSON lines"
+
 
 class Document(NamedTuple):
     """Texts of a record: a list of sequences per key, with one sequence unless the record has a list of texts."""
@@ -26,6 +28,8 @@ class BadRecord(NamedTuple):
 
     def error(self) -> DataError:
         """Return the error to raise if bad records are not skipped."""
+        if self.reason.endswith(_GUESSED):
+            return DataError(f"{self.place}: {self.reason}. Rename it to .txt if it is one text, else to .jsonl")
         return DataError(
             f"{self.place}: {self.reason}. Correct or remove it; megalite-preprocess --skip-bad-lines leaves such "
             "lines out"
@@ -81,7 +85,7 @@ def _kind_that_was_guessed(chunk: Chunk) -> str:
     """Return a hint for the error message if a file is read as JSON lines although its suffix is neither .json nor
     .jsonl; otherwise an empty text."""
     said = chunk.kind != "lines" or suffix(chunk.path) in (".json", ".jsonl")
-    return "" if said else "; files not named .txt (or .txt.gz, .txt.zst) or .parquet are read as JSON lines"
+    return "" if said else _GUESSED
 
 
 def _sequences(fields: dict[str, Any], key: str) -> list[str]:

@@ -242,8 +242,14 @@ def _damaged(path: Path, expected: str, found: str) -> NoReturn:
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
+    """Raise DataError for a file that cannot be opened; the message says if a path was given in place of a prefix."""
     refuse_too_many_open_files(error)
     what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
+    prefix, given = path.with_suffix(""), path.with_suffix("").suffix
+    if given in (".bin", ".idx"):
+        raise DataError(f"{path} {what}: leave out {given}, and give {prefix.with_suffix('')}") from error
+    if given and prefix.is_file():
+        raise DataError(f"{path} {what}: {prefix} is no token file; megalite-preprocess makes some of texts") from error
     raise DataError(
         f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "
         "as megalite-preprocess prints it."

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from inspect import Signature, signature
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.config.parallel import SHAPES, STRATEGIES, ParallelConfig, ScheduleName
+from megalite.config.run import fits
+from megalite.config.yaml_file import nearest
 from megalite.errors import ConfigurationError
+from megalite.library.arguments import unknown
+
+Shape = Literal["constant", "linear", "cosine", "inverse-square-root"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class Optimizer:
             chooses others.
         clip_grad: largest global norm of the gradient; 0: no clipping.
         schedule: shape of the learning rate after the warm-up: "constant", "linear", "cosine" or
-            "inverse-square-root".
+            "inverse-square-root"; or a function from the number of steps before a step to the factor of its rate.
         steps: number of steps until the rate is `min_lr`, counted from the first one; not for "constant".
         warmup: number of steps in which the rate rises from 0.
         min_lr: lowest learning rate of the schedule.
@@ -114,18 +121,45 @@ class Optimizer:
     lr: float
     weight_decay: float = 0.01
     clip_grad: float = 0.0
-    schedule: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    schedule: Shape | Callable[[int], float] = "constant"
     steps: int | None = None
     warmup: int = 0
     min_lr: float = 0.0
 
     NAME: ClassVar[Literal["adam", "sgd", "muon", "lars", "lamb", "lion", "adafactor"]]
 
+    def __new__(cls, *parameters: object, **options: Any) -> Self:
+        """Make the optimizer. Raises ConfigurationError for parameters, and for options that it does not have."""
+        if parameters:
+            raise ConfigurationError(
+                f"{cls.__name__}(...) takes options by their names only: Trainer has the parameters of the model"
+            )
+        known = [entry.name for entry in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise unknown(cls.__name__, name, known)
+        return super().__new__(cls)
+
     def config(self) -> OptimizerConfig:
         """Return the fields of a run's configuration. Raises ConfigurationError."""
-        if self.schedule != "constant" and self.steps is None:
+        own, kinds = type(self).__name__, get_type_hints(type(self))
+        if callable(self.schedule):
+            if given := [name for name in ("steps", "warmup", "min_lr") if getattr(self, name)]:
+                raise ConfigurationError(
+                    f"{own}(schedule=...) is a function, which says all of the rate: drop {given[0]}"
+                )
+        elif self.schedule not in (shapes := get_args(Shape)):
+            near = nearest(str(self.schedule), shapes)
+            raise ConfigurationError(f"{own}(schedule={self.schedule!r}): choose one of {', '.join(shapes)}{near}")
+        for entry in fields(self):
+            value, kind = getattr(self, entry.name), kinds[entry.name]
+            if entry.name not in ("betas", "schedule") and not fits(value, kind):
+                wanted = getattr(kind, "__name__", kind)
+                raise ConfigurationError(f"{own}({entry.name}={value!r}): the type of this option is {wanted}")
+        style = "constant" if callable(self.schedule) else self.schedule
+        if style != "constant" and self.steps is None:
             raise ConfigurationError(
-                f"{type(self).__name__}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
+                f"{own}(schedule={self.schedule!r}) needs steps=..., the number of steps until the "
                 "learning rate is min_lr"
             )
         return OptimizerConfig(
@@ -133,7 +167,7 @@ class Optimizer:
             lr=self.lr,
             weight_decay=self.weight_decay,
             clip_grad=self.clip_grad,
-            lr_decay_style=self.schedule,
+            lr_decay_style=style,
             lr_decay_iters=self.steps,
             lr_warmup_iters=self.warmup,
             min_lr=self.min_lr,
@@ -145,7 +179,7 @@ class Optimizer:
         own = dict[str, Any]()
         for entry in fields(self)[len(fields(Optimizer)) :]:
             value = getattr(self, entry.name)
-            if entry.name == "betas" and len(value) != 2:
+            if entry.name == "betas" and not fits(value, tuple[float, float]):
                 raise ConfigurationError(f"betas={value!r}: give two numbers")
             parts = zip(("beta1", "beta2"), value, strict=True) if entry.name == "betas" else ((entry.name, value),)
             for name, part in parts:
@@ -249,3 +283,27 @@ class Adafactor(Optimizer):
     eps: float = 1e-30
 
     NAME = "adafactor"
+
+
+for _kind in Optimizer.__subclasses__():  # otherwise help(AdamW) and editors would show the arguments of __new__
+    _kind.__signature__ = Signature([*signature(_kind.__init__).parameters.values()][1:])  # type: ignore[attr-defined]
+
+
+def no_optimizer(given: object) -> ConfigurationError:
+    """Return the error about what was given as an optimizer of a run, and is none."""
+    if isinstance(given, list | tuple | set | dict):
+        return ConfigurationError(
+            f"optimizer={type(given).__name__} of {len(given)}: give one optimizer for all parameters or, by patterns "
+            'of names of parameters, several: optimizer={"generator": megalite.AdamW(lr=...), "critic": ...}'
+        )
+    kind = given if isinstance(given, type) else type(given)
+    name = given if isinstance(given, str) else kind.__name__
+    same = {each.__name__.lower(): each.__name__ for each in Optimizer.__subclasses__()} | {"adam": "AdamW"}
+    here = same.get(name.lower(), "AdamW")
+    if kind in Optimizer.__subclasses__():
+        return ConfigurationError(f"optimizer={name} is a class: give megalite.{name}(lr=...)")
+    shown = repr(given) if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
+    return ConfigurationError(
+        f"optimizer={shown} is no optimizer of megalite, whose state is divided over ranks: give "
+        f"megalite.{here}(lr=...) in place of it, without parameters"
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ from megalite.tasks.module_task import Build, Costs, ModuleOptions, ModuleTask
 from megalite.training.display import Display
 from megalite.training.gradients import Gradients
 from megalite.training.metrics import StepMetrics
+from megalite.training.several import SeveralTrainer
 from megalite.training.task import Task
 from megalite.training.trainer import ENDLESS
 from megalite.watchdog.sections import EVALUATION
@@ -78,7 +80,7 @@ class Trainer(TokenMethods):
         metrics: Mapping[str, Function] | None = None,
         sequence_dims: SequenceDims | None = None,
         terms: Sequence[LossTerm] = (),
-        optimizer: Optimizer,
+        optimizer: Optimizer | Mapping[str, Optimizer],
         layout: Layout | None = None,
         precision: configuration.Precision = "fp32",
         micro_batch_size: int | None = None,
@@ -115,6 +117,8 @@ class Trainer(TokenMethods):
             sequence_dims: dimensions of the fields of a batch that are sequences, by their names or, in a tuple, their
                 places. With `Layout(cp=...)`, the model, the loss and `count` get a rank's part of these fields.
             terms: terms of the loss that stages return themselves, in a `StageOutput`.
+            optimizer: one for all parameters, or several: each by a pattern of names of parameters, or by the beginning
+                of these names up to a dot. A term of the loss with such a name is of steps that update this optimizer.
             precision: dtype of weights and activations; with bf16 and fp16, the optimizer has fp32 masters.
             micro_batch_size: samples that a rank processes at once; None: the batch size of the DataLoader.
             global_batch_size: samples per step over all ranks; None: one micro-batch per data-parallel rank.
@@ -178,13 +182,20 @@ class Trainer(TokenMethods):
             allow_unused=allow_unused,
             messages=messages,
             costs=costs,
+            optimizers=configuration.several_optimizers(optimizer),
         )
         if isinstance(model, ModelConfig):
             sections |= configuration.sections_of_gpt(model, seq_length, options)
         elif seq_length is not None:
             raise ConfigurationError(f"seq_length={seq_length} is for a GPTConfig, not for modules")
         self.config = config = configuration.configured(
-            sections, settings, valid, place.world_size, place.local_world_size
+            sections,
+            settings,
+            valid,
+            place.world_size,
+            place.local_world_size,
+            own=signature(Trainer).parameters,
+            optimizers=options.optimizers,
         )
         startup.watch_stop_file(config.checkpoint.save)
         if not dist.is_initialized():
@@ -196,6 +207,7 @@ class Trainer(TokenMethods):
             )
         else:
             make_task = partial(ModuleTask, config, options=options, train=train, valid=valid)
+        make_task = configuration.with_factors(make_task, optimizer)
         self._files = ExitStack()
         self._run = self._files.enter_context(Run(config, make_task, place, startup))
         assert self._run.trainer is not None  # without a length, no run has ended
@@ -257,9 +269,21 @@ class Trainer(TokenMethods):
                 raise MegaliteError("a batch of run.batches() was not trained on: call run.step(batch) for each")
         self._finish()
 
-    def step(self, batch: Sequence[Any] | None = None) -> dict[str, Any]:
-        """Train on the micro-batches of `batches`, or on the next ones of the dataset. Returns the step's record."""
-        return self._run_step(lambda: self._trainer.step(batch))
+    def step(self, batch: Sequence[Any] | None = None, *, only: str | Collection[str] | None = None) -> dict[str, Any]:
+        """Train on the micro-batches of `batches`, or on the next ones of the dataset. Returns the step's record.
+
+        `only`: the names of the optimizers that the step updates; None: all.
+
+        Raises MegaliteError if the batch is none of `batches`, or if the run has no such optimizer.
+        """
+        if batch is not None:
+            configuration.check_numbered(batch)
+        trainer = self._trainer
+        if only is None:
+            return self._run_step(lambda: trainer.step(batch))
+        names = configuration.check_names_of_optimizers(self._run.task.optimizers, only)
+        assert isinstance(trainer, SeveralTrainer)
+        return self._run_step(lambda: trainer.step(batch, names))
 
     def export(self, to: Path | str) -> None:
         """Write the weights and buffers as safetensors under their own names, into a new folder; tied ones under each.

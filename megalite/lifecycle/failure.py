@@ -38,9 +38,12 @@ from megalite.errors import (
     code_in,
     exit_code_of,
 )
+from megalite.lifecycle.out_of_memory import describe_out_of_memory, innermost, is_out_of_memory
+from megalite.lifecycle.torchrun_record import record
 from megalite.process.bounded import in_thread, within
 from megalite.process.host import too_many_open_files
 from megalite.process.launchers import attempt
+from megalite.process.names import as_installed
 from megalite.process.output import require_streams, say, write_out
 from megalite.process.place import Place, place_or_alone
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals, last_words
@@ -126,7 +129,7 @@ def run_tool(main: Callable[[], None]) -> None:
         sys.exit(128 + signal.SIGPIPE)
     except BaseException as error:
         write_out()
-        say(f"error: {_describe(error)}", to_error=True)
+        say(f"error: {as_installed(_describe(error))}", to_error=True)
         sys.exit(exit_code_of(error))
 
 
@@ -162,23 +165,13 @@ def _describe(error: BaseException, otherwise: str = "a defect in megalite or a 
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return f"{too_many_open_files(str(error))}\n{_innermost(error)}"
+        return f"{too_many_open_files(str(error))}\n{innermost(error)}"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's class, compared by name: torch may not be imported
-        return (
-            f"{error}\nTraining takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
-            f"split over more ranks; --record-memory-history shows what takes it.\n{_innermost(error)}"
-        )
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        return f"this machine is out of memory: {error}\n{_innermost(error)}"
+    if is_out_of_memory(error):
+        return describe_out_of_memory(error)
     trace = "".join(traceback.format_exception(error))
     return f"{otherwise}:\n{trace.rstrip()}"
-
-
-def _innermost(error: BaseException) -> str:
-    """Return the place where the error was raised: the last lines of its traceback before the message."""
-    return "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip()
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -287,8 +280,10 @@ def _speak(message: str, code: int, rank: int) -> None:
     write_exit_code(code)
     where = f" on rank {rank}" if rank else ""
     write_out()
+    text = as_installed(message)
     with suppress(OSError):
-        say(f"error{where}: {message}", to_error=True)
+        if record(text):
+            say(f"error{where}: {text}", to_error=True)
 
 
 def write_exit_code(code: int) -> None:

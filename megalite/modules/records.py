@@ -92,15 +92,8 @@ def give_records(
         raise MegaliteError(f"there are {len(modules)} modules for {stages.count} stages: give one for each")
     check_apart(modules)
     holders = _holders(modules)
-    for each in holders.values():
-        old = each.parameter
-        plain_and_trained = old.requires_grad and not isinstance(old, Parameter)
-        if splits_sequences and plain_and_trained and not hasattr(old, SEQUENCE_PARALLEL):
-            raise MegaliteError(
-                f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
-                "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
-                "attribute sequence_parallel, True if it has a part and False if it has whole sequences"
-            )
+    if splits_sequences:
+        _require_marks(holders.values())
     own = stages.of_rank(mesh.coordinate("pp"))
     made: dict[int, tuple[nn.Parameter, Parameter]] = {}  # by the id of the old one, which must stay alive
     found = []
@@ -131,6 +124,18 @@ def give_records(
     return found
 
 
+def _require_marks(holders: Iterable[_Holders]) -> None:
+    """Raise MegaliteError if a plain parameter does not say whether its gradient is of this rank's tokens alone."""
+    for each in holders:
+        trained = each.parameter.requires_grad and not isinstance(each.parameter, Parameter)
+        if trained and not hasattr(each.parameter, SEQUENCE_PARALLEL):
+            raise MegaliteError(
+                f"with sequence parallelism, the gradient of {each.name} is of part of the tokens if its module has a "
+                "part of the sequence: use megalite.LayerNorm or another parallel layer, or give the parameter the "
+                "attribute sequence_parallel, True if it has a part and False if it has whole sequences"
+            )
+
+
 def value_setter(modules: Iterable[nn.Module], seed: int) -> Callable[[Parameter], None]:
     """Return the `set_values` of `make_optimizer`: it keeps the values that plain modules have and draws the others."""
     kept = {
@@ -149,10 +154,14 @@ def value_setter(modules: Iterable[nn.Module], seed: int) -> Callable[[Parameter
     return set_values
 
 
-def matrix_names(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the tensors that Muon updates as matrices. If there are none, Muon would be AdamW."""
+def matrix_names(modules: Iterable[nn.Module], optimizer: str = "") -> list[str]:
+    """Return the names of the tensors that Muon updates as matrices. If there are none, Muon would be AdamW.
+
+    `optimizer`: the name of the optimizer that updates them, if there are several.
+    """
     pieces = (piece for module in modules for each, piece in named_pieces(module) if each.requires_grad)
-    return list(dict.fromkeys(piece.tensor.name for piece in pieces if piece.tensor.matrices is not None))
+    tensors = (piece.tensor for piece in pieces if piece.tensor.optimizer == optimizer)
+    return list(dict.fromkeys(tensor.name for tensor in tensors if tensor.matrices is not None))
 
 
 def check_tied_buckets(buckets: Sequence[ParameterBucket], mesh: ParallelMesh) -> None:

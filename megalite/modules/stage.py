@@ -26,7 +26,7 @@ from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
-from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums
+from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums, items_of
 from megalite.parallel.stage_module import StageModule
 
 Sums = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
@@ -49,11 +49,6 @@ class Samples(Protocol):
 def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
     """Return a term of the loss that is a mean over samples. Context-parallel ranks return parts of its sum."""
     return LossTerm(name, lambda micro_batch: torch.tensor(len(micro_batch.sample_ids)), weight, count_axes=("dp",))
-
-
-def items_of(metric: str) -> str:
-    """Return the name under which a stage returns the number of items of a metric."""
-    return f"items of {metric}"
 
 
 class ModuleStage(StageModule):

@@ -1,8 +1,8 @@
 """Layout of parameters in flat buckets: a pure function of their sizes and `Sharding` records.
 
-Parameters of one kind (dtype, data-parallel peers, partial group, uses, chunks) are placed consecutively, in reverse
-order of registration. This is approximately the order in which backward reaches them. All ranks of a shard group or of
-a partial group get the same layout.
+Parameters of one kind (dtype, optimizer, data-parallel peers, partial group, uses, chunks) are placed consecutively, in
+reverse order of registration. This is approximately the order in which backward reaches them. All ranks of a shard
+group or of a partial group get the same layout.
 
 The parts of each bucket that a rank stores, owns and saves are a pure function of the mesh and of the same records. Any
 rank can therefore compute the parts of any other rank without communication.
@@ -153,7 +153,8 @@ def bucket_layouts(
     for parameter in reversed(parameters):
         record = parameter.sharding
         ranks = (record.expert, record.replica_ranks, record.grad_is_partial)
-        kind = (parameter.dtype, *ranks, record.uses, *chunks_of[id(parameter)])
+        updated_by = record.pieces[0].tensor.optimizer
+        kind = (parameter.dtype, updated_by, *ranks, record.uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

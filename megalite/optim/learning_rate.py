@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config.optimizer import OptimizerConfig, noam_maximum
 from megalite.config.training import TrainingConfig
+from megalite.errors import MegaliteError
 from megalite.optim.layout import ParameterGroup
 
 # Each function maps the fraction of the decay that has passed (0 to 1) to the remaining height (1 to 0).
@@ -101,6 +102,29 @@ class LearningRateSchedule:
         return shape((consumed_samples - start) / (self.decay_samples - start))
 
 
+Factor = Callable[[int], float]
+"""Function from the number of steps before a step to the factor of its learning rate."""
+
+
+@dataclass(frozen=True)
+class FactorSchedule(LearningRateSchedule):
+    """Schedule that a program gives as a function: the rate is `maximum` times its factor."""
+
+    factor: Factor = lambda step: 1.0
+
+    def at(self, consumed_samples: int) -> float:
+        """Return the learning rate of a step. Raises MegaliteError if the function returns no possible factor."""
+        return self.maximum * factor_at(self.factor, consumed_samples // self.step_samples)
+
+
+def factor_at(factor: Factor, step: int) -> float:
+    """Return the factor of a step. Raises MegaliteError if it is no finite number of at least 0."""
+    found = factor(step)
+    if not isinstance(found, int | float) or not 0.0 <= found < math.inf:
+        raise MegaliteError(f"the schedule returned {found!r} for step {step}: return a factor of lr, at least 0")
+    return float(found)
+
+
 @dataclass(frozen=True)
 class WeightDecaySchedule:
     """Increase from `start` to `end` over `samples` (linear, or half a cosine period), or constant at `end`."""
@@ -136,12 +160,17 @@ class RateSchedules:
 
 
 def rate_schedules(
-    optimizer: OptimizerConfig, training: TrainingConfig, *, hidden_size: int, global_batch_size: int
+    optimizer: OptimizerConfig,
+    training: TrainingConfig,
+    *,
+    hidden_size: int,
+    global_batch_size: int,
+    factor: Factor | None = None,
 ) -> RateSchedules:
     """Return the schedules of a run.
 
     An iteration counts as `global_batch_size` samples. If no length of the decay is given, the decay lasts for the full
-    run. A warm-up fraction is a fraction of the decay.
+    run. A warm-up fraction is a fraction of the decay. With a `factor`, the learning rate is `optimizer.lr` times it.
     """
     run = _samples(training.train_iters, training.train_samples, global_batch_size)
     decay = _samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, global_batch_size) or run
@@ -163,6 +192,8 @@ def rate_schedules(
         wsd_decay_samples=_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, global_batch_size),
         step_samples=global_batch_size,
     )
+    if factor is not None:
+        schedule = FactorSchedule(schedule.maximum, step_samples=global_batch_size, factor=factor)
     token_tables = schedule
     if optimizer.decoupled_lr is not None:
         minimum = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr

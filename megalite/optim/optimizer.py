@@ -27,13 +27,14 @@ from megalite.optim.adafactor import Adafactor
 from megalite.optim.buckets import Bucket, DataParallel, ParameterBucket, make_buckets, make_frozen_buckets
 from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
-from megalite.optim.update_rule import UpdateRule, all_state_names
+from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
@@ -102,16 +103,34 @@ class Optimizer:
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
-        self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
+        self.updated = buckets
+        """Buckets that a step updates."""
+        self.shards = [Shard(bucket, mesh, self.config_of(bucket.slots[0].parameter)) for bucket in buckets]
         self.synchronization = synchronization or Synchronization(mesh)
-        self.rules = self.synchronization.rules(make_rules(self.shards, mesh, config), self.shards)
+        self.rules = self.synchronization.rules(self._make_rules(), self.shards)
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
 
+    def config_of(self, parameter: Parameter) -> OptimizerConfig:
+        """Return the hyperparameters of a parameter."""
+        return self.config
+
+    def _make_rules(self) -> list[UpdateRule]:
+        return make_rules(self.shards, self.mesh, self.config)
+
     @property
     def state_kinds(self) -> set[str]:
-        """Names of all kinds of state, on any rank."""
+        """Names of the kinds of state that this rank has."""
+        found = {"master" for shard in self.shards if shard.has_master}
+        for shard in self.shards:
+            for slot, own in zip(shard.bucket.slots, shard.own_states, strict=True):
+                found.update(own, state_names(self.config_of(slot.parameter), ParameterGroup.of(slot.parameter)))
+        return found
+
+    @property
+    def possible_state_kinds(self) -> set[str]:
+        """Names of the kinds of state that some rank may have: a model may have no matrices, or no vectors."""
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     @property
@@ -169,7 +188,7 @@ class Optimizer:
                     f"{slot.parameter.sharding.name} was frozen when the run began, and requires a gradient now: set "
                     "requires_grad before, or begin another run with these weights and load_optim=False"
                 )
-        for bucket in self.buckets:
+        for bucket in self.updated:
             bucket.begin_step(micro_batches)
             for accumulator in bucket.accumulators:
                 accumulator.reduction.begin_step(self.steps, loss_scale)
@@ -178,7 +197,7 @@ class Optimizer:
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Start the reductions that are due after this number of micro-batches of a chunk."""
-        for bucket in self.buckets:
+        for bucket in self.updated:
             bucket.begin_reduction(chunk, micro_batches)
         self._free_frozen()
 
@@ -219,7 +238,7 @@ class Optimizer:
 
     def update(self, rates: Rates, gradient_norm: float) -> None:
         """Clip the complete gradients by their norm and apply them."""
-        self._update(rates, self._clipping(gradient_norm))
+        self._update(rates, StepResult({"all": gradient_norm}))
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradient reduction, clip and update.
@@ -230,7 +249,7 @@ class Optimizer:
         result = self.agreed(self.complete(loss_scale))
         changed = not result.skipped
         if changed:
-            self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
+            self._update(rates, result, loss_scale)
         if self.exchange is not None:
             changed = self.exchange.advance() or changed
         if changed:
@@ -258,35 +277,36 @@ class Optimizer:
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
     def _completion(self) -> Iterator[StepCollective[object]]:
-        for bucket in self.buckets:
+        for bucket in self.updated:
             yield from bucket.completion()
 
     def _norms(self) -> StepCollective[dict[str, float]]:
-        owned = [(bucket, bucket.gradient_shard) for bucket in self.buckets]
+        owned = [(bucket, bucket.gradient_shard) for bucket in self.updated]
         return StepCollective("norm", self.mesh.world().ranks, partial(statistics.norms, owned, self.mesh))
 
     def _gradient_gathers(self) -> list[StepCollective[Pending]]:
-        return [bucket.gradient_gather() for bucket in self.buckets if bucket.zero_stage == 0]
+        return [bucket.gradient_gather() for bucket in self.updated if bucket.zero_stage == 0]
 
     def _parameter_gathers(self) -> list[StepCollective[None]]:
-        return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.zero_stage in (1, 2)]
+        return [bucket.parameter_gather() for bucket in reversed(self.updated) if bucket.zero_stage in (1, 2)]
 
     def _counting(self) -> list[StepCollective[None]]:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
-    def _clipping(self, norm: float) -> float:
-        return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
-
-    def _update(self, rates: Rates, factor: float) -> None:
-        for bucket in self.buckets:
+    def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
+        for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
         self.steps += 1
-        for rule in self.rules:
-            rule.update(rates, self.steps, factor)
+        self._apply_rules(rates, result, loss_scale)
         for part in self._counting():
             part.run()
+
+    def _apply_rules(self, rates: Rates, result: StepResult, loss_scale: float) -> None:
+        factor = clipping(self.config, result.gradient_norm) / loss_scale
+        for rule in self.rules:
+            rule.update(rates, self.steps, factor)
 
     def begin_parameter_gather(self) -> None:
         """Start to gather the parameters from their updated slices, under ZeRO 1 and 2."""
@@ -321,6 +341,11 @@ class Optimizer:
                 bucket.free_parameters()
 
 
+def clipping(config: OptimizerConfig, norm: float) -> float:
+    """Return the factor that clips gradients of this norm."""
+    return min(1.0, config.clip_grad / (norm + 1e-6)) if config.clip_grad > 0.0 else 1.0
+
+
 _BY_SHARDS: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfig], UpdateRule]] = {
     "lars": Lars,
     "lamb": Lamb,
@@ -350,6 +375,7 @@ def make_optimizer(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
     synchronization: Synchronization | None = None,
+    make: Callable[..., Optimizer] = Optimizer,
 ) -> Optimizer:
     """Move the parameters of `networks` into flat buckets and return this rank's part of the optimizer.
 
@@ -361,13 +387,14 @@ def make_optimizer(
         blocks: the blocks of each network, in order of execution. ZeRO 3 needs them.
         set_values: sets the initial values of a parameter. None: the parameters already have them.
         synchronization: that of the ranks; None: plain data parallelism.
+        make: makes the optimizer of the buckets.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     frozen = make_frozen_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
         gather_around_forward(network, blocks[chunk] if blocks else (), [*buckets, *frozen])
     each = options.zero_stage >= 2 and mesh.size("dp", "cp") > options.instances
-    return Optimizer(
+    return make(
         buckets,
         mesh,
         config,

@@ -51,6 +51,7 @@ class LogicalTensor:
         matrices: an einops pattern to [matrices, rows, columns], for matrix-wise optimizers such as Muon; None for
             vectors and embedding tables.
         is_embedding_or_output: True if its rows stand for tokens, as in the word embedding and the output layer.
+        optimizer: the name of the optimizer that updates it, in a run that has several.
     """
 
     name: str
@@ -59,6 +60,7 @@ class LogicalTensor:
     weight_decay: bool
     matrices: str | None = None
     is_embedding_or_output: bool = False
+    optimizer: str = ""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape, or a box of full matrices, as [matrices, rows, columns].

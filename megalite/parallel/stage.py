@@ -77,6 +77,11 @@ class LossTerm:
         return f"{self.name} (weight {self.weight}, summed over {over}, counted over {counted})"
 
 
+def items_of(metric: str) -> str:
+    """Return the name under which a stage returns the number of items of a metric."""
+    return f"items of {metric}"
+
+
 def add_sums(terms: TermSums, more: TermSums) -> TermSums:
     """Add two mappings of terms by name."""
     if not more:

@@ -41,6 +41,8 @@ class LauncherInfo:
     port: int | None = None
     agents: bool = False
     """True if each process may be an agent, such as torchrun or Open MPI's, which has started ranks of its own."""
+    servers: int | None = None
+    """Number of the last ranks that the launcher calls parameter servers."""
 
     def or_else(self, other: LauncherInfo) -> LauncherInfo:
         """Return these facts, and those of another launcher of the same processes where these say nothing.
@@ -133,13 +135,30 @@ _POD_LAUNCHERS = (
     _Names("a LeaderWorkerSet", "LWS_WORKER_INDEX", "LWS_GROUP_SIZE"),
     _Names("an indexed Job of Kubernetes", "JOB_COMPLETION_INDEX"),
 )
+HOROVOD_SETTINGS = {
+    "HOROVOD_AUTOTUNE": "--ddp-bucket-size",
+    "HOROVOD_FUSION_THRESHOLD": "--ddp-bucket-size, in elements",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "--all-reduce-algorithm hierarchical",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "--distributed-timeout-minutes",
+    "HOROVOD_TIMELINE": "--profile --use-pytorch-profiler",
+}
+"""Settings of Horovod that change nothing here -> the flag for each."""
 UNCLEAR_RANKS = ("GLOBAL_RANK", "NODE_RANK", "GROUP_RANK")
 """Variables that tell that there are other processes, if there is no better one, but not which rank this one is."""
 RANK_VARIABLES = ("RANK", *(names.rank for names in (*_MPI_LAUNCHERS, *_POD_LAUNCHERS)), "SLURM_PROCID", *UNCLEAR_RANKS)
 
 
 def launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
-    """Yield what launchers of several processes tell, from the innermost kind to the outermost."""
+    """Yield what launchers of several processes tell, from the innermost kind to the outermost.
+
+    Raises ConfigurationError for elastic runs of Horovod, and for variables that are wrong or contradict each other.
+    """
+    if environment.get("HOROVOD_ELASTIC", "0") not in ("", "0"):
+        raise ConfigurationError(
+            f"HOROVOD_ELASTIC={environment['HOROVOD_ELASTIC']!r:.20}: horovodrun would replace ranks within the run; "
+            "use torchrun's --nnodes MIN:MAX and --max-restarts N with --save DIR --resume auto, which goes on from "
+            "the last checkpoint with the ranks that there are (docs/launchers.md)"
+        )
     told = LauncherInfo()
     for launcher in _MPI_LAUNCHERS:
         told = told.or_else(launcher.read(environment))

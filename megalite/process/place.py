@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +11,17 @@ from itertools import groupby
 from typing import TypeVar
 
 from megalite.errors import ConfigurationError
-from megalite.process.launchers import RANK_VARIABLES, UNCLEAR_RANKS, LauncherInfo, Number, launchers, read_number
+from megalite.process.launchers import (
+    HOROVOD_SETTINGS,
+    RANK_VARIABLES,
+    UNCLEAR_RANKS,
+    LauncherInfo,
+    Number,
+    launchers,
+    read_number,
+)
 from megalite.process.output import say
+from megalite.process.tf_config import read_tf_config
 
 Value = TypeVar("Value")
 _MEANINGS = {
@@ -36,19 +45,33 @@ class Place:
     """Host of rank 0, which all ranks reach."""
     port: int = 0
     """Port of the store on it; 0 for one process alone."""
+    servers: int = 0
+    """Number of the last ranks that the launcher calls parameter servers."""
 
     @property
     def on_one_machine(self) -> bool:
         """Tell whether all ranks run on this machine, as far as the launcher tells."""
         return self.local_world_size == self.world_size
 
+    def require_servers(self, number: int) -> None:
+        """Raise ConfigurationError if the launcher tells of parameter servers, and the run has not as many."""
+        if self.servers not in (0, number):
+            raise ConfigurationError(
+                f"TF_CONFIG's cluster has {self.servers} ps, but {number} of the ranks are servers: give "
+                f"megalite-pretrain --asynchronous parameter-server --num-servers {self.servers}, or leave ps out of "
+                "the cluster"
+            )
 
-def place_from_environment() -> Place:
+
+def place_from_environment(*, with_servers: bool = False) -> Place:
     """Return this process's place. Without a launcher it is rank 0 of 1.
 
     torchrun's variables come first. If torchrun itself did not set them, a person or a script did: then they must agree
     with those of the launcher, and only what they leave out is taken from it. RANK=0 WORLD_SIZE=1 is always alone, with
     a warning if a launcher has started several processes.
+
+    Args:
+        with_servers: whether the program may have parameter servers, and checks their number.
 
     Raises:
         ConfigurationError: a variable is wrong or missing; or two variables contradict each other.
@@ -57,11 +80,11 @@ def place_from_environment() -> Place:
     told = _torchrun(environment)
     alone = (told.rank, told.world_size) == (Number(0, "RANK"), Number(1, "WORLD_SIZE"))
     if "TORCHELASTIC_RUN_ID" not in environment and not alone:
-        for launcher in launchers(environment):
+        for launcher in _launchers(environment):
             told = told.within(launcher)
     if alone:
         with suppress(ConfigurationError):  # a contradiction does not matter
-            for launcher in launchers(environment):
+            for launcher in _launchers(environment):
                 _warn_of_others(launcher)
     if told.world_size is None:
         unclear = (read_number(environment, name) for name in UNCLEAR_RANKS)
@@ -74,7 +97,18 @@ def place_from_environment() -> Place:
         )
     if told.world_size.value < 1:
         raise ConfigurationError(f"{told.world_size}: must be at least 1, the number of ranks")
-    return _place(told, told.world_size.value)
+    place = _place(told, told.world_size.value)
+    if not with_servers:
+        place.require_servers(0)
+    if place.rank == 0 and told.launcher == "horovodrun":
+        for name in filter(environment.get, HOROVOD_SETTINGS):
+            _warn(f"{name} changes nothing here: {HOROVOD_SETTINGS[name]} does")
+    return place
+
+
+def _launchers(environment: Mapping[str, str]) -> Iterator[LauncherInfo]:
+    yield from launchers(environment)
+    yield read_tf_config(environment)
 
 
 def place_or_alone() -> Place:
@@ -83,7 +117,7 @@ def place_or_alone() -> Place:
     The rank is then that of the first variable that has one: it decides how soon a rank reports what all have met.
     """
     try:
-        return place_from_environment()
+        return place_from_environment(with_servers=True)
     except ConfigurationError:
         texts = (os.environ.get(name, "") for name in RANK_VARIABLES)
         return Place(next((int(text) for text in texts if text.isascii() and text.isdigit()), 0), 0, 1)
@@ -139,7 +173,7 @@ def _place(told: LauncherInfo, world_size: int) -> Place:
             f"{_who_set(told)}{told.world_size} without {', '.join(missing)}, which torchrun sets: "
             f"give each rank {', '.join(_MEANINGS[name] for name in missing)}"
         )
-    return Place(rank, local_rank, world_size, local_size, host, port)
+    return Place(rank, local_rank, world_size, local_size, host, port, told.servers or 0)
 
 
 def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:

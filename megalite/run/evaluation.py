@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megalite.modules.stage import items_of
-from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums, items_of
 from megalite.pipeline.engine import PipelineEngine
 from megalite.training import loss_terms
 from megalite.training.loss_terms import Totals

@@ -32,6 +32,7 @@ from megalite.training.kernels import choose_kernels
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
+from megalite.training.several import SeveralTrainer
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -111,7 +112,8 @@ class Run:
         config, mesh = self.config, self.mesh
         resume_point = find_resume_point(config.checkpoint, mesh)
         chosen = self._synchronization
-        build = cache(partial(chosen.trainer, config, self.task, chosen, self.directory, self.sections))
+        trainer = SeveralTrainer if self.task.optimizers else chosen.trainer
+        build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:
             """Return the last step, and the trainer that continues the run, or None if the run has finished."""

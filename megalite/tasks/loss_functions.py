@@ -14,8 +14,20 @@ from megalite.parallel.stage import LossTerm
 
 Function = Callable[[Any, Any], Any]
 """Function from a network's outputs and a batch to a sum over the batch, or to sums by name."""
+IGNORED = -100
+"""Label of a token that torch's cross entropy leaves out of its mean."""
 Count = Callable[[Any], Any]
 """Function from a batch to the number of items that the mean is taken over, or to numbers by name."""
+
+
+def padded_fields(values: Any) -> list[str]:
+    """Describe the fields of a batch that tell which tokens are padding: attention masks, and labels of -100."""
+    if not isinstance(values, Mapping):
+        return []
+    tensors = {str(name): value for name, value in values.items() if isinstance(value, Tensor)}
+    masks = [name for name in tensors if name == "attention_mask"]
+    labels = [name for name, each in tensors.items() if not each.is_floating_point() and bool((each == IGNORED).any())]
+    return [*masks, *(f"{name} of {IGNORED}" for name in labels)]
 
 
 def counted_terms(count: Count, example: Samples | None) -> tuple[LossTerm, ...]:

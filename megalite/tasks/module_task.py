@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import shape
 from megalite.config.run import TaskConfig
 from megalite.data.any_dataset import Batch
 from megalite.data.sample_source import SampleSource
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.alike import check_alike, check_apart
+from megalite.modules.assignment import assign
 from megalite.modules.balance import balance, counted_costs, measured_costs
 from megalite.modules.buffers import KeptBuffers, Rule
 from megalite.modules.forward_state import ForwardState
@@ -35,7 +37,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.stages import Stages
 from megalite.tasks.dataset_task import DatasetTask
-from megalite.tasks.loss_functions import Count, Function, checked_mean, counted_terms, with_terms
+from megalite.tasks.loss_functions import Count, Function, checked_mean, counted_terms, padded_fields, with_terms
 from megalite.training.builder import attention_ways, count_parameters
 from megalite.training.task import Summarized
 
@@ -61,6 +63,7 @@ class ModuleOptions:
     allow_unused: bool = False
     messages: Sequence[Message] | None = None
     costs: Costs = "counted"
+    optimizers: Mapping[str, OptimizerConfig] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.count is not None and self.loss is None:
@@ -81,7 +84,8 @@ class ModuleTask(DatasetTask):
         valid: SampleSource | None = None,
     ) -> None:
         super().__init__(config, mesh, train, valid)
-        self.options, self.allow_unused = options, options.allow_unused
+        self.options, self.allow_unused, self.optimizers = options, options.allow_unused, options.optimizers
+        self._updated: Collection[str] = self.optimizers
         self._ranges: list[range] = []  # the layers of each stage
         if mesh.size("cp") > 1 and not options.sequence_dims:
             raise ConfigurationError(
@@ -241,6 +245,8 @@ class ModuleTask(DatasetTask):
         if own:
             check_alike([modules[number] for number in numbers], mesh)
             self._set_values = value_setter([modules[number] for number in numbers], training.seed)
+        if self.optimizers:
+            assign(modules, self.optimizers)
         buffers = [[name for name, _ in module.named_buffers()] for module in modules]
         parts = [[name for name, _ in module.named_modules() if name] for module in modules]
         recompute: Sequence[str] = () if isinstance(options.recompute, bool) else options.recompute
@@ -276,11 +282,13 @@ class ModuleTask(DatasetTask):
         return chunks
 
     def _require_matrices(self, modules: Sequence[nn.Module]) -> None:
-        if self.config.optimizer.optimizer != "muon":
-            return
         own = [modules[number] for number in self.stages().of_rank(self.mesh.coordinate("pp"))]
-        if not any(all_gather_json(bool(matrix_names(own)), self.mesh)):  # a stage may have none
-            raise ConfigurationError("the model has no matrix that Muon could update: choose megalite.AdamW")
+        for name, config in (self.optimizers or {"": self.config.optimizer}).items():
+            if config.optimizer != "muon":
+                continue
+            if not any(all_gather_json(bool(matrix_names(own, name)), self.mesh)):  # a stage may have none
+                which = f"{name!r} has" if name else "the model has"
+                raise ConfigurationError(f"{which} no matrix that Muon could update: choose megalite.AdamW")
 
     @property
     def set_values(self) -> Callable[[Parameter], None] | None:
@@ -292,7 +300,8 @@ class ModuleTask(DatasetTask):
     def saved_config(self, consumed_samples: int) -> dict[str, Any]:
         for kept in self._kept():
             kept.check()  # one rank saves what must be the same on all
-        return super().saved_config(consumed_samples)
+        several = {"optimizers": {name: asdict(config) for name, config in self.optimizers.items()}}
+        return {**super().saved_config(consumed_samples), **(several if self.optimizers else {})}
 
     def loaded(self) -> None:
         for kept in self._kept():
@@ -318,10 +327,34 @@ class ModuleTask(DatasetTask):
             if not self.options.terms:
                 raise ConfigurationError("the run has no loss: give Trainer(loss=...), or terms that a stage returns")
             return tuple(self.options.terms), None
+        if named := [term.name for term in self.options.terms if term.name in self.optimizers]:
+            raise ConfigurationError(
+                f"terms=...: {named[0]} is the name of an optimizer, which only a term of the loss has"
+            )
         if count is None:
             return (mean_over_samples(), *self.options.terms), checked_mean(loss)
         own = counted_terms(count, self._example)
-        return (*own, *self.options.terms), with_terms(loss, [term.name for term in own])
+        function = with_terms(loss, [term.name for term in own])
+        return (*own, *self.options.terms), self._of_updated(function) if self.optimizers else function
+
+    def _of_updated(self, loss: Function) -> Function:
+        """Return the loss without the terms that have the name of an optimizer which the step does not update."""
+
+        def total(outputs: Any, values: Any) -> Any:
+            sums = loss(outputs, values)
+            if not isinstance(sums, Mapping):
+                return sums
+            return {name: sums[name] for name in sums if self.has_term(self._updated, name)}
+
+        return total
+
+    @contextmanager
+    def updating(self, names: Collection[str]) -> Iterator[None]:
+        self._updated = names
+        try:
+            yield
+        finally:
+            self._updated = self.optimizers
 
     def _metric(self, outputs: Any, values: Any) -> dict[str, Any]:
         return {name: function(outputs, values) for name, function in self.options.metrics.items()}
@@ -351,6 +384,13 @@ class ModuleTask(DatasetTask):
             found.append(
                 "note: the loss is taken as a mean over the samples of a micro-batch, so each sample counts one; with "
                 "count=..., it is a sum"
+            )
+        if mean and self._example is not None and (fields := padded_fields(self._example.values)):
+            found.append(
+                f"WARNING: samples have {' and '.join(fields)}: a mean over the tokens that count is then of another "
+                "number of them in each micro-batch, and the numbers of the run depend on the micro-batch size and on "
+                "the data-parallel ranks. Give Trainer(count=...), the number of these tokens, and multiply the loss "
+                "by it (docs/library.md)"
             )
         if self._in_evaluation:
             found.append(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, ParallelConfig, RunConfig
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import (
     StageLayers,
     schedule_name,
@@ -34,6 +37,7 @@ from megalite.optim.buckets import DataParallel, ParameterBucket
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.several import SeveralOptimizers
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
@@ -217,6 +221,7 @@ def make_plan(
     stages: Stages,
     synchronization: Synchronization | None = None,
     optimizer: Optimizer | None = None,
+    optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
 ) -> Plan:
     """Return the plan of which parts of a checkpoint each rank owns and saves.
 
@@ -225,6 +230,7 @@ def make_plan(
         mesh: the mesh of all ranks.
         synchronization: that of the ranks; None: plain data parallelism.
         optimizer: that of this rank, if there is one, so that its network is not built again.
+        optimizers: those of the task.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = synchronization.options(data_parallel(config, mesh, stages))
@@ -245,6 +251,7 @@ def make_plan(
         rank_states=synchronization.rank_states,
         replicas=synchronization.replicas,
         own=optimizer,
+        optimizers=optimizers,
     )
 
 
@@ -257,6 +264,7 @@ def make_optimizer(
     *,
     allow_unused: bool | None = None,
     synchronization: Synchronization | None = None,
+    optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({}),
 ) -> Optimizer:
     """Move parameters into flat buffers, set their initial values, and return the optimizer of this rank's shard.
 
@@ -264,6 +272,7 @@ def make_optimizer(
         set_values: sets the initial values of a parameter. None: the parameters already have them.
         allow_unused: that of the task.
         synchronization: that of the ranks; None: plain data parallelism.
+        optimizers: those of the task.
     """
     synchronization = synchronization or Synchronization(mesh)
     options = replace(data_parallel(config, mesh, stages), allow_unused=allow_unused)
@@ -275,6 +284,7 @@ def make_optimizer(
         blocks=[chunk.blocks() for chunk in chunks],
         set_values=set_values,
         synchronization=synchronization,
+        make=partial(SeveralOptimizers, configs=optimizers) if optimizers else Optimizer,
     )
 
 

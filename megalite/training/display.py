@@ -128,12 +128,14 @@ class Display:
             self._console.print(" | ".join([f"[bold]{name} at step {iteration}[/]", *map(_plain, shown)]))
 
     def _line(self, metrics: StepMetrics) -> str:
-        """Return the line of a step for an output that is no terminal."""
-        digits, of_total = (0, "") if self._total is None else (len(str(self._total)), f"/{self._total}")
+        """Return the line of a step. A terminal has the bar besides, and gets no line that would wrap."""
+        has_bar = self._console.is_interactive
+        digits = 0 if self._total is None else len(str(self._total))
+        of_total = "" if self._total is None or has_bar else f"/{self._total}"
         parts = [
             f"step {metrics.iteration:{digits}}{of_total}",
             f"loss {metrics.loss:.4f}",
-            f"learning rate {metrics.learning_rate:.3e}",
+            f"lr {metrics.learning_rate:.3e}",
             f"grad norm {metrics.grad_norm:.3f}",
             _speed(metrics),
             f"{1000 * metrics.iteration_time_s:,.0f} ms",
@@ -144,7 +146,7 @@ class Display:
             parts.append(f"MFU {mfu:.1%}")
         if metrics.skipped:
             parts.append("skipped: not finite")
-        elif self._total is not None:
+        elif self._total is not None and not has_bar:
             parts.append(f"ETA {self._remaining(self._total)}")
         return " | ".join(parts)
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any, get_type_hints
 
 import torch
 
-from megalite.checkpoint import Manifest, TrainingState
+from megalite.checkpoint import Manifest, TrainingState, saved_section
+from megalite.checkpoint.compatibility import NOT_THE_FUNCTION
 from megalite.checkpoint.manifest import STATE, dtype_name
-from megalite.config.run import TaskConfig
+from megalite.config import OptimizerConfig, TrainingConfig
+from megalite.config.run import TaskConfig, section_types
+from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion.folder_keys import KeyFate
 from megalite.conversion.opened import OpenedModel
+from megalite.errors import CheckpointError
+from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
+from megalite.storage import AnyPath
 from megalite.training.data import NOT_OF_THE_SAMPLES
 from megalite.training.metrics import Recorded
 
@@ -29,6 +38,11 @@ _OTHERWISE = {
 _OF_THE_MODEL = """hidden_dropout attention_dropout moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_bias_update_rate moe_expert_capacity_factor moe_token_drop_policy"""
 # `check_compatible` compares the other fields of the model.
+_OF_THAT_RUN = "about that run alone: a new run has its own flags"
+_OF_A_PROGRAM = "of a program's run (megalite.Trainer), which checks it when it continues"
+_SECTIONS_OF_A_PROGRAM = "schedules", "optimizers"
+_UNKNOWN = "unknown to this version of megalite, and not read"
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,23 @@ def load_notes(
     return (line, *(differences(saved, config) if position else ()))
 
 
+def rate_change(
+    path: AnyPath, saved: Mapping[str, Any], here: LearningRateSchedule, consumed_samples: int, hidden_size: int
+) -> tuple[str, ...]:
+    """Return a line if the schedule `here` continues with another learning rate than the run that saved `path`."""
+    with suppress(CheckpointError):  # the rest of the checkpoint is good without these sections
+        training = saved_section(path, saved, TrainingConfig)
+        optimizer, batch_size = saved_section(path, saved, OptimizerConfig), training.global_batch_size
+        if batch_size is None:
+            return ()
+        rates = rate_schedules(optimizer, training, hidden_size=hidden_size, global_batch_size=batch_size)
+        there, rate = rates.learning_rate, here.at(consumed_samples)
+        if not math.isclose(there.at(consumed_samples), rate, rel_tol=0.01):
+            last = there.at(max(consumed_samples - batch_size, 0))
+            return (f"note: learning rate {last:.3g} -> {rate:.3g}: the schedule differs from that of the last step",)
+    return ()
+
+
 def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
     """Return a note if the weights are rounded to the precision of this run."""
     kinds = (kind for name, kind in opened.source.tensors.items() if not name.startswith(STATE))
@@ -96,21 +127,77 @@ def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
 def differences(saved: Mapping[str, Any], config: TaskConfig) -> tuple[str, ...]:
     """Return a line for each field that affects the data, their order or the training, and differs from `saved`.
 
-    A field that exists only in one of the two versions of the program is left out.
+    A field that `saved` lacks is left out; one that this version of the program lacks has a note.
     """
     ours = json.loads(json.dumps(asdict(config)))
-    compared = {"model": _OF_THE_MODEL.split()} if "model" in ours else {}
-    for section, others in _OTHERWISE.items():
-        if section not in ours:
-            continue
-        compared[section] = [name for name in ours[section] if name not in others.split()]
-    return tuple(
-        f"note: --{name.replace('_', '-')} is {_shown(ours[section][name])} here, and was {_shown(before)} in the run "
-        "that saved the checkpoint"
+    compared = {
+        section: [name for name in ours[section] if _is_compared(section, name)]
+        for section in ("model", *_OTHERWISE)
+        if section in ours and not (section == "optimizer" and "optimizers" in saved)
+    }
+    lines = (
+        _difference(f"--{name.replace('_', '-')}", ours[section][name], before)
         for section, names in compared.items()
         for name in names
         if (before := saved.get(section, {}).get(name, ours[section][name])) != ours[section][name]
     )
+    return (*lines, *_unknown(saved, ours))
+
+
+def optimizer_differences(optimizer: str, saved: Mapping[str, Any], config: OptimizerConfig) -> tuple[str, ...]:
+    """Return a line for each field of one of several optimizers that differs from `saved`, its section."""
+    ours = json.loads(json.dumps(asdict(config)))
+    changed = [name for name in ours if saved.get(name, ours[name]) != ours[name]]
+    return tuple(_difference(f"{name} of {optimizer}", ours[name], saved[name]) for name in changed)
+
+
+def _difference(what: str, here: Any, before: Any) -> str:
+    return f"note: {what} is {_shown(here)} here, and was {_shown(before)} in the run that saved the checkpoint"
+
+
+def option_fates(saved: Mapping[str, Any]) -> dict[str, list[KeyFate]]:
+    """Return the fates of a checkpoint's options in a run that loads it, by section: what the functions above do."""
+    known = {section: get_type_hints(kind) for section, kind in section_types().items()}
+    of_tokenizer = {each.name for each in fields(TokenizerFlags)}
+    found: dict[str, list[KeyFate]] = {}
+    for section, values in saved.items():
+        of_a_program = section in _SECTIONS_OF_A_PROGRAM or (
+            section in ("model", "data") and "kind" in saved.get("model", {})
+        )
+        compared = {name for name in known.get(section, {}) if _is_compared(section, name)}
+        for name in values if isinstance(values, Mapping) else ():
+            fate = KeyFate(name, "noted", _OF_THAT_RUN)
+            if of_a_program:
+                fate = KeyFate(name, "used", _OF_A_PROGRAM)
+            elif name not in known.get(section, {}):
+                fate = KeyFate(name, "refused" if section == "model" else "noted", _UNKNOWN)
+            elif section == "model" and name not in NOT_THE_FUNCTION:
+                fate = KeyFate(name, "used", "the network, which a run must have too; --use-checkpoint-args takes it")
+            elif name in of_tokenizer:
+                fate = KeyFate(name, "used", "the tokenizer of generation, evaluation and --use-checkpoint-args")
+            elif name in compared:
+                fate = KeyFate(name, "noted", "a run that resumes has its own flag, and says if it differs")
+            found.setdefault(section, []).append(fate)
+    return found
+
+
+def _is_compared(section: str, name: str) -> bool:
+    if section == "model":
+        return name in _OF_THE_MODEL.split()
+    return section in _OTHERWISE and name not in _OTHERWISE[section].split()
+
+
+def _unknown(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on the saved options that this version does not have; none if there are no such."""
+    names = [
+        f"{section}.{name}"[:80]
+        for section, values in saved.items()
+        if section in ours or section not in (*section_types(), *_SECTIONS_OF_A_PROGRAM)
+        for name in (values if isinstance(values, Mapping) else ())
+        if name not in ours.get(section, {})
+    ]
+    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return (f"note: the checkpoint's options {shown} are {_UNKNOWN}",) if names else ()
 
 
 def _shown(value: Any) -> str:

@@ -95,7 +95,7 @@ class TestMetrics(Metrics):
 _KINDS = StepMetrics, ValidationMetrics, TestMetrics
 THROUGHPUT = ("tokens_per_second", "tokens_per_second_per_device", "model_tflops_per_device", "mfu")
 """Figures of a language model's speed."""
-_ON_REQUEST = {
+ON_REQUEST = {
     *(*THROUGHPUT, "samples_per_second", "samples_per_second_per_device"),
     *("decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"),
     *("staleness", "dropped_gradients"),
@@ -106,7 +106,7 @@ _ON_REQUEST = {
 
 def is_figure(name: str) -> bool:
     """Tell whether records have a figure of this name, or of the name before its slash, as in "grad_norm/all"."""
-    return name.split("/")[0] in _ON_REQUEST.union(*({own.name for own in fields(kind)} for kind in _KINDS))
+    return name.split("/")[0] in ON_REQUEST.union(*({own.name for own in fields(kind)} for kind in _KINDS))
 
 
 @dataclass(frozen=True)

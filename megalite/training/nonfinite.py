@@ -146,7 +146,7 @@ def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
     """
     own: list[Iterator[str]] = []
     summed: list[Iterator[str]] = []
-    for bucket in optimizer.buckets:
+    for bucket in optimizer.updated:
         start, stop = bucket.owned_range
         is_sum = any(len(part.ranks) > 1 for part in bucket.completion())
         (summed if is_sum else own).append(_names(bucket, bucket.gradient_shard, start, stop))

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates
+from megalite.checkpoint import Candidates, Manifest
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import advise_import
 from megalite.config import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from megalite.config.near_checkpoints import no_checkpoint
 from megalite.config.run import TaskConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
 from megalite.conversion.native import open_megalite
 from megalite.conversion.opened import OpenedModel
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
 from megalite.storage import AnyPath, open_directory
@@ -53,7 +54,7 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
     """Return the checkpoints of --save with `--resume auto`, if there are any; otherwise those of --load.
 
     Raises:
-        ConfigurationError: --save has checkpoints of another run, or a required checkpoint is missing.
+        ConfigurationError: --save has checkpoints of another run, or --load has none.
         CheckpointError: a directory cannot be read, or ranks see different files in it.
     """
 
@@ -72,8 +73,8 @@ def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumeP
         _refuse_other_folders(settings.load)
         if settings.moe_use_upcycling:
             raise ConfigurationError(f"--moe-use-upcycling: --load {settings.load} has no checkpoint of a dense model")
-        if settings.finetune:
-            raise ConfigurationError(f"--finetune: --load {settings.load} has no checkpoint to take weights from")
+        if not settings.loads_where_it_saves:
+            raise ConfigurationError(no_checkpoint(settings.load))
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):
         raise ConfigurationError(
             f"--save {settings.save} has {present.paths[0].name} of an earlier run, which this one would not "
@@ -163,6 +164,27 @@ def check_schedule_unit(path: AnyPath, saved: Mapping[str, Any], config: TaskCon
             f"{training.get('global_batch_size')} samples, not of --global-batch-size {batch_size}: leave the flag "
             "out, and give the schedule's flags for this batch"
         )
+
+
+def check_optimizers(path: AnyPath, described: Manifest, own: Mapping[str, OptimizerConfig]) -> None:
+    """Raise CheckpointError if the state in a checkpoint is that of other optimizers than this run's.
+
+    `own`: the hyperparameters of this run's optimizers by name, if it has several.
+    """
+    saved = sorted(described.training.optimizers or ())
+    if saved != sorted(own):
+        names = [", ".join(each) or "a single one" for each in (saved, sorted(own))]
+        raise CheckpointError(
+            f"{path} has the state of other optimizers: {names[0]}, and this run has {names[1]}. Give the same names, "
+            "or load_optim=False, which begins new optimizers"
+        )
+    saved_configs = described.config.get("optimizers", {})
+    for name, config in own.items():
+        theirs = saved_configs.get(name, {}).get("optimizer", config.optimizer)
+        if theirs != config.optimizer:
+            raise CheckpointError(
+                f"{path} has the state of {theirs} as the optimizer {name}, which is {config.optimizer} here"
+            )
 
 
 def _schedules(path: AnyPath, config: Mapping[str, Any]) -> dict[str, Any]:

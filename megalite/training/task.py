@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from megalite.checkpoint import Manifest
+from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.sampler import GlobalBatchSize
-from megalite.errors import ConfigurationError
+from megalite.errors import ConfigurationError, MegaliteError
 from megalite.modules.forward_state import ForwardState
+from megalite.optim.learning_rate import Factor
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -24,6 +27,8 @@ from megalite.storage import AnyPath
 
 MicroBatch = TypeVar("MicroBatch", covariant=True)
 Figures = Mapping[str, float | None]
+ONLY = "optimizer"
+"""Name that stands for the single optimizer of a run."""
 
 
 class Loader(AbstractContextManager[Any], Protocol[MicroBatch]):
@@ -67,6 +72,10 @@ class Task(ABC):
         has_validation: True if the task has data for evaluations between steps.
         has_test: True if it has data for an evaluation after the last step.
         tokens_per_sample: None if samples do not consist of tokens.
+        optimizers: hyperparameters by the name of the optimizer, if there are several. Each parameter's record has the
+            name of its own.
+        factors: factors of learning rates that a program gives as functions, by the name of the optimizer; `ONLY` is
+            that of a single one.
         allow_unused: parameters that a step does not use have a gradient of zero, instead of an error; None: no setting
             allows them.
     """
@@ -79,6 +88,8 @@ class Task(ABC):
     has_validation: bool = False
     has_test: bool = False
     tokens_per_sample: int | None = None
+    optimizers: Mapping[str, OptimizerConfig] = MappingProxyType({})
+    factors: Mapping[str, Factor] = MappingProxyType({})
     allow_unused: bool | None = None
 
     # ------------------------------------------------------------------------------------------------ the network
@@ -108,6 +119,24 @@ class Task(ABC):
         return None
 
     # ------------------------------------------------------------------------------------------------ the data
+
+    def updating(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Leave out the terms of the loss of all but these optimizers within the block, if there are several."""
+        return nullcontext()
+
+    def terms_of_step(self, names: Collection[str], terms: Sequence[LossTerm]) -> list[LossTerm]:
+        """Return the terms that a step which updates these optimizers differentiates, if there are several.
+
+        Raises MegaliteError if there are none.
+        """
+        found = [term for term in terms if self.has_term(names, term.name)]
+        if not found:
+            raise MegaliteError(f"a step that updates only {', '.join(names)} has no term of the loss")
+        return found
+
+    def has_term(self, names: Collection[str], term: str) -> bool:
+        """Tell whether a step that updates these optimizers has a term of the loss: its name is not of another one."""
+        return term in names or term not in self.optimizers
 
     @abstractmethod
     def train_loader(self) -> Loader[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from megalite import checkpoint
-from megalite.checkpoint import Manifest
+from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
@@ -32,14 +32,16 @@ from megalite.training import builder, loss_terms
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.data import last_iteration
 from megalite.training.display import Display
+from megalite.training.factors import SECTION as FACTORS
+from megalite.training.factors import factor_notes, saved_factors
 from megalite.training.gradients import Gradients, undone_by_error
-from megalite.training.load_report import Loaded, expected_records, load_notes, rounding_notes
+from megalite.training.load_report import Loaded, expected_records, load_notes, rate_change, rounding_notes
 from megalite.training.loss_terms import EmptyTerms, Totals
 from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, missed_step_note, write_recording
-from megalite.training.resume import ResumePoint, check_schedule_unit
-from megalite.training.task import Task
+from megalite.training.resume import ResumePoint, check_optimizers, check_schedule_unit
+from megalite.training.task import ONLY, Task
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SAVE, SECOND_RUN, Sections
 
 ENDLESS = 2**62
@@ -76,6 +78,7 @@ class Trainer:
             task.set_values,
             allow_unused=task.allow_unused,
             synchronization=synchronization,
+            optimizers=task.optimizers,
         )
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
@@ -86,7 +89,11 @@ class Trainer:
         evaluation = self.num_micro_batches(self.evaluation_batch_size)
         self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
         self.rates = rate_schedules(
-            config.optimizer, config.training, hidden_size=task.hidden_size, global_batch_size=task.batch_size.final
+            config.optimizer,
+            config.training,
+            hidden_size=task.hidden_size,
+            global_batch_size=task.batch_size.final,
+            factor=task.factors.get(ONLY),
         )
         self.iterations = last_iteration(config, task.batch_size)
         self.iteration = self.consumed_samples = self.skips_in_a_row = 0
@@ -98,7 +105,7 @@ class Trainer:
         self.empty_terms = EmptyTerms()
         self.loader = task.train_loader()
         chunks_at = partial(task.make_chunks, stages=stages)
-        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer)
+        self.plan = builder.make_plan(config, chunks_at, mesh, stages, synchronization, self.optimizer, task.optimizers)
         self.checkpoints: Checkpoints | None = None
         if directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, directory, self.optimizer, self.plan)
@@ -281,12 +288,20 @@ class Trainer:
         """Save a checkpoint if the run has a directory. `last`: True if this is the last save of the run."""
         if self.checkpoints is None:
             return
+        config = {**self.task.saved_config(self.consumed_samples), **saved_factors(self.task.factors, self.steps_of)}
+        self.checkpoints.save(self._training_state(), config, display, last=last)
+
+    def _training_state(self) -> TrainingState:
+        """Return the progress of the run for a checkpoint."""
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = self.task.remember(self.consumed_samples) if self.mesh.rank == 0 else None
-        state = checkpoint.TrainingState(
+        return TrainingState(
             self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
-        self.checkpoints.save(state, self.task.saved_config(self.consumed_samples), display, last=last)
+
+    def steps_of(self, optimizer: str) -> int:
+        """Return the number of steps that the schedule of an optimizer has had."""
+        return self.consumed_samples // self.task.batch_size.final
 
     def save_seconds(self) -> float:
         """Return the duration of the longest save, an estimate before the first one; 0 if nothing is saved."""
@@ -310,6 +325,8 @@ class Trainer:
             check_schedule_unit(path, described.config, self.config)
         with raise_on_all_ranks(self.mesh, f"loading {path}"):
             self.task.check_compatible(path, described)
+            if resume_point.optimizer:
+                check_optimizers(path, described, self.task.optimizers)
         state = checkpoint.load(
             path,
             self.network,
@@ -329,7 +346,9 @@ class Trainer:
         if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if resume_point.position:
+            notes += factor_notes(described.config, self.task.factors)
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+            notes += self._optimizer_notes(path, described.config)
             self.iterations = last_iteration(self.config, self.task.batch_size, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluation_due(self.iteration)
             if path.parent == self.directory:
@@ -337,6 +356,13 @@ class Trainer:
             if self.mesh.rank == 0:
                 notes += self.task.order_notes(state.seen_samples or ())
         self.loaded = Loaded(notes, records)
+
+    def _optimizer_notes(self, path: AnyPath, saved: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return notes on what the optimizer continues with otherwise. `saved`: the configuration of `path`."""
+        if ONLY in saved.get(FACTORS, {}):  # the run that saved it had a rate that its configuration does not say
+            return ()
+        here, width = self.rates.learning_rate, self.task.hidden_size
+        return rate_change(path, saved, here, self.consumed_samples, width)
 
     def load_model(self, opened: OpenedModel) -> None:
         """Start from the weights of a model that another program has written.
@@ -396,7 +422,7 @@ class Trainer:
             figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
         if self.config.logging.log_num_zeros_in_grad:
-            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.optimizer.mesh)
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.updated, self.optimizer.mesh)
         return figures
 
     def summary(self) -> Mapping[str, object]:

@@ -399,6 +399,7 @@ def across(rows: Iterable[tuple[Row, Row]]) -> list[Pair]:
     return [Pair(*(make_cell(shared | row, **rest) for row in pair)) for pair in rows]
 
 
+@pytest.mark.wide
 def test_so_does_one_that_cuts_its_samples_for_another_number_of_ranks(rank_pools: RankPools, tmp_path: Path) -> None:
     check_by_world_size(rank_pools, across(ACROSS[:1]), tmp_path)
 

@@ -80,14 +80,17 @@ def test_one_process_ends_with_the_code_and_the_message(body: str, code: int, me
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        ("MemoryError('Unable to allocate 2 GiB')", "this machine is out of memory: Unable to allocate 2 GiB"),
         (
-            "RuntimeError('[enforce fail] can\\'t allocate memory')",
-            "this machine is out of memory: [enforce fail] can't",
+            "MemoryError('Unable to allocate 2 GiB')",
+            "this machine is out of memory (2 GiB were asked for): Unable to allocate 2 GiB\nBefore a run, --dry-run",
+        ),
+        (
+            "RuntimeError('can\\'t allocate memory: you tried to allocate 1600000000000 bytes.')",
+            "this machine is out of memory (1.46 TiB were asked for): can't",
         ),
         (
             "OutOfMemoryError('CUDA out of memory. Tried to')",
-            "CUDA out of memory. Tried to\nTraining takes less with",
+            "this device is out of memory: CUDA out of memory. Tried to\nBefore a run, --dry-run",
         ),
     ],
 )

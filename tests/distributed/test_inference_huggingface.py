@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
 import torch
 
 from megalite.inference.sampling import Sampling
@@ -18,6 +19,7 @@ PROMPTS = [[31, 41, 59, 26, 53, 58, 9, 7, 9], [3, 23], [8, 46, 26, 43, 38]]
 NEW, EOD = 10, 5
 
 
+@pytest.mark.wide
 @one_thread()
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, rank_pools: RankPools) -> None:
     expected = []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megalite
-from tests.distributed.own_model import Block, Cell, Samples, built
+from tests.distributed.own_model import Block, Cell, Samples, built, mlp
 from tests.distributed.own_model_run import message_of, part_of_run
 from tests.harness.rank_pool import RankFailure, RankPools
 from tests.harness.wide import wide_except
@@ -80,6 +80,18 @@ def test_a_tensor_that_cannot_be_trained_or_saved_is_named(kind: str, rank_pools
 def test_buffers_that_differ_at_the_start_are_named(rank_pools: RankPools) -> None:
     for message in rank_pools(3).run(message_of, Cell("conv", dp=3), other=2):
         assert message.startswith("4.running_mean has other values on rank 2 than on rank 0: build the same module")
+
+
+def message_of_own_seed(pp: int) -> str:
+    """Return the message on a network that each rank draws from a seed of its own."""
+    torch.manual_seed(dist.get_rank())
+    return message_of(Cell("mlp", pp=pp), stages=[layer.double() for layer in mlp()])
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_tied_weight_that_its_stages_have_built_differently_is_named(pp: int, rank_pools: RankPools) -> None:
+    for message in rank_pools(pp).run(message_of_own_seed, pp):
+        assert message.startswith(f"0.table.weight has other values on rank {pp - 1} than on rank 0: build the same")
 
 
 def returns(value: Any) -> Any:

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from tests.harness.close import assert_bits_equal
 from tests.harness.job import Job
+from tests.harness.metrics_page import undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
@@ -76,6 +77,7 @@ def ended(job: Job, expected: int | None = 0, timeout: float = 240.0) -> Ended:
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl without values that depend on the machine's speed."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert not (missing := undocumented(key for line in lines for key in line)), f"docs/operations.md lacks {missing}"
     return [{k: v for k, v in line.items() if not any(part in k for part in _OF_THE_MACHINE)} for line in lines]
 
 

@@ -245,7 +245,7 @@ def without(suffix: str) -> Callable[[Place], str]:
         pytest.param(cut_idx, ["copy.idx is damaged", "bytes"], marks=pytest.mark.wide),
         pytest.param(cut_bin, ["copy.bin is damaged", "bytes"], marks=pytest.mark.wide),
         (flip_a_bit_of_bin, ["copy.bin is damaged", "another checksum than copy.megalite.json records"]),
-        (lambda place: f"{place.prefix}.bin", ["without the suffix"]),
+        (lambda place: f"{place.prefix}.bin", ["leave out .bin"]),
         (lambda place: f"0 {place.prefix}", ["--data-path 0", "every weight positive"]),
     ],
     ids=["no idx", "no bin", "magic", "cut idx", "cut bin", "flipped bit", "suffix", "weights"],
@@ -450,5 +450,6 @@ def test_generation(place: Place, refused: Refused) -> None:
     assert "--top-p" in refused(64, *command, "--prompt", "1", "--top-p", "0", world_size=1)
     assert "--max-new-tokens" in refused(64, *command, "--prompt", "1", "--max-new-tokens", "-1", world_size=1)
     assert "'one'" in refused(64, *command, "--prompt", "one")
-    assert "has no checkpoint" in refused(93, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    nowhere = refused(64, GENERATE, "--load", place.folder / "nowhere", "--prompt", "1")
+    assert f"--load {place.folder / 'nowhere'} is no folder" in nowhere
     assert "--tensor-model-parallel-size 3 does not divide" in refused(64, *command, "--prompt", "1", world_size=3)

@@ -169,7 +169,8 @@ def refused(*flags: object, message: str) -> None:
         ("--text {texts}/text.jsonl --seq-length 0", "--seq-length 0: must be at least 1"),
         (
             "--text {texts}/notes.md",
-            "notes.md:1: not a JSON object (Expecting value, column 1); files not named .txt",
+            "notes.md:1: not a JSON object (Expecting value, column 1); files not named .txt (or .txt.gz, .txt.zst) or "
+            ".parquet are read as JSON lines. Rename it to .txt if it is one text, else to .jsonl",
         ),
         ("--text {texts}/text.jsonl --json-keys title", "text.jsonl:1: no field 'title' (--json-keys)"),
         ("--text {texts}/text.jsonl --data-path 1 {texts}/bare_text_document", "--text has no weight in the blend"),

@@ -43,6 +43,10 @@ LAUNCHERS = {
         "PET_NNODES=2 PET_NPROC_PER_NODE=1 PET_NODE_RANK={rank} PET_MASTER_ADDR=localhost PET_MASTER_PORT={port} "
         "JOB_COMPLETION_INDEX={rank}"
     ),
+    "TensorFlow": (
+        'TF_CONFIG={{"cluster":{{"worker":["localhost:{port}","127.0.0.1:1"]}},'
+        '"task":{{"type":"worker","index":{rank}}}}}'
+    ),
 }
 COMMANDS = {
     "mpirun.openmpi": "--allow-run-as-root --oversubscribe --bind-to none -n 2",
@@ -62,8 +66,8 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "launcher",
     [
-        # Pods of the manifests run with the variables of the last two (tests/kubernetes/test_manifests.py).
-        pytest.param(name, marks=pytest.mark.wide if name in ("an indexed Job", "a TrainJob") else ())
+        # Pods of the manifests run with the variables of a Job and a TrainJob (tests/kubernetes/test_manifests.py).
+        pytest.param(name, marks=pytest.mark.wide if name in ("an indexed Job", "a TrainJob", "TensorFlow") else ())
         for name in LAUNCHERS
     ],
 )

@@ -109,9 +109,9 @@ def test_ckpt_step_goes_back_and_leaves_what_was_beyond(run: Run, whole: Path, c
 
 
 def test_a_missing_checkpoint_ends_the_run_if_asked_to(run: Run, tmp_path: Path) -> None:
-    flags = [*CONSTANT, "--train-iters", 1, "--load", tmp_path / "none", "--save", tmp_path / "new"]
+    flags = [*CONSTANT, "--train-iters", 1, "--load", tmp_path / "new", "--save", tmp_path / "new"]
     error = run(*flags, "--exit-on-missing-checkpoint", expected=64).stderr
-    assert f"--exit-on-missing-checkpoint: --save {tmp_path / 'new'} and --load {tmp_path / 'none'} has no" in error
+    assert f"--exit-on-missing-checkpoint: --save {tmp_path / 'new'} and --load {tmp_path / 'new'} has no" in error
     run(*flags)
     run(*flags, "--train-iters", 2, "--resume", "auto", "--exit-on-missing-checkpoint")
 
@@ -131,7 +131,9 @@ def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Ru
     assert f"--load {foreign} was not written by megalite: it has a .metadata, but no manifest.json" in error(foreign)
     assert "megalite-convert --loader megatron" in error(foreign)
     none = tmp_path / "none"
-    assert f"--finetune: --load {none} has no checkpoint to take weights from" in error(none, "--finetune")
+    for flags in ((), ("--finetune",), ("--save", tmp_path / "new", "--resume", "auto")):
+        assert f"--load {none} is no folder" in error(none, *flags)
+    assert not (tmp_path / "new").exists()
 
 
 def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_checkpoint_says_what_the_model_is(run: Run, start: Start, copy: Path)
     error = run(*flags, saved, "--swiglu", "--train-iters", 6, data=mock, expected=93).stderr
     assert "swiglu: False in the checkpoint, True in this run" in error
     error = run(*course, saved, "--load", copy / "none", data=mock, expected=64).stderr
-    assert f"--use-checkpoint-args: {copy / 'none'} has no checkpoint" in error
+    assert f"--load {copy / 'none'} is no folder; there are some in {copy}" in error
 
 
 def test_another_precision_loads_by_its_flag_alone(run: Run, whole: Path, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_command_trains(name: str, ranks: int, replicas: int, train: Train, tm
     check(tmp_path / "run")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "ranks", "replicas"), cases(usual=RESUMED, wide=WIDE_RESUMED))
 def test_a_command_resumes(name: str, ranks: int, replicas: int, train: Train, tmp_path: Path) -> None:
     """Run half of the steps, and then the same command, as Megatron-LM's tests do."""

@@ -15,8 +15,8 @@ from tests.harness.job import Job, run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VIT, RESNET, TRANSLATE = "vision/vit.py", "vision/resnet.py", "translation/translate.py"
-DPO, GRPO = "preference/dpo.py", "grpo/grpo.py"
-FOLDERS = ("vision", "translation", "preference", "grpo")
+DPO, GRPO, GAN = "preference/dpo.py", "grpo/grpo.py", "gan/circle.py"
+FOLDERS = ("vision", "translation", "preference", "grpo", "gan")
 
 
 def forked(folder: Path, example: str, *layout: str, ranks: int = 1) -> str:
@@ -46,7 +46,7 @@ def reached(output: str) -> list[str]:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("example", [DPO, VIT, RESNET, TRANSLATE, GRPO])
+@pytest.mark.parametrize("example", [DPO, VIT, RESNET, TRANSLATE, GRPO, GAN])
 def test_an_example_reaches_what_it_states(example: str, tmp_path: Path) -> None:
     assert reached(forked(tmp_path, example))
 
@@ -67,6 +67,7 @@ def test_an_example_reaches_it_on_a_pipeline(tmp_path: Path) -> None:
         pytest.param(DPO, ["zero=3"], 2, id="dpo-zero3"),
         pytest.param(GRPO, ["pp=2"], 2, id="grpo-pp2", marks=pytest.mark.slow),
         pytest.param(GRPO, ["zero=3"], 2, id="grpo-zero3"),
+        pytest.param(GAN, ["zero=3"], 2, id="gan-zero3", marks=pytest.mark.slow),
     ],
 )
 def test_an_example_reaches_it_on_several_ranks(example: str, layout: list[str], ranks: int) -> None:
@@ -81,14 +82,14 @@ def test_an_example_gives_the_same_numbers_again(example: str) -> None:
     assert reached(run(example)) == reached(run(example))
 
 
-@pytest.mark.parametrize(("example", "most"), [(VIT, 40), (TRANSLATE, 60)])
+@pytest.mark.parametrize(("example", "most"), [(VIT, 40), (TRANSLATE, 60), (GAN, 60)])
 def test_examples_are_short(example: str, most: int) -> None:
     assert len((EXAMPLES / example).read_text().splitlines()) <= most
 
 
 def test_examples_import_nothing_below_megalite() -> None:
     paths = [path for folder in FOLDERS for path in (EXAMPLES / folder).glob("*.py")]
-    assert len(paths) == 7
+    assert len(paths) == 8
     for path in paths:
         nodes = list(ast.walk(ast.parse(path.read_text())))
         imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
@@ -97,7 +98,7 @@ def test_examples_import_nothing_below_megalite() -> None:
 
 
 def test_the_commands_in_a_docstring_are_those_of_its_file() -> None:
-    for example in (VIT, RESNET, TRANSLATE, DPO, GRPO):
+    for example in (VIT, RESNET, TRANSLATE, DPO, GRPO, GAN):
         text = ast.get_docstring(ast.parse((EXAMPLES / example).read_text())) or ""
         assert text.count(f"examples/{example}") == 2
         assert "torchrun --standalone --max-restarts=0 --nproc-per-node 2 " in text

@@ -145,8 +145,8 @@ def test_json_has_all_that_the_manifest_has(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give --load, or --diff with two checkpoints"),
-        (["--load", "a", "--diff", "a", "b"], "give --load, or --diff with two checkpoints"),
+        ([], "give a FOLDER, --load, or --diff with two checkpoints"),
+        (["--load", "a", "--diff", "a", "b"], "give a FOLDER, --load, or --diff with two checkpoints"),
         (["--diff", "a", "b", "--verify"], "are about one checkpoint: give it as --load"),
         (["--load", "a", "--workers", "0"], "--workers 0: must be at least 1"),
         (["--load", "a", "--verfy"], "there is no flag --verfy: did you mean --verify?"),

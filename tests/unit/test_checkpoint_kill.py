@@ -124,7 +124,7 @@ def check(folder: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: s
 
 @pytest.mark.parametrize(
     ("start", "fault", "kind"),
-    [*CASES[:3], *(pytest.param(*case, marks=pytest.mark.wide) for case in (*CASES[3:], *WIDE))],
+    [*CASES[1:3], *(pytest.param(*case, marks=pytest.mark.wide) for case in (CASES[0], CASES[3], *WIDE))],
 )
 def test_whatever_the_moment_a_whole_checkpoint_is_found(
     tmp_path: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str

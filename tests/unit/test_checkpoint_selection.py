@@ -359,3 +359,15 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         checkpoint.only_run(tmp_path / "file" / "run", MESH),
     ):
         pytest.fail("there is none")
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOSPC, "Free space there, or give"), (errno.EACCES, "Give")])
+def test_a_run_directory_that_cannot_be_made_is_answered_with_what_helps(
+    number: int, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(CheckpointError, match=f"\n{advice} another --save$"):
+        checkpoint.only_run(tmp_path / "run", MESH).__enter__()

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import megalite
+from megalite.__main__ import commands
 from megalite.commands import generate
+from megalite.extras.planner import flags as planner_flags
+from megalite.process import names
+from tests.harness.tool import Ended, run_tool
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "pretrain_gpt.py", *sorted((ROOT / "tools").rglob("*.py"))]
@@ -50,6 +55,62 @@ def test_the_help_has_the_name_that_was_called(
     assert shown.startswith(f"usage: {program} ")
     for example in examples:
         assert example in shown
+
+
+def test_the_package_lists_its_commands() -> None:
+    assert commands().keys() == COMMANDS.keys()
+    ended = subprocess.run([sys.executable, "-m", "megalite"], cwd=ROOT, capture_output=True, text=True)
+    assert ended.stdout.startswith(f"megalite {megalite.__version__}. Its commands")
+    for name, what in commands().items():
+        assert what.endswith("."), name
+        assert f"  {name}\n      {what}\n" in ended.stdout
+
+
+@pytest.mark.parametrize("command", [name.removeprefix("megalite-") for name in COMMANDS])
+def test_each_command_says_its_version(command: str) -> None:
+    assert run_tool(command, "--version") == Ended(0, f"megalite {megalite.__version__}\n", "")
+
+
+@pytest.fixture
+def in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package believe that no clone is around it."""
+    monkeypatch.setattr(names, "_ROOT", tmp_path)
+
+
+@pytest.mark.usefixtures("in_a_wheel")
+def test_each_script_has_the_name_of_its_command() -> None:
+    for script in SCRIPTS:
+        (module,) = re.findall(r"^from megalite\.([\w.]+) import command$", script.read_text(), re.M)
+        command = "megalite-" + module.rpartition(".")[2].replace("_", "-")
+        path = script.relative_to(ROOT)
+        assert names.as_installed(f"run it:\n    python {path} --load a") == f"run it:\n    {command} --load a"
+        assert names.as_installed(f"torchrun -n 2 {path} --load a") == f"torchrun -n 2 --no-python {command} --load a"
+    assert names.as_installed("see docs/moe.md") == "see docs/moe.md of megalite's source"
+
+
+@pytest.mark.usefixtures("in_a_wheel")
+def test_files_of_a_person_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = "mine/docs/moe.md, my/pretrain_gpt.py, my-pretrain_gpt.py, tools/train_t5.py"
+    assert names.as_installed(others) == others
+    given = ["tools/translate.py", "pretrain_gpt.py", "docs/moe.md"]
+    for path in given:
+        monkeypatch.setattr(sys, "argv", ["megalite-translate", f"--file={path}"])
+        assert [names.as_installed(each) == each for each in given] == [each == path for each in given]
+
+
+@pytest.mark.usefixtures("in_a_wheel")
+@pytest.mark.parametrize("command", [name.removeprefix("megalite-") for name in COMMANDS])
+def test_the_help_of_a_wheel_names_only_what_it_has(command: str) -> None:
+    shown = run_tool(command, "--help")
+    assert shown.code == 0, shown.stderr
+    assert not re.findall(r"tools/\S+|\w+\.py\b|\S+\.sbatch|docs/\w+\.md(?! of megalite's source)", shown.stdout)
+
+
+@pytest.mark.usefixtures("in_a_wheel")
+def test_the_planner_of_a_wheel_prints_commands_that_run_there() -> None:
+    torchrun, srun = planner_flags.commands(["--num-layers", "2"], 2, 8)
+    assert "--nproc-per-node 8 --no-python megalite-pretrain \\\n    --num-layers 2" in torchrun
+    assert srun.startswith("srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 megalite-pretrain \\\n")
 
 
 _FROM_A_CLONE = """

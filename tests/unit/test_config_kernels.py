@@ -36,6 +36,7 @@ def test_tools_refuse_tritons_kernels_where_there_is_no_gpu(
     monkeypatch.setattr(
         implementation, "_current", implementation.current()
     )  # what the tool chooses ends with the test
+    (tmp_path / "config.json").touch()
     more = ("--prompt", "a") if tool == "generate" else ("--data-path", tmp_path / "data")
     ended = run_tool(tool, "--load", tmp_path, "--kernels", "triton", *more)
     assert ended.code == 64

@@ -231,6 +231,7 @@ def test_a_file_without_biases_keeps_its_gelu(tmp_path: Path) -> None:
 )
 def test_aliases_set_their_field(alias: str, field: str) -> None:
     effective = {"etp": ["--num-experts", "2"], "checkpoint-num-layers": ["--recompute-granularity", "full"]}
+    effective["persistent-save-interval"] = ["--save", "run"]
     assert value_of(parse_arguments([*MINIMAL, *effective.get(alias, []), f"--{alias}", "3"]).config, field) == 3
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megalite.commands import generate, train_tokenizer
-from megalite.config import megatron_flags, parse_arguments
+from megalite.config import megatron_flags, parse_arguments, resolve
 from megalite.config.run import fields_by_name, section_types
-from megalite.config.tool_arguments import POSITIONAL, parse_tool_arguments
+from megalite.config.tool_arguments import ALSO_POSITIONAL, POSITIONAL, parse_tool_arguments
 from megalite.errors import ConfigurationError
 
 MINIMAL = [
@@ -89,14 +89,15 @@ def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
         "--save needs one value, got none",
         "--num-layers needs one value, got 1 2",
         "--mask-prob is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)",
-        "unknown flag --qqqqqqqq",
+        "unknown flag --qqqqqqqq (--help describes all flags)",
     ]
 
 
 def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
     assert failure(["--hidden-size"]).splitlines() == [
         "--hidden-size needs one value, got none",
-        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size",
+        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size "
+        "(--help describes all flags)",
     ]
 
 
@@ -199,6 +200,21 @@ def test_a_tool_takes_flags_and_a_value_without_one(flags: str, expected: Tool |
         assert str(refused.value) == expected
 
 
+@dataclass(frozen=True)
+class Inspection:
+    load: str | None = field(default=None, metadata=ALSO_POSITIONAL)
+    verify: bool = False
+
+
+def test_a_flag_of_a_tool_may_be_left_out_where_its_value_can_mean_nothing_else() -> None:
+    for flags in ("run --verify", "--verify run", "--load run --verify"):
+        assert parse_tool_arguments(Inspection, "", flags.split()) == Inspection("run", verify=True)
+    assert parse_tool_arguments(Inspection, "", []) == Inspection()
+    for flags, told in {"run --load run": "--load is given, and 'run'", "run other": "LOAD is one word"}.items():
+        with pytest.raises(ConfigurationError, match=told):
+            parse_tool_arguments(Inspection, "", flags.split())
+
+
 def test_a_tool_refuses_values_that_no_flag_takes() -> None:
     for flags, message in (("x", "no flag takes 'x'"), ("--load x y", "--load takes 1 value, got 'x y'")):
         with pytest.raises(ConfigurationError, match=f"^{message}$"):
@@ -211,7 +227,7 @@ def test_no_flag_that_is_refused_is_suggested() -> None:
     for name in refused[::10]:
         suggested = failure([*MINIMAL, f"--{name}x"]).partition("did you mean --")[2].rstrip("?")
         assert not suggested or megatron_flags.refusal(suggested) is None
-    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz"
+    assert failure([*MINIMAL, "--moe-latent-siz", "2"]) == "unknown flag --moe-latent-siz (--help describes all flags)"
     assert failure([*MINIMAL, "--no-rope-fusio"]) == "unknown flag --no-rope-fusio, did you mean --no-rope-fusion?"
 
 
@@ -300,3 +316,10 @@ def test_bf16_squares_stop_falling_where_the_note_says() -> None:
     falls = {beta2: (squares.float() * beta2).bfloat16() < squares for beta2 in (0.999, 0.99)}
     assert falls[0.999].sum() <= 1
     assert falls[0.99].all()
+
+
+def test_nothing_at_all_is_answered_with_an_example_that_runs() -> None:
+    with pytest.raises(ConfigurationError, match="--help describes all flags") as raised:
+        parse_arguments([])
+    flags = str(raised.value).rpartition("made-up data: ")[2].split()
+    resolve(parse_arguments(flags).config, 1)

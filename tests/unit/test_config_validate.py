@@ -472,6 +472,11 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--tokenizer-type GPT2BPETokenizer --vocab-file v",
             "--tokenizer-type GPT2BPETokenizer needs --merge-file, its file",
         ),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file bert/vocab.txt",
+            "--vocab-file bert/vocab.txt is named as a WordPiece vocabulary, which is BERT's: megalite pre-trains "
+            "GPTs, whose GPT2BPETokenizer has a vocab.json and a merges.txt",
+        ),
         ("--tiktoken-pattern v1", "--tokenizer-type ByteTokenizer does not use --tiktoken-pattern (v1): leave it out"),
         (
             "--tokenizer-type NullTokenizer",
@@ -498,7 +503,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--recompute-activations --recompute-modules core_attn moe", "--recompute-modules moe needs --num-experts"),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
         ("--no-watchdog --watchdog-min-seconds 5", "--watchdog-min-seconds 5 needs the watchdog: drop --no-watchdog"),
-        ("--save-interval 5", "--save-interval 5 needs --save, the run directory"),
+        ("--async-save", "--async-save needs --save, the run directory"),
         ("--resume auto", "--resume auto needs --save, the run directory"),
     ],
 )
@@ -528,7 +533,12 @@ def test_what_is_not_finite_in_yaml_is_refused(value: float) -> None:
             "--num-distributed-optimizer-instances 4: with one rank in each nothing is sharded",
         ),
         ("--tp 3", 4, "4 ranks cannot be divided into groups of --tensor-model-parallel-size 3"),
-        ("--tp 2", 1, "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2"),
+        (
+            "--tp 2",
+            1,
+            "1 ranks cannot be divided into groups of --tensor-model-parallel-size 2: start 2 processes, as by "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2",
+        ),
         (
             "--tp 2 --pp 4",
             4,
@@ -636,10 +646,6 @@ def test_layouts_of_experts_fit_the_ranks(flags: str, world_size: int, expected:
         (
             "--moe-router-topk 1",
             "--moe-router-topk 1 with softmax gives every token the weight 1: add --moe-router-pre-softmax",
-        ),
-        (
-            "--moe-router-score-function sigmoid --moe-router-pre-softmax",
-            "--moe-router-pre-softmax needs --moe-router-score-function softmax",
         ),
         (
             "--moe-router-enable-expert-bias",
@@ -802,9 +808,23 @@ def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
     assert config_of(f"{sizes} {EXPERTS}").parallel.layout(8) == layout
 
 
-def test_a_format_is_idle_where_nothing_is_saved() -> None:
-    (note,) = parse_arguments(f"{VALID} --ckpt-format torch_dist".split()).notes
-    assert note == "--ckpt-format torch_dist: changes nothing without --save"
+@pytest.mark.parametrize(
+    ("flags", "idle", "why"),
+    [
+        ("", "--ckpt-format torch_dist", "without --save"),
+        ("", "--save-interval 10", "without --save"),
+        (
+            "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid",
+            "--moe-router-pre-softmax",
+            ", since --moe-router-score-function is sigmoid",
+        ),
+    ],
+)
+def test_flags_that_megatron_takes_without_an_effect_are_turned_off_and_told(flags: str, idle: str, why: str) -> None:
+    parsed = parse_arguments(f"{VALID} {flags} {idle}".split())
+    assert parsed.config == parse_arguments(f"{VALID} {flags}".split()).config
+    (note,) = set(parsed.notes) - set(parse_arguments(f"{VALID} {flags}".split()).notes)
+    assert note == f"{idle}: changes nothing{' ' if why[0] != ',' else ''}{why}"
 
 
 def test_sizes_without_experts_or_recomputation_are_turned_off_and_told() -> None:
@@ -987,7 +1007,7 @@ SCHEDULE = "--step-batch-size-schedule"
         ("0:4 1K:8 1001:16", "others at least a sample later each"),  # both are 125 samples of 8 tokens
         ("0:4 1K:6", "the size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks"),
         ("0:.5 1K:4", "a batch has at least one sample"),
-        ("0:4 1K:8 --global-batch-size 4", "leave --global-batch-size 4 out"),
+        ("0:4 1K:8 --global-batch-size 4", "leave --global-batch-size 4 out (Megatron-LM refuses both together, too"),
         ("0:4 --rampup-batch-size 4 4 8", "--rampup-batch-size both give the sizes"),
     ],
 )

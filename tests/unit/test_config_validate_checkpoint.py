@@ -26,7 +26,6 @@ def problems(flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--save-interval 2", "--save-interval 2 needs --save, the run directory"),
         ("--save-retain-interval 2 --save s", "--save-retain-interval 2 needs --save-interval"),
         (
             "--save-retain-interval 5 --save-interval 2 --save s",

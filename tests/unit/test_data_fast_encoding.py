@@ -99,7 +99,7 @@ VOCABULARIES: dict[str, Callable[[], Any]] = {
 }
 
 
-FEW = ("a token before each text", "normalized", "all splits", "pattern 0", "pattern 6")
+FEW = ("normalized", "all splits", "pattern 6")
 
 
 @pytest.fixture(scope="module", params=wide_except(VOCABULARIES, FEW))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -251,3 +252,16 @@ def test_an_index_of_several_blocks_is_one(tmp_path: Path, monkeypatch: pytest.M
     write(tmp_path / "tokens", sequences)
     data = IndexedDataset(tmp_path / "tokens")
     assert [data.get(number).tolist() for number in range(len(data))] == sequences
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("tokens.bin", "leave out .bin, and give {}/tokens"),
+        ("c.jsonl", "{}/c.jsonl is no token file; megalite-p"),
+    ],
+)
+def test_a_file_in_place_of_a_prefix_is_answered_with_what_to_give(given: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / given).touch()
+    with pytest.raises(DataError, match=re.escape(told.format(tmp_path))):
+        IndexedDataset(tmp_path / given)

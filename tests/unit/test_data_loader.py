@@ -75,6 +75,15 @@ def test_micro_batches_hold_the_samplers_samples(num_workers: int) -> None:
                 assert {array.shape for array in batch.values() if isinstance(array, np.ndarray)} == {(2, 16)}
 
 
+def test_replicas_read_every_sample_of_a_step_once() -> None:
+    whole = loader(mock(), micro_batch_size=8, data_parallel_rank=0, data_parallel_size=1).micro_batches(0, 1)
+    parts = []
+    for rank in range(2):
+        of_rank = loader(mock(), micro_batch_size=2, data_parallel_rank=rank, data_parallel_size=2, replicas=2)
+        parts += [each["tokens"] for each in of_rank.micro_batches(0, 2)]
+    assert np.array_equal(np.concatenate(parts), whole[0]["tokens"])
+
+
 def test_the_number_of_micro_batches_may_change() -> None:
     with loader(mock(), num_workers=2) as threaded, loader(mock()) as direct:
         for consumed, count in ((0, 1), (4, 3), (16, 2), (24, 5)):

@@ -296,6 +296,7 @@ def test_kills_of_the_real_command(tmp_path: Path) -> None:
     assert not journal.parent.exists()
 
 
+@pytest.mark.wide
 def test_a_bad_line_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 1 << 13)
     source = write_corpus(tmp_path / "corpus.jsonl", 600, 400)
@@ -321,12 +322,12 @@ def test_a_bad_line_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_full_disk_then_a_freed_one(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk."""
-    source = write_corpus(tmp_path / "corpus.jsonl", 5_000, 400)
+    source = write_corpus(tmp_path / "corpus.jsonl", 1_500, 400)
     arguments = ["--input", source, *BYTES]
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
 
     full = subprocess.run(
         command(*arguments, "--output-prefix", tmp_path / "out" / "c"), capture_output=True, text=True, preexec_fn=limit

@@ -44,9 +44,18 @@ def test_plain_lines_come_at_the_first_step_every_interval_and_the_last() -> Non
             display.step(step(iteration))
     lines = stream.getvalue().splitlines()
     assert [line.split("|")[0].split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
-    assert "loss 2.0000 | learning rate 3.000e-04 | grad norm 1.000 | 12,346 tokens/s | 2,000 ms" in lines[1]
+    assert "loss 2.0000 | lr 3.000e-04 | grad norm 1.000 | 12,346 tokens/s | 2,000 ms" in lines[1]
     assert lines[1].endswith("ETA 0:00:30")
     assert "\x1b" not in stream.getvalue()
+
+
+def test_the_line_of_a_long_run_fits_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    with Display(500_000, 1, stream=stream, start_iteration=123_455) as display:
+        monkeypatch.setattr(display._console, "is_interactive", True)
+        line = display._line(step(123_456, mfu=0.452))
+    assert line == "step 123456 | loss 2.0000 | lr 3.000e-04 | grad norm 1.000 | 12,346 tokens/s | 2,000 ms | MFU 45.2%"
+    assert len(line) <= 100
 
 
 def test_a_skipped_step_is_always_said() -> None:

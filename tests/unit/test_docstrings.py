@@ -27,14 +27,20 @@ def riddles(path: Path) -> Iterator[str]:
         yield f"{path.relative_to(ROOT)}: {riddle.group().strip()}"
 
 
+def outer_functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """Yield functions and methods, without those within others, which are parts of them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.stmt | ast.excepthandler):
+            yield from outer_functions(node)
+
+
 def undocumented(path: Path) -> Iterator[str]:
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    nested = {inner for node in functions for inner in ast.walk(node) if inner is not node}  # a part of the outer one
-    for node in functions:
-        if node.name != "__init__" and node not in nested:
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines >= LONG and not ast.get_docstring(node):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines and no docstring"
+    for node in outer_functions(ast.parse(path.read_text())):
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if node.name != "__init__" and lines >= LONG and not ast.get_docstring(node):
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: {node.name} has {lines} lines and no docstring"
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:

@@ -1,4 +1,4 @@
-"""Evaluations of `megalite.Trainer` in one process: how many samples they have, and what is said of empty ones."""
+"""Evaluations of `megalite.Trainer` in one process: how many samples they and epochs have, and what empty ones say."""
 
 from __future__ import annotations
 
@@ -43,6 +43,19 @@ def make_run(**options: Any) -> megalite.Trainer:
 def test_the_samples_of_an_evaluation(options: dict[str, Any], samples: int) -> None:
     with make_run(**options) as run:
         assert run.evaluate() == {"loss": (samples - 1) / 2}
+
+
+def test_another_dataset_is_evaluated_whole_whatever_the_batch_of_training() -> None:
+    with make_run(global_batch_size=8) as run:
+        assert run.evaluate(NUMBERS) == {"loss": 5.0}
+
+
+def test_epochs_end_with_their_last_whole_step() -> None:
+    with make_run() as run:  # 11 samples, in steps of four
+        run.train(epochs=1)
+        assert run.iteration == 2
+        run.train(epochs=2)
+        assert run.iteration == 5
 
 
 def test_terms_that_count_nothing_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import TrainingState
 from megalite.config import RunConfig, parse_arguments
-from megalite.training.load_report import differences, load_notes
+from megalite.optim.learning_rate import LearningRateSchedule, rate_schedules
+from megalite.training.load_report import differences, load_notes, rate_change
 from tests.unit.test_config_megatron_flags import MINIMAL
 
 CONFIG = parse_arguments([*MINIMAL, "--data-path", "a", "b", "--train-iters", "9"]).config
@@ -47,11 +49,14 @@ def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
     }
 
 
-def test_fields_of_other_versions_are_left_out() -> None:
+def test_fields_of_a_later_version_are_told_and_those_of_an_earlier_one_lack() -> None:
     before = saved(CONFIG)
     before["training"] |= {"a_field_of_the_future": 1}
     del before["optimizer"]["lr"]
-    assert differences(before, CONFIG) == ()
+    assert differences(before, CONFIG) == (
+        "note: the checkpoint's options training.a_field_of_the_future are unknown to this version of megalite, and "
+        "not read",
+    )
 
 
 def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
@@ -72,3 +77,22 @@ def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
         "--finetune, metrics (cut off after that step): a new run by --finetune, loss scale (1024): a new one by "
         "--finetune"
     )
+
+
+def test_a_longer_run_is_told_what_the_learning_rate_becomes() -> None:
+    def change(before: RunConfig, here: LearningRateSchedule, consumed_samples: int = 36) -> tuple[str, ...]:
+        return rate_change(Path("iter_0000009"), saved(before), here, consumed_samples, 1)
+
+    def schedule(config: RunConfig) -> LearningRateSchedule:
+        return rate_schedules(config.optimizer, config.training, hidden_size=1, global_batch_size=4).learning_rate
+
+    config = replace(CONFIG, training=replace(CONFIG.training, global_batch_size=4))
+    longer = replace(config, training=replace(config.training, train_iters=18))
+    assert schedule(config).style == "linear"
+    wanted = "note: learning rate 0.0111 -> 0.05: the schedule differs from that of the last step"
+    assert change(config, schedule(longer)) == (wanted,)
+    assert change(config, schedule(config)) == ()
+    steady = LearningRateSchedule(0.1, style="constant")
+    assert change(replace(config, optimizer=replace(config.optimizer, lr_decay_style="constant")), steady) == ()
+    assert change(CONFIG, steady) == (), "it says no batch size"
+    assert rate_change(Path("iter_0000009"), {"training": {}}, steady, 36, 1) == ()

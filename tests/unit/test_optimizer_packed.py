@@ -207,6 +207,7 @@ def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: P
     assert same(back.values(), packed.values())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", wide_except(EIGHT_BITS, ["int8 and remainders"]))
 def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
     """Compare two runs with the same gradients. They are noise, which is the worst case for a weight."""

@@ -11,7 +11,7 @@ import pytest
 
 from megalite.errors import ConfigurationError
 from megalite.process import launchers, place
-from megalite.process.launchers import POD_PORT, RANK_VARIABLES, derived_port, first_host
+from megalite.process.launchers import HOROVOD_SETTINGS, POD_PORT, RANK_VARIABLES, derived_port, first_host
 from megalite.process.place import Place, place_from_environment, place_or_alone
 from tests.harness.job import Job
 from tests.harness.tool import run_tool
@@ -31,9 +31,15 @@ AGENTS = (
 OPEN_MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
 HYDRA = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
 HOROVOD = "HOROVOD_RANK=1 HOROVOD_SIZE=2 HOROVOD_LOCAL_RANK=1 HOROVOD_LOCAL_SIZE=2"
+ELASTIC = f"{HOROVOD} HOROVOD_ELASTIC=1"
 PALS = "PALS_RANKID=3 PALS_LOCAL_RANKID=1 PALS_APID=ab PMI_RANK=3 PMI_SIZE=4 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2"
 TRAIN_JOB = "PET_NNODES=4 PET_NPROC_PER_NODE=1 PET_NODE_RANK=3 PET_MASTER_ADDR=job-node-0-0.job PET_MASTER_PORT=29400"
 JOB = "JOB_COMPLETION_INDEX=3 WORLD_SIZE=4 MASTER_ADDR=job-0.job"
+WORKERS = 'TF_CONFIG={"cluster":{"worker":["b:2222","c:2222"],"chief":["a:2222"]},"task":{"type":"worker","index":1}}'
+ON_ONE_HOST = (
+    'TF_CONFIG={"cluster":{"worker":["localhost:81","localhost:82"]},"task":{"type":"worker","index":1},"trial":""}'
+)
+WITH_SERVERS = WORKERS.replace('"chief"', '"ps":["d:2222","d:2223"],"evaluator":["e:1"],"chief"')
 STEP_PORT, PALS_PORT, HERE = derived_port("7", "2", ""), derived_port("ab"), derived_port("999")
 
 PLACES = {
@@ -95,6 +101,17 @@ PLACES = {
     "PET_NNODES=1 PET_NPROC_PER_NODE=auto": Place(0, 0, 1),
     "PET_NNODES=1 PET_NODE_RANK=0 JOB_COMPLETION_INDEX=0": Place(0, 0, 1),
     f"{TRAIN_JOB.replace('PER_NODE=1', 'PER_NODE=auto')} {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
+    # clusters of TensorFlow: the chief comes first, also if it stands behind the workers
+    WORKERS: Place(2, 0, 3, 1, "a", 2222),
+    WORKERS.replace('worker","index":1', 'chief","index":0'): Place(0, 0, 3, 1, "a", 2222),
+    ON_ONE_HOST: Place(1, 1, 2, 2, "localhost", 81),
+    ON_ONE_HOST.replace("localhost:", "[::1]:"): Place(1, 1, 2, 2, "::1", 81),
+    'TF_CONFIG={"cluster":{"worker":["a:1"]},"task":{"type":"worker","index":0}}': Place(0, 0, 1),
+    "TF_CONFIG={}": Place(0, 0, 1),
+    "TF_CONFIG=": Place(0, 0, 1),
+    f"{WORKERS} {AGENT} {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
+    f"{WORKERS} {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
+    f"{WORKERS} RANK=0 WORLD_SIZE=1": Place(0, 0, 1),
     # variables without a meaning here
     f"NODE_RANK=1 GROUP_RANK=1 GLOBAL_RANK=9 {GIVEN}": Place(5, 1, 8, 2, "node1", 29500),
     f"NODE_RANK=0 {OPEN_MPI}": Place(1, 1, 2, 2, "127.0.0.1", HERE),
@@ -129,6 +146,24 @@ WRONG = {
     ),
     "HOROVOD_RANK=0": "horovodrun set HOROVOD_RANK=0 without WORLD_SIZE",
     HOROVOD.replace("SIZE=2", "SIZE=4", 1): "HOROVOD_SIZE=4 without MASTER_ADDR, MASTER_PORT,",
+    ELASTIC: "HOROVOD_ELASTIC='1': horovodrun would replace ranks within the run; use torchrun's --nnodes MIN:MAX",
+    # clusters of TensorFlow that are wrong
+    f"{WORKERS} OMPI_COMM_WORLD_RANK=1": "OMPI_COMM_WORLD_RANK=1 disagrees with TF_CONFIG's rank=2",
+    WITH_SERVERS: "cluster has 2 ps, but 0 of the ranks are servers: .*--num-servers 2, or leave ps out",
+    WITH_SERVERS.replace('worker","index":1', 'evaluator","index":0'): "start env -u TF_CONFIG megalite-evaluate",
+    WORKERS.replace('type":"worker', 'type":"tpu_worker'): "the task type 'tpu_worker'",
+    WORKERS.replace('index":1', 'index":2'): "worker 2 as its task, but its cluster has 2",
+    WORKERS.replace('index":1', 'index":-1'): "worker -1 as its task",
+    WORKERS.replace('index":1', 'index":true'): "has True as its 'index'",
+    WORKERS.replace("c:2222", "b:2222"): "gives two tasks the same address",
+    WORKERS.replace("c:2222", "c;id:2222"): "the address 'c;id:2222' of a worker: expected HOST:PORT",
+    WORKERS.replace("c:2222", "c:70000"): "the address 'c:70000'",
+    WORKERS.replace('"c:2222"', "7"): "the address 7 of a worker",
+    WORKERS.replace('["a:2222"]', '"a:2222"'): "has 'a:2222' as its 'chief'",
+    "TF_CONFIG=[]": "has no object around 'cluster'",
+    "TF_CONFIG={": "TF_CONFIG is not JSON",
+    f"TF_CONFIG={'[' * 2000}": "TF_CONFIG is not JSON",
+    f"TF_CONFIG={'1' * 5000}": "TF_CONFIG is not JSON",
     "NODE_RANK=0": "NODE_RANK=0 without WORLD_SIZE.*RANK=0 WORLD_SIZE=1",
     "GROUP_RANK=1": "GROUP_RANK=1 without WORLD_SIZE",
     "GLOBAL_RANK=2": "GLOBAL_RANK=2 without WORLD_SIZE",
@@ -159,7 +194,9 @@ def variables(text: str) -> dict[str, str]:
 
 def set_environment(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Set the variables of launchers in `text`, and delete those with which the tests themselves were started."""
-    for name in {name for case in PLACES | WRONG for name in variables(case)} | set(RANK_VARIABLES):
+    for name in (
+        {name for case in PLACES | WRONG for name in variables(case)} | set(RANK_VARIABLES) | set(HOROVOD_SETTINGS)
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables(text).items():
         monkeypatch.setenv(name, value)
@@ -177,6 +214,29 @@ def test_a_place_that_is_not_told_is_refused(environment: str, monkeypatch: pyte
     set_environment(monkeypatch, environment)
     with pytest.raises(ConfigurationError, match=WRONG[environment]):
         place_from_environment()
+
+
+def test_servers_of_tensorflow_are_the_last_ranks_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, WITH_SERVERS.replace('type":"worker', 'type":"ps'))
+    found = place_from_environment(with_servers=True)
+    assert found == Place(4, 1, 5, 2, "a", 2222, servers=2)
+    found.require_servers(2)
+    with pytest.raises(ConfigurationError, match=r"has 2 ps, but 1 of the ranks .*--num-servers 2"):
+        found.require_servers(1)
+
+
+def test_settings_of_horovod_are_answered_with_flags_once_by_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place._warn.cache_clear()
+    settings = "HOROVOD_TIMELINE=x.json HOROVOD_FUSION_THRESHOLD= HOROVOD_CYCLE_TIME=1"
+    for rank, warnings in (
+        (1, []),
+        (0, ["warning: HOROVOD_TIMELINE changes nothing here: --profile --use-pytorch-profiler does"]),
+    ):
+        set_environment(monkeypatch, f"{HOROVOD.replace('RANK=1', f'RANK={rank}')} {settings}")
+        place_from_environment()
+        assert capsys.readouterr().err.splitlines() == warnings
 
 
 @pytest.mark.parametrize(

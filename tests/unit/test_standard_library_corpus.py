@@ -13,6 +13,7 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "examples" / "standard_library_corpus.py"
 
 
+@pytest.mark.wide
 def test_the_corpus_is_several_megabytes_of_real_sources_and_the_same_each_time(tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "deeper" / "second.jsonl"
     with pytest.MonkeyPatch.context() as patch:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megalite
 from megalite.checkpoint import Manifest, manifest
 from megalite.data import indexed_dataset
 from megalite.errors import CheckpointError
@@ -71,4 +73,9 @@ def test_the_page_has_the_versions_of_the_code() -> None:
     assert f"index version **{indexed_dataset.VERSION}**" in page
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
-    assert f"is the one in `pyproject.toml`, {version[1]}." in page
+    assert f"is the one in `pyproject.toml` and `megalite.__version__`, {version[1]}, which" in page
+
+
+def test_the_package_has_the_version_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert megalite.__version__ == project["version"]

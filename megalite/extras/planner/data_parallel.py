@@ -58,14 +58,15 @@ class DataParallel:
         forward = backward = reduce = gather = update = 0.0
         elements = 0
         for record, count, of_forward, of_backward in parts:
-            reduces = self._seconds("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
-            gathers = self._seconds("all-gather", record, self._element.parameter) if stage else 0.0
+            reduces = self._within("reduce-scatter" if stage else "all-reduce", record, self._element.gradient)
+            gathers = self._within("all-gather", record, self._element.parameter) if stage else 0.0
             if stage == 3:
                 forward += count * exposed(gathers, of_forward)
             if stage >= 2:
                 backward += count * exposed(reduces + (gathers if stage == 3 else 0.0), of_backward)
+                reduce += count * self._across(record)
             else:
-                reduce += count * reduces
+                reduce += count * (reduces + self._across(record))
             gather += count * gathers * (stage < 3)
             elements += count * (record.parameters + record.expert_parameters)
             update += count * self._update(record, count)
@@ -76,7 +77,10 @@ class DataParallel:
         return Exchange(forward, backward, reduce, gather, windows, update, elements)
 
     def afterwards(self, exchanges: Sequence[Exchange], *, tied: bool) -> Cost:
-        """Return what a rank with these stages does after its last backward. `tied`: it has the first or last stage."""
+        """Return what a rank with these stages does after its last backward.
+
+        `tied`: it has either the first or the last stage, and another rank the other one.
+        """
         parallel = self.config.parallel
         elements = sum(each.elements for each in exchanges)
         reduce = self._exposed(
@@ -96,7 +100,7 @@ class DataParallel:
     def _update(self, record: PartRecord, count: int) -> float:
         """Return the seconds in which the optimizer updates one of `count` such parts."""
         update, elements = record.update, record.parameters + record.expert_parameters
-        groups = [(each, ranks[: max(len(ranks) // self._instances, 1)]) for each, ranks in self._kinds(record)]
+        groups = [(each, ranks[: self._of_instance(ranks)]) for each, ranks in self._kinds(record)]
         of_group = sum(each / len(ranks) for each, ranks in groups) / elements if elements else 1.0
         sharded = self.config.parallel.zero_stage > 0
         share = of_group if sharded else 1.0
@@ -116,11 +120,12 @@ class DataParallel:
         return max(device, launches * self.prices.launch) + self.prices.waiting(update.synchronizations)
 
     def _tied(self, tied: bool) -> float:
-        """Return the seconds of summing the gradients of an embedding that is also the output layer."""
-        size = tied_elements(self.config) * self._element.gradient
-        if not (tied and size and self.config.parallel.pipeline_model_parallel_size > 1):
-            return 0.0
-        return self.prices.collective("all-reduce", self._first_to_last, size)
+        """Return the seconds of summing a rank's slice of the gradient of an embedding that is also the output layer.
+
+        Under any ZeRO stage gradients have been scattered over the data-parallel ranks before.
+        """
+        size = tied_elements(self.config) * self._element.gradient / self._of_instance(self._dense)
+        return self.prices.collective("all-reduce", self._first_to_last, size) if tied and size else 0.0
 
     def _exposed(self, seconds: float, window: float, elements: int, *, overlapped: bool) -> float:
         if not overlapped or not elements:
@@ -132,13 +137,22 @@ class DataParallel:
         yield record.parameters, self._dense
         yield record.expert_parameters, self._expert
 
-    def _seconds(self, kind: MessageKind, record: PartRecord, item: float) -> float:
-        """Return the seconds of a message with all elements of a part; over instances first within, then across."""
+    def _within(self, kind: MessageKind, record: PartRecord, item: float) -> float:
+        """Return the seconds of a message with all elements of a part among the ranks of an instance."""
+        return sum(
+            self.prices.collective(kind, ranks[: self._of_instance(ranks)], elements * item)
+            for elements, ranks in self._kinds(record)
+        )
+
+    def _across(self, record: PartRecord) -> float:
+        """Return the seconds of summing the slices of a part's gradient over the instances, once in a step."""
         total = 0.0
         for elements, ranks in self._kinds(record):
-            size = elements * item
-            of_instance = max(len(ranks) // self._instances, 1)
-            total += self.prices.collective(kind, ranks[:of_instance], size)
-            if kind != "all-gather" and of_instance < len(ranks):
-                total += self.prices.collective("all-reduce", ranks[::of_instance], size / of_instance)
+            size = self._of_instance(ranks)
+            if size < len(ranks):
+                slices = elements * self._element.gradient / size
+                total += self.prices.collective("all-reduce", ranks[::size], slices)
         return total
+
+    def _of_instance(self, ranks: range) -> int:
+        return max(len(ranks) // self._instances, 1)

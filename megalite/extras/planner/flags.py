@@ -9,6 +9,7 @@ from megalite.config import RunConfig
 from megalite.config.command_line import flag_groups
 from megalite.config.fields import flag_of
 from megalite.config.megatron_flags import tables
+from megalite.process.names import as_installed, has_commands
 from megalite.process.output import shell_word
 
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
@@ -58,6 +59,10 @@ def commands(argv: Sequence[str], nodes: int, per_node: int) -> Iterator[str]:
     """Yield the command that starts a run, by torchrun and by SLURM."""
     flags = " \\\n    ".join(" ".join(map(shell_word, [f"--{flag}", *values])) for flag, values in flag_groups(argv))
     place = "--standalone" if nodes == 1 else f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $NODE0:$PORT"
-    run = f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py"
+    run = as_installed(f"torchrun {place} --nproc-per-node {per_node} pretrain_gpt.py")
     yield f"{_OWN_STORE} {run} \\\n    {flags}"
+    if has_commands():
+        places = f"--nodes={nodes} --ntasks-per-node={per_node} --gpus-per-node={per_node}"
+        yield f"srun {places} megalite-pretrain \\\n    {flags} --save run/plan --resume auto"
+        return
     yield (f"RUN=run/plan sbatch --nodes={nodes} --gpus-per-node={per_node} slurm/pretrain_gpt.sbatch \\\n    {flags}")

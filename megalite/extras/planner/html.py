@@ -8,19 +8,25 @@ from html import escape
 
 from megalite.extras.planner.plan import GIB, Plan
 from megalite.extras.planner.report import ENTRIES, MEMORY, row, together
-from megalite.pipeline.drawing import to_svg
+from megalite.pipeline.drawing import STYLE, to_svg
 from megalite.pipeline.timeline import TimeLine
 from megalite.svg import INK, Picture
 from megalite.svg import page as html_page
 
 _COLOURS = ("#1f5fae", "#2f8f5b", "#8a4ca6", "#d98a1f", "#b8443a", "#7d858d")
 _LEFT, _TOP, _ROW, _WIDTH = 110.0, 34.0, 26.0, 640.0
+_OF_PIPELINE = "<p>Its forwards and backwards alone; what the step does after the last one is not drawn.</p><div>"
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 78em; padding: 0 1em; color: #1d2125;
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 100em; padding: 0 1em; color: #1d2125;
 background: #fff; }
-table { border-collapse: collapse; } div { overflow-x: auto; }
-th, td { padding: .25em .6em; text-align: right; border-bottom: 1px solid #d5dade; white-space: nowrap; }
+table { border-collapse: collapse; } div { overflow-x: auto; } p { max-width: 60em; }
+th, td { padding: .25em .45em; text-align: right; border-bottom: 1px solid #d5dade; }
+th { vertical-align: bottom; font-size: 13px; } td { white-space: nowrap; }
 pre { background: #f3f5f7; padding: .8em; overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+  body { color: #e6e8ea; background: #16191d; } th, td { border-color: #3a4046; } pre { background: #23282e; }
+  .limit { stroke: #e6e8ea; }
+}
 """
 
 
@@ -41,12 +47,11 @@ def page(title: str, plans: Sequence[Plan], time_line: TimeLine, commands: Itera
         _table(
             ["", "seconds", "share"], [[words, f"{value:.3f}", f"{value / cost.total:.1%}"] for words, value in causes]
         ),
-        "<h2>Pipeline</h2>",
-        f"<div>{to_svg(time_line)}</div>",
+        *(("<h2>Pipeline</h2>", _OF_PIPELINE, to_svg(time_line), "</div>") if best.layout.pipeline > 1 else ()),
         "<h2>Command</h2>",
         "".join(f"<pre>{escape(command)}</pre>" for command in commands),
     ]
-    return html_page(title, _STYLE, "\n".join(parts))
+    return html_page(title, _STYLE + STYLE, "\n".join(parts), "light dark")
 
 
 def bars(plan: Plan) -> str:
@@ -64,7 +69,7 @@ def bars(plan: Plan) -> str:
             x += size * scale
         svg.write(f"{memory.total / GIB:.1f} GiB", x + 6, y + 15)
     end = _LEFT + plan.room * scale
-    svg.line([(end, _TOP - 4), (end, height - 20)], INK)
+    svg.line([(end, _TOP - 4), (end, height - 20)], INK, class_="limit")
     svg.write(f"{plan.room / GIB:.1f} GiB", end - 40, height - 6)
     return str(svg)
 

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any, Literal
 
 from megalite.config import RunConfig
-from megalite.config.experts import with_weights_of_sinkhorn
+from megalite.config.experts import with_router_weights
 from megalite.config.parallel import STRATEGIES, ParallelConfig, ScheduleName
 from megalite.config.pipeline_layout import schedule_name, virtual_stages
 from megalite.config.validate_model import uneven_widths
@@ -119,7 +119,7 @@ class Layout:
         if not same("recompute"):
             training = replace(training, **_recomputing(config, self.recompute))
         parallel = replace(config.parallel, **changed)
-        return replace(config, parallel=parallel, training=training, model=with_weights_of_sinkhorn(config.model))
+        return replace(config, parallel=parallel, training=training, model=with_router_weights(config.model))
 
 
 _EVEN_STAGES: Mapping[str, Any] = {

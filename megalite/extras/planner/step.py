@@ -150,8 +150,7 @@ class Step:
         records = {id(each): each for each in layers}
         forward, backward, weights = Cost(), Cost(), 0.0
         ahead: list[tuple[PartRecord, int, Cost, Cost]] = []
-        head = self._head if stage.embedding else parts.head
-        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [head] * stage.loss
+        others = [parts.embedding] * stage.embedding + [parts.stage] * bool(layers) + [parts.head] * stage.loss
         for record, count, of_layer in [
             *((records[key], count, True) for key, count in counts.items()),
             *((record, 1, False) for record in others),
@@ -160,7 +159,7 @@ class Step:
             ahead.append((record, count, one_forward, one_backward))
             forward, backward = forward + one_forward * count, backward + one_backward * count
             weights += one_forward.products * count  # each product has one for the gradient of its weight
-        exchange = self._data.exchange([(record, count, f.total, b.total) for record, count, f, b in ahead])
+        exchange = self._exchange([(record, count, f.total, b.total) for record, count, f, b in ahead], stage)
         sent = Cost()
         if self.layout.count > 1 and not self.config.parallel.overlap_p2p_communication:
             sent = Cost(pipeline=self.transfer)
@@ -170,6 +169,19 @@ class Step:
             weights,
             exchange,
         )
+
+    def _exchange(self, ahead: Sequence[tuple[PartRecord, int, float, float]], stage: StageLayers) -> Exchange:
+        """Return what a stage exchanges, but for what another stage of the rank, or the embedding, exchanges for it."""
+        whole = self._data.exchange(ahead)
+        if not stage.loss or len(self.layout.ends) > 1:
+            return whole
+        *others, (_, count, forward, backward) = ahead  # the head is the last
+        once = self._data.exchange([*others, (self._head, count, forward, backward)])
+        if stage.embedding:
+            return replace(once, forward=whole.forward)  # ZeRO 3 gathers a weight for each use
+        # In two stages each use has a sum of gradients, and so a reduce-scatter. The rest is of both.
+        reduce = whole.reduce if self.config.parallel.zero_stage else (whole.reduce + once.reduce) / 2
+        return replace(whole, reduce=reduce, gather=once.gather, update=once.update)
 
     def _without_tied(self, head: PartRecord) -> PartRecord:
         """Return the head for a stage that has the embedding too: a weight of both is exchanged and updated once."""
@@ -202,7 +214,8 @@ class Step:
 
     def _afterwards(self, rank: int) -> Cost:
         """Return what a rank does after its last backward."""
-        return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=rank in self.layout.ends)
+        apart = len(self.layout.ends) == 2 and rank in self.layout.ends
+        return self._data.afterwards([stage.exchange for stage in self._of_rank(rank)], tied=apart)
 
     def _ends(self) -> list[float]:
         """Return when each rank has run its last action. Many micro-batches are not all simulated."""

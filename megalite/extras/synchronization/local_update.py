@@ -98,7 +98,8 @@ class LocalUpdate:
 
     def begin_step(self, iteration: int, tokens: float) -> None:
         """Tell the number of steps before this one, and the count of this replica's tokens in it."""
-        self._iteration, self._tokens_of_step = iteration, tokens if self.is_local else 0.0
+        self._iteration = iteration  # which decides whether this step is local
+        self._tokens_of_step = tokens if self.is_local else 0.0
         for reduction in self._reductions:
             reduction.is_local = self.is_local
 

@@ -15,6 +15,7 @@ from megalite.extras.translation.keys import (
     as_number,
     by_key,
     is_on,
+    keys,
     leaves,
     tables,
     whole_number,
@@ -49,11 +50,12 @@ _RATES = {"WarmupDecayLR": 0.001}
 _STYLES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
-def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
+def translate(settings: Mapping[str, Any], ranks: int | None, *, alone: bool = True) -> Report:
     """Return the flags that a configuration stands for.
 
     Args:
         ranks: number of data-parallel ranks, if it is known.
+        alone: whether DeepSpeed makes the schedule and groups the parameters, and not the program around it.
 
     Raises:
         ConfigurationError: values contradict each other, or are of the wrong type.
@@ -87,14 +89,15 @@ def translate(settings: Mapping[str, Any], ranks: int | None) -> Report:
     ]
     steps += [partial(_batch, values, report, ranks)]
     steps += [partial(step, values, report) for step in (_precision, _sharding)]
-    steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, _schedule)]
+    steps += [partial(step, values, report, auto) for step in (_optimizer, _clipping, *([_schedule] if alone else []))]
     steps += [partial(step, values, report) for step in (_monitoring, _others)]
     for step in steps:  # a bad value does not hide what the others say
         try:
             step()
         except ConfigurationError as error:
             report.refused += str(error).splitlines()
-    report.note_decay("DeepSpeed (unless the program groups parameters)")
+    if alone:
+        report.note_decay("DeepSpeed (unless the program groups parameters)")
     return report
 
 
@@ -143,11 +146,14 @@ def _precision(values: Mapping[str, Any], report: Report) -> None:
         report.add("fp16.enabled", "--fp16")
         if values.get("fp16.loss_scale"):
             report.add("fp16.loss_scale", "--loss-scale", as_number("fp16.loss_scale", values["fp16.loss_scale"]))
+            unused = ["fp16.initial_scale_power"] if "fp16.initial_scale_power" in values else []
+            report.idle += [f"{key}: the loss scale is fixed" for key in unused]
         else:
             power = as_number(
                 "fp16.initial_scale_power", values.get("fp16.initial_scale_power", 16), lambda n: 0 <= n < 64
             )
-            report.add(f"fp16.initial_scale_power {power}", "--initial-loss-scale", str(2 ** int(power)))
+            dynamic = "fp16.loss_scale 0, " * ("fp16.loss_scale" in values)
+            report.add(f"{dynamic}fp16.initial_scale_power {power}", "--initial-loss-scale", str(2 ** int(power)))
     dtype = str(values.get("communication_data_type") or "fp32").lower()
     if dtype in ("bf16", "bfp16", "bfloat16"):
         report.add("communication_data_type", "--grad-reduce-in-bf16")
@@ -288,4 +294,4 @@ def _monitoring(values: Mapping[str, Any], report: Report) -> None:
 
 def _others(values: Mapping[str, Any], report: Report) -> None:
     idle, refused = by_key("idle"), by_key("refused")
-    add_others(values, report, {*tables()["flags"], *tables()["read"]["keys"].split(), *idle, *refused}, idle, refused)
+    add_others(values, report, keys(), idle, refused)

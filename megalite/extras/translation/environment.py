@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from megalite.extras.translation.report import Report
+
 _KEPT = {
     "the devices and threads of a rank": "CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_LAUNCH_BLOCKING "
     "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES OMP_NUM_THREADS",
@@ -29,3 +33,16 @@ _KEPT = {
 written: TORCH_LOGS_OUT with TORCH_LOGS_FORMAT, for one, writes lines of the script's choice into any file."""
 
 KEPT = frozenset(name for names in _KEPT.values() for name in names.split())
+
+
+def add_environment(environment: Mapping[str, str], report: Report, unclear: Mapping[str, str] | None = None) -> None:
+    """Add the variables of the list to a report, a need for each that is unclear, and a note on the others."""
+    left = [name for name in environment if name not in KEPT]
+    if left:
+        report.notes.append(f"not kept: {', '.join(left)}; set what your machine needs of them yourself")
+    for name, value in environment.items():
+        if name in KEPT:
+            if unclear and name in unclear:
+                report.missing.append(unclear[name])
+            else:
+                report.environment[name] = value

@@ -27,6 +27,17 @@ def by_key(table: str) -> dict[str, str]:
     return {key: reason for reason, keys in tables()[table].items() for key in keys.split()}
 
 
+@cache
+def keys() -> frozenset[str]:
+    """Return every key of DeepSpeed that is known, by its path."""
+    return frozenset([*tables()["flags"], *tables()["read"]["keys"].split(), *by_key("idle"), *by_key("refused")])
+
+
+def is_deepspeeds(key: str) -> bool:
+    """Tell whether a key, or a section, stands at the top of DeepSpeed's configurations."""
+    return any(key == name or name.startswith(f"{key}.") for name in keys())
+
+
 def leaves(settings: Mapping[str, Any], whole: Collection[str], prefix: str = "") -> dict[str, Any]:
     """Return values by their path, such as `zero_optimization.stage`, except for sections that are treated as one."""
     found: dict[str, Any] = {}

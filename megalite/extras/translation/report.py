@@ -65,9 +65,18 @@ class Report:
         """Number of ranks; None if the file does not say it."""
         return None if self.per_node is None else (self.nodes or 1) * self.per_node
 
+    def last_of_each(self, argv: Sequence[str]) -> dict[str, list[str]]:
+        """Return the values of each flag, and note those that are given again: argparse takes the last ones."""
+        last: dict[str, list[str]] = {}
+        for flag, values in flag_groups(argv):
+            if flag in last and last.pop(flag) != values:
+                self.notes.append(f"--{flag} is given more than once: the last, {' '.join(values) or 'on'}, is taken")
+            last[flag] = values
+        return last
+
     def add_megatron(self, argv: Sequence[str]) -> None:
         """Sort the flags of a command for Megatron-LM."""
-        for flag, values in flag_groups(argv):
+        for flag, values in self.last_of_each(argv).items():
             plain = [_QUOTED.sub(r"\2", value) if _QUOTED.fullmatch(value) else value for value in values]
             given = " ".join([f"--{flag}", *values] if flag else values)
             needs = re.compile(f"--{'[-_]'.join(map(re.escape, flag.split('-')))} needs ")

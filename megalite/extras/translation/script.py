@@ -13,15 +13,18 @@ from megalite.extras.translation.shell_expansion import Unknown
 
 _LAUNCHERS = {
     *("torchrun", "python", "srun", "sbatch", "deepspeed", "accelerate", "mpirun", "mpiexec", "ft_launcher"),
-    *("numactl", "env", "nohup", "exec"),
+    *("horovodrun", "numactl", "env", "nohup", "exec"),
 }
 _NO_LAUNCHERS = ("echo", "printf", "cat", "cp", "mv", "rm", "ls", "sed", "grep", "git", "chmod", "tar")
 TORCHTITAN = "torchtitan.train"
 _PROGRAMS = ("megalite-pretrain", TORCHTITAN)
 _TRAINING_FLAGS = ("num-layers", "micro-batch-size", "hidden-size", "deepspeed", "per-device-train-batch-size")
+_EMPTY = re.compile(r"line (\d+): (.*) is not set, and taken as empty in the condition")
 _INNER = ("torchrun", "ft_launcher", "deepspeed", "accelerate")
 """Launchers that start the processes of a node. Their numbers count, not those of what starts them on each node."""
-_OUTER = ("sbatch", "srun", "mpirun", "mpiexec")
+_BY_MPI = ("mpirun", "mpiexec", "horovodrun")
+"""Launchers whose numbers have the names of mpirun's."""
+_OUTER = ("sbatch", "srun", *_BY_MPI)
 _MODULES = {
     **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
     "accelerate.commands.launch": "accelerate",
@@ -95,7 +98,7 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         )
     found.sort(key=lambda each: -_likeness(*each))
     (command, at), *others = found
-    notes = [*script.notes]
+    notes = _together(script.notes)
     if others and _likeness(*others[0]) == _likeness(command, at):
         lines = ", ".join(str(each.line) for each, _ in others[:8])
         notes.append(f"line {command.line}: the first training command is taken; there are more in lines {lines}")
@@ -122,6 +125,18 @@ def read_script(text: str, variables: Mapping[str, str] | None = None) -> Launch
         unclear,
         len(before),
     )
+
+
+def _together(notes: Sequence[str]) -> list[str]:
+    """Return notes with those on variables that conditions take as empty in one line, if there are several."""
+    empty = [found for note in notes if (found := _EMPTY.fullmatch(note))]
+    if len(empty) < 2:
+        return list(notes)
+    names, lines = (", ".join(dict.fromkeys(found[part] for found in empty)) for part in (2, 1))
+    return [
+        *(note for note in notes if not _EMPTY.fullmatch(note)),
+        f"lines {lines}: {names} are not set, and taken as empty in conditions",
+    ]
 
 
 def _program_at(command: Command) -> int | None:
@@ -182,7 +197,7 @@ def _places(script: Script, words: Sequence[str]) -> tuple[int | None, int | Non
         return [next((given[name] for name in each if name in given), None) for each in names]
 
     outer = [*script.headers, *started] if started or inner else []
-    by_mpi = not {"mpirun", "mpiexec"}.isdisjoint(parts)
+    by_mpi = not parts.keys().isdisjoint(_BY_MPI)
     nodes, per_node, processes = found(outer, _MPI_NAMES if by_mpi else _SLURM_NAMES)
     if inner:
         own, per_node, processes = found(parts[inner], _INNER_NAMES)

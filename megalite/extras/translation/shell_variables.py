@@ -132,6 +132,9 @@ class Declarations(Conditions):
             else:
                 self._assign(name, elements, node.line, append=append)
         elif target.kind == "subscript":
+            self._arithmetic(target.text, target.parts[2:-1], node.line)  # it may assign, as the value may
+            for value in values:
+                self._text(value)
             self._change(name, node.line)
         else:
             text = "".join(map(self._text, values))

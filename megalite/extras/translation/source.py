@@ -7,26 +7,35 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-import yaml
-
-from megalite.config.run import fields_by_name
-from megalite.config.yaml_file import LimitedLoader
 from megalite.errors import ConfigurationError
-from megalite.extras.translation import deepspeed
-from megalite.extras.translation.environment import KEPT
+from megalite.extras.translation import deepspeed, frameworks, neox
+from megalite.extras.translation.environment import add_environment
+from megalite.extras.translation.keys import is_deepspeeds
+from megalite.extras.translation.megatron_deepspeed import add_megatron_deepspeed
 from megalite.extras.translation.report import Report
 from megalite.extras.translation.script import TORCHTITAN, Launch, read_script
 from megalite.extras.translation.shell_expansion import LARGEST
-from megalite.small_files import parse_json, read_small_file, reason, shown
+from megalite.extras.translation.yaml_settings import from_section, read_yaml
+from megalite.small_files import parse_json, read_small_file, reason
 
 _OTHER_MODELS = re.compile(r"pretrain_(bert|t5|ict|retro|vlm|vision\w*|mamba|hybrid|mimo)\.py")
 
-_READ = "a launch script of Megatron-LM, the YAML of one of its tests (MODEL_ARGS: flags), or a JSON of DeepSpeed"
-_TORCHTITAN = (
-    f"settings of torchtitan are not translated: give {_READ}; megalite-pretrain answers each key that it knows, "
-    "such as --training.local_batch_size, with the flag to use"
+_READ = (
+    "what is read: a launch script (of Megatron-LM, Megatron-DeepSpeed, or another that has Megatron-LM's flags), the "
+    "YAML of one of Megatron-LM's tests (MODEL_ARGS: flags), of GPT-NeoX or of Primus, and a JSON of DeepSpeed"
 )
-_ACCELERATE = f"settings of Accelerate are not translated: give {_READ}; docs/migration.md has their flags"
+_TORCHTITAN = (
+    f"settings of torchtitan are not translated ({_READ}); megalite-pretrain answers each key that it knows, such as "
+    "--training.local_batch_size, with the flag to use"
+)
+_ACCELERATE = f"settings of Accelerate are not translated ({_READ}); docs/migration.md has their flags"
+_OF_SHELLS = ("", ".sh", ".bash", ".ksh", ".slurm", ".sbatch", ".lsf", ".pbs")
+"""Suffixes of files that are launch scripts by their names."""
+_IN_PYTHON = re.compile(r"^(?:from [\w.]+ import |import \w[\w., ]*$|class \w+|def \w+\()", re.MULTILINE)
+_PYTHON = (
+    f"is Python, which is not executed ({_READ}); torchtitan and Megatron-Bridge keep configurations in Python: give "
+    "megalite-pretrain the flags that they stand for, which docs/migration.md has"
+)
 
 
 def translate(name: str, variables: Mapping[str, str], ranks: int | None = None) -> Report:
@@ -34,7 +43,7 @@ def translate(name: str, variables: Mapping[str, str], ranks: int | None = None)
 
     Args:
         variables: values that take precedence over those of a launch script.
-        ranks: number of ranks, if the file does not say it; data-parallel ones for DeepSpeed's.
+        ranks: number of ranks, if the file does not say it; data-parallel ones for DeepSpeed's JSON.
 
     Raises:
         ConfigurationError: the file cannot be read, is none of those that can be translated, or does not mention one of
@@ -69,20 +78,48 @@ def _text(name: str) -> str:
 
 def _translate(text: str, suffix: str, variables: Mapping[str, str], ranks: int | None) -> Report:
     """Translate a text by its kind. Raises ConfigurationError for kinds that are not read."""
-    if suffix == ".json" or text.lstrip().startswith("{\n"):
+    of_yaml = suffix in (".yaml", ".yml")
+    if suffix == ".json" or (text.lstrip().startswith("{\n") and not of_yaml):
         try:
             settings = parse_json(text)
         except ValueError as error:
             raise ConfigurationError(f"not a DeepSpeed configuration: {reason(error)}") from error
         if not isinstance(settings, dict) or not settings:
             raise ConfigurationError("not a DeepSpeed configuration: expected a JSON object with keys")
-        return deepspeed.translate(settings, ranks)
-    if suffix in (".yaml", ".yml") or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
-        return _from_yaml(_read_yaml(text), variables)
+        return _from_settings(settings, variables, ranks)
+    if of_yaml or re.search(r"^(MODEL_ARGS|fsdp_config|distributed_type):", text, re.MULTILINE):
+        settings, notes = read_yaml(text)
+        found = _from_settings(settings, variables, ranks)
+        found.notes[:0] = notes
+        return found
     if suffix == ".toml":
         raise ConfigurationError(_TORCHTITAN)
+    if suffix == ".py" or (_IN_PYTHON.search(text) and not text.startswith("#!/bin/")):
+        if report := frameworks.translate(text):
+            return report
+        raise ConfigurationError(_PYTHON)
     own = {"HOME": str(Path.home())} | ({} if re.search(r"\b(cd|pushd)\b", text) else {"PWD": str(Path.cwd())})
-    return _from_launch(read_script(text, own | dict(variables)), ranks)
+    try:
+        return _from_launch(read_script(text, own | dict(variables)), ranks)
+    except ConfigurationError as error:
+        if suffix in _OF_SHELLS or text.startswith("#!"):
+            raise
+        raise ConfigurationError(f"{error} ({_READ})") from error
+
+
+def _from_settings(settings: Mapping[str, Any], variables: Mapping[str, str], ranks: int | None) -> Report:
+    """Translate a mapping by the program whose keys it has. Raises ConfigurationError if none is known."""
+    if "MODEL_ARGS" not in settings:
+        if "fsdp_config" in settings or "distributed_type" in settings:
+            raise ConfigurationError(_ACCELERATE)
+        if neox.has_keys_of_neox(settings):
+            return neox.translate(settings, ranks)
+        if 2 * sum(map(is_deepspeeds, settings)) >= len(settings):
+            return deepspeed.translate(settings, ranks)
+    report = from_section(settings, variables)
+    if report is None:
+        raise ConfigurationError(f"its keys are of no program that is known ({_READ})")
+    return report
 
 
 def _from_launch(launch: Launch, ranks: int | None) -> Report:
@@ -100,6 +137,11 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         report.per_node = ranks // (launch.nodes or 1)
     elif launch.uncounted:
         report.missing.insert(0, launch.uncounted)
+    if re.search(r"horovodrun\b.* --?(min-n|max-n|host-discovery)", " ".join(launch.launcher)):
+        report.refused.append(
+            "horovodrun --min-np, --max-np, --host-discovery-script: elastic runs are torchrun's --nnodes "
+            "MIN:MAX and --max-restarts N, with --save DIR --resume auto (docs/launchers.md)"
+        )
     program = PurePath(launch.program).name
     if program == TORCHTITAN:
         report.refused.append(_TORCHTITAN)
@@ -108,83 +150,6 @@ def _from_launch(launch: Launch, ranks: int | None) -> Report:
         report.refused.append(f"{program}: megalite pre-trains GPT-like models (pretrain_gpt.py)")
     elif program not in ("pretrain_gpt.py", "megalite-pretrain"):
         report.notes.append(f"the flags of {program} are taken to be those of pretrain_gpt.py")
-    _add_environment(launch.environment, report, launch.unclear)
-    report.add_megatron(launch.argv)
+    add_environment(launch.environment, report, launch.unclear)
+    report.add_megatron(add_megatron_deepspeed(launch.argv, report))
     return report
-
-
-def _add_environment(environment: Mapping[str, str], report: Report, unclear: Mapping[str, str] | None = None) -> None:
-    left = [name for name in environment if name not in KEPT]
-    if left:
-        report.notes.append(f"not kept: {', '.join(left)}; set what your machine needs of them yourself")
-    for name, value in environment.items():
-        if name in KEPT:
-            if unclear and name in unclear:
-                report.missing.append(unclear[name])
-            else:
-                report.environment[name] = value
-
-
-def _read_yaml(text: str) -> dict[str, Any]:
-    """Return a mapping of texts, numbers and mappings of these; a key twice in a mapping is an error."""
-    try:
-        loader = LimitedLoader(text)
-        node = loader.get_single_node()
-        value = _value(loader, node) if isinstance(node, yaml.MappingNode) else None
-    except (yaml.YAMLError, TypeError, RecursionError) as error:
-        raise ConfigurationError(f"not YAML that can be translated: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"not a mapping of keys: expected {_READ}")
-    return value
-
-
-def _value(loader: LimitedLoader, node: yaml.Node) -> Any:
-    """Return a node as Python values. Raises ConfigurationError for a key that is given twice."""
-    if not isinstance(node, yaml.MappingNode):
-        try:
-            return loader.value_of(node)
-        except TypeError:  # such as a list of mappings, in a part that is not read
-            return None
-    found: dict[str, Any] = {}
-    for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.value in found:
-            raise ConfigurationError(f"line {key.start_mark.line + 1}: {shown(key.value)} is given twice or is no name")
-        found[key.value] = _value(loader, value)
-    return found
-
-
-def _from_yaml(settings: Mapping[str, Any], variables: Mapping[str, str]) -> Report:
-    """Translate the YAML of one of Megatron-LM's tests. Raises ConfigurationError for any other."""
-    flags = settings.get("MODEL_ARGS")
-    if isinstance(flags, Mapping) and flags:
-        environment = settings.get("ENV_VARS")
-        given = {name: str(value) for name, value in (environment if isinstance(environment, Mapping) else {}).items()}
-        report = Report(whole=True)
-        _add_environment(given, report)
-        words = [word for name, value in flags.items() for word in _words(name, value, variables, report)]
-        report.add_megatron(words)
-        return report
-    if "fsdp_config" in settings or "distributed_type" in settings:
-        raise ConfigurationError(_ACCELERATE)
-    raise ConfigurationError(f"no YAML that is translated: expected {_READ}")
-
-
-def _words(flag: str, value: Any, variables: Mapping[str, str], report: Report) -> list[str]:
-    """Return a flag of a test with its values: true means none, false no flag; lists are also written as "[a b]"."""
-    if not flag.startswith("--"):
-        raise ConfigurationError(f"MODEL_ARGS: expected a flag such as --num-layers, got {shown(flag)}")
-    if value is True or value is None:
-        return [flag]
-    if value is False:
-        return []
-    if isinstance(value, Mapping):
-        raise ConfigurationError(f"MODEL_ARGS: {flag} has a mapping as its value")
-    text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-    names = re.findall(r"\$\{?(\w+)\}?", text)
-    report.missing += [f"{flag} needs ${name}: give --set {name}=VALUE" for name in names if name not in variables]
-    text = re.sub(r"\$(?:\{(\w+)\}|(\w+))", lambda found: variables.get(found[1] or found[2], found[0]), text)
-    place = fields_by_name().get(flag[2:].replace("-", "_"))
-    listed = re.fullmatch(r"\[(.*)\]", text)
-    if listed or "tuple" in str(place.kind if place else ""):
-        return [flag, *(listed[1] if listed else text).replace(",", " ").split()]
-    return [flag, text]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,7 +22,7 @@ from megalite.extras.comparison.commands.compare_synchronization import (
     resolved,
 )
 from megalite.extras.comparison.synchronization import Curve, Link, compare, rows, table
-from megalite.extras.comparison.synchronization_chart import chart
+from megalite.extras.comparison.synchronization_chart import TITLE, chart
 from megalite.extras.comparison.synchronization_methods import METHODS, PLAIN
 
 LINK = Link(alpha=0.5, beta=0.01)
@@ -73,6 +74,21 @@ def test_the_picture_has_three_lines_for_each_method_also_without_a_finite_loss(
     paths = [each for each in root.iter() if each.tag.endswith("path")]
     assert len(paths) == 3 * (1 + 3) + 3
     assert "nan" not in ElementTree.tostring(root, encoding="unicode")
+
+
+def test_lines_over_bytes_begin_with_the_first_exchange_and_what_is_above_is_marked() -> None:
+    local = Curve([4.0, 3.0, 3.0, 2.0, 2.0], [0, 100, 0, 100, 0], 1.0)
+    diverged = Curve([4.0, 9.0, 9.0, 9.0, 9.0], [100] * 5, 1.0)
+    root = ElementTree.fromstring(chart({"local": local, "diverged": diverged}, LINK))
+    paths = [each.get("d", "") for each in root.iter() if each.tag.endswith("path")]
+    steps, over_bytes = paths[1], paths[4]
+    assert steps.count("L") == 4
+    places = [tuple(map(float, point.split())) for point in over_bytes[1:].split("L")]
+    assert all(a[0] == b[0] or a[1] == b[1] for a, b in pairwise(places))  # in steps
+    assert len({x for x, _ in places}) == 2  # as many as there are exchanges
+    marks = [each for each in root.iter() if each.text == "▲"]
+    assert len(marks) == 3  # one a panel
+    assert TITLE in [each.text for each in root.iter() if each.tag.endswith("text")]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -30,6 +30,7 @@ LAYOUTS = [
     "--pp 4 --pipeline-schedule zb-v --recompute-activations",
     "--cp 4 --tp 2 --use-distributed-optimizer",
     "--num-experts 8 --ep 8 --moe-router-topk 2 --use-distributed-optimizer --grad-reduce-in-bf16",
+    "--use-distributed-optimizer --num-distributed-optimizer-instances 2",
 ]
 RANKS = 32
 

@@ -54,6 +54,8 @@ def test_the_picture_has_a_dot_for_each_run_and_dashes_for_the_planner() -> None
     tags = [(each.tag.rpartition("}")[2], each.get("stroke-dasharray")) for each in root.iter()]
     assert sum(tag == "circle" for tag, _ in tags) == 5
     assert sum(dashes is not None for _, dashes in tags) == 1
+    words = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert {"Speed-up over 1 rank", "ranks", "speed-up (samples per second)", "strong scaling"} <= {*words}
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,12 @@ def test_axes_stay_that_are_to_be_kept() -> None:
     assert [replace(each, zero=0) for each in kept] == [Layout.of(planner.config)]
 
 
+def test_context_parallel_ranks_alone_may_shard_a_run() -> None:
+    found = search(Planner(run_config(batch=1), CLUSTER, 2), 20, ("tensor", "pipeline", "recompute"))
+    assert {plan.layout.context for plan in found.plans} == {2}
+    assert {plan.layout.zero for plan in found.plans} >= {0, 1, 3}
+
+
 def test_runs_that_no_layout_splits_are_refused_in_one_line() -> None:
     with pytest.raises(ConfigurationError, match=r"^no layout of 7 GPUs splits this run: [^\n]*batch-size 4$"):
         search(Planner(run_config(), CLUSTER, 7))
@@ -258,6 +264,15 @@ def test_a_dry_run_confirms_the_memory(schedule: ScheduleName) -> None:
     rank, peak = planner.confirm(plan)
     assert rank == plan.fullest * 2
     assert peak == pytest.approx(plan.memory[plan.fullest].total, rel=0.05)
+
+
+def test_gpipe_holds_the_activations_of_all_micro_batches() -> None:
+    found = []
+    for batch in (16, 32):
+        planner = Planner(run_config(batch=batch), CLUSTER, 4)
+        plan = planner.plan(planner.on(replace(Layout.of(planner.config), pipeline=2, zero=1, schedule="gpipe")))
+        found.append(plan.memory[0].activations)
+    assert found[1] == pytest.approx(2 * found[0], rel=0.01)
 
 
 @pytest.mark.parametrize("rule", ["adam", "muon"])

@@ -225,6 +225,47 @@ def test_tied_embedding_is_summed_over_the_first_and_last_stage() -> None:
     assert found.cost.data == pytest.approx(128 * 64 * 4 * 1e-9, rel=1e-6)
 
 
+def test_a_slice_of_a_tied_embedding_is_summed_over_the_first_and_last_stage() -> None:
+    run = config(pipeline_model_parallel_size=2)
+    run = replace(run, model=replace(run.model, untie_embeddings_and_output_weights=False))
+    found = step(run, 8, cluster=replace(CLUSTER, node=Link(0.0, 1e-9))).simulated
+    assert found.cost.data == pytest.approx(128 * 64 * 4 * 1e-9 / 4, rel=1e-6)
+    both = config(pipeline_model_parallel_size=2, pipeline_schedule="zb-v")
+    both = replace(both, model=replace(both.model, untie_embeddings_and_output_weights=False))
+    assert step(both, 8, cluster=replace(CLUSTER, node=Link(0.0, 1e-9))).simulated.cost.data == 0.0
+
+
+@pytest.mark.parametrize("zero", ["optim", "optim_grads"])
+def test_instances_sum_their_slices_once_in_a_step(zero: str) -> None:
+    run = config(batch=16, data_parallel_sharding_strategy=zero, num_distributed_optimizer_instances=2)
+    layer = replace(LAYER, parameters=10**6)
+    found = step(run, 4, layer=layer, cluster=replace(CLUSTER, node=Link(0.0, 1.0)))
+    within = across = 8 * 10**6 * 4 / 2
+    reduce = sum(stage.exchange.reduce for stage in found.stages)
+    assert reduce == pytest.approx(across + (within if zero == "optim" else 0.0), rel=1e-6)
+
+
+def test_instances_of_a_node_each_sum_their_slices_between_nodes() -> None:
+    run = config(batch=16, data_parallel_sharding_strategy="optim", num_distributed_optimizer_instances=2)
+    layer = replace(LAYER, parameters=10**6)
+    nodes = replace(CLUSTER, node_ranks=2, network=Link(0.0, 1.0))
+    found = step(run, 4, layer=layer, cluster=nodes)
+    assert sum(stage.exchange.reduce for stage in found.stages) == pytest.approx(8 * 10**6 * 4 / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_embedding_and_head_share_is_updated_once_where_both_are(ranks: int) -> None:
+    run = config(pipeline_model_parallel_size=ranks)
+    run = replace(run, model=replace(run.model, untie_embeddings_and_output_weights=False))
+    shared, of_layer = 128 * 64, 1000
+    ends = replace(NOTHING, parameters=shared, update=Update(bytes=38 * shared))
+    layers = (replace(LAYER, parameters=of_layer, update=Update(bytes=38 * of_layer)),) * 8
+    found = Step(run, ranks, Parts(NOTHING, ends, layers, ends), Prices(CLUSTER)).stages
+    assert sum(stage.exchange.elements for stage in found) == ranks * shared + 8 * of_layer
+    updated = sum(stage.exchange.update for stage in found)
+    assert updated == pytest.approx(38 * (ranks * shared + 8 * of_layer) / GPU.bandwidth)
+
+
 def test_number_of_a_stack_scales_everything() -> None:
     plain = step(config(pipeline_model_parallel_size=2), 2)
     scaled = step(config(pipeline_model_parallel_size=2), 2, stack=Stack(factor=1.5))

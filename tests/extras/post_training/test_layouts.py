@@ -37,6 +37,8 @@ from tests.harness.rank_pool import RankPools
 
 BASE = Cell("llama", key_values="gqa", tied=False, vocabulary="odd", loss_mask="random", loss_terms=True)
 GEMMA = Cell("gemma", key_values="few", vocabulary="empty")
+BIASED = Cell("deepseek", key_values="gqa", tied=False)
+"""Its experts have biases, which each step changes."""
 
 
 @functools.cache
@@ -188,7 +190,7 @@ def test_a_failing_receiver_ends_the_export_on_every_rank(rank_pools: RankPools)
 
 @pytest.mark.parametrize("layout", ["alone", "dp2-zero3", "tp2-pp2"])
 def test_a_reference_keeps_the_weights_of_its_time(layout: str, rank_pools: RankPools) -> None:
-    cells = [replace(cell, **LAYOUTS[layout]) for cell in (BASE, GEMMA)]
+    cells = [replace(cell, **LAYOUTS[layout]) for cell in (BASE, GEMMA, BIASED)]
     for rank in on_ranks(rank_pools, cells[0].world_size, references, cells):
         for at_once, later, refreshed, gathered in rank:
             assert at_once == later == refreshed == 0.0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import megalite
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.extras.post_training.log_probabilities import LOSS, TokenOutputs, log_probabilities, with_loss
 from megalite.extras.post_training.rollout import (
@@ -155,6 +156,25 @@ def test_prompts_differ_by_their_numbers() -> None:
     assert both[0].tokens != both[1].tokens
     (second,) = generate(*parts, [[3, 1]], numbers=[1], **options)
     assert second.tokens == both[1].tokens
+
+
+def test_each_step_of_a_run_samples_other_tokens_and_scores_them_as_training_does() -> None:
+    config = megalite.GPTConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=32, position_embedding_type="rope"
+    )
+    still = megalite.SGD(lr=0.0)
+    with megalite.Trainer(
+        config, seq_length=8, micro_batch_size=2, optimizer=still, precision="fp64", quiet=True
+    ) as run:
+        generated = []
+        for _ in range(2):
+            rollouts = run.generate([[3, 1], [4]], max_new_tokens=6, temperature=0.5)
+            generated.append([each.tokens for each in rollouts])
+            batch = run.rollout_batch(rollouts)
+            assert run.compare_logprobs(batch)["log_probability_difference_max"] < 1e-12
+            run.forward_backward(batch, lambda outputs, fields: outputs.log_probabilities.sum())
+            run.optimizer_step()
+    assert generated[0] != generated[1]
 
 
 def test_generation_refuses_experts_on_other_data_parallel_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from tests.harness.gpt_trainer import gpt_trainer
 from tests.harness.rank_pool import RankPools
 
 
-def trainer_of(flags: str, folder: Path) -> Trainer:
+def trainer_of(flags: str, folder: Path, base: str = FLAGS) -> Trainer:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = resolve(parse_arguments(f"{FLAGS} --save {folder} {flags}".split()).config, size)
+    config = resolve(parse_arguments(f"{base} --save {folder} {flags}".split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)
     return gpt_trainer(config, open_data(config), mesh, folder)
 

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.extras.synchronization import reductions
+from megalite.extras.synchronization.compressed import CompressedReduction
+from megalite.extras.synchronization.low_rank import LowRankReduction
 from megalite.extras.synchronization.methods import make_compressor
 from megalite.extras.synchronization.power import first_factor
 from megalite.parallel.collectives import Pending
@@ -100,6 +103,7 @@ class Loop:
     slots: list[list[tuple[str, int, int, int]]]  # of each bucket: name, start, stop, length of the bucket
     momentum: float | None = None  # of DGC
     warmup: int = 0  # of 1-bit Adam
+    rising: int = 0  # steps over which DGC raises its sparsity
 
     def train(self) -> tuple[list[float], Tensors]:
         data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1)).train
@@ -139,6 +143,9 @@ class Loop:
     def _exchange(self, step: int, ranks: list[Tensors], kept: dict[Any, Tensor]) -> Tensors:
         """Pack each rank's half slices, add them up, pack the sums, and keep what is left out, for all buckets."""
         summed: Tensors = {}
+        own = self.compressor
+        if self.rising:
+            own = make_compressor("dgc", RATIO ** min(1.0, (step + 1) / (self.rising + 1)), torch.float64)
         for number, slots in enumerate(self.slots):
             length = slots[0][3]
             key, half = self.keys[number] + step, length // 2
@@ -153,7 +160,7 @@ class Loop:
                     velocity = self.momentum * kept.get((number, rank, "velocity"), zero) + flat
                     flat = velocity.clone()
                 flat += kept.get((number, rank), zero)
-                sent = self.compressor.restore(self.compressor.pack(flat.view(2, -1), key), half, torch.float64, key)
+                sent = own.restore(own.pack(flat.view(2, -1), key), half, torch.float64, key)
                 kept[number, rank] = self._without_padding(flat - sent.view(-1), slots, 0)
                 kept[number, rank, "velocity"] = velocity.masked_fill(sent.view(-1) != 0, 0)
                 sums += sent
@@ -213,16 +220,22 @@ class Loop:
 UNBIASED = replace(
     NETWORK, biases=False
 )  # the gradient of a bias of keys is zero but for rounding, whose sign is random
+RATIO = 0.1
 SGD = "--optimizer sgd --sgd-momentum 0 --adam-eps 1e-8 --clip-grad 0 --weight-decay 0"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "topk": (f"{SGD} --gradient-compression topk --compression-ratio 0.1", {}),
-    "randomk": (f"{SGD} --gradient-compression randomk --compression-ratio 0.1", {}),
+    "topk": (f"{SGD} --gradient-compression topk --compression-ratio {RATIO}", {}),
+    "randomk": (f"{SGD} --gradient-compression randomk --compression-ratio {RATIO}", {}),
     "int8": (f"{SGD} --gradient-compression int8", {}),
     "powersgd": (f"{SGD} --gradient-compression powersgd --compression-rank 2", {}),
     "signsgd": (f"{SGD} --gradient-compression signsgd", {}),
     "dgc": (
-        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio 0.1",
+        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio {RATIO}",
         {"momentum": 0.8},
+    ),
+    "dgc, rising": (
+        f"{SGD.replace('momentum 0', 'momentum 0.8')} --gradient-compression dgc --compression-ratio {RATIO} "
+        "--compression-warmup-iters 3",
+        {"momentum": 0.8, "rising": 3},
     ),
     "onebit-adam": (
         "--clip-grad 0 --weight-decay 0 --gradient-compression onebit-adam --compression-warmup-iters 4",
@@ -231,11 +244,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
-    flags, options = CASES[method]
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_a_plain_loop(case: str, rank_pools: RankPools) -> None:
+    flags, options = CASES[case]
+    method = case.partition(",")[0]
     outcomes = rank_pools(2).run(run, f"{flags} --disable-bias-linear")
-    ratio = 0.1 if method in ("topk", "dgc", "randomk") else 1.0
+    ratio = RATIO if method in ("topk", "dgc", "randomk") else 1.0
     own = None if method == "powersgd" else make_compressor(method, ratio, torch.float64)
     loop = Loop(own, outcomes[0].slots, **options)
     loop.again = make_compressor("topk", 2 * ratio, torch.float64) if method in ("topk", "dgc") else own
@@ -246,6 +260,20 @@ def test_a_run_is_a_plain_loop(method: str, rank_pools: RankPools) -> None:
             assert_number_close(ours, theirs, f"loss {number}", 1e-10)
         for name, (_, values) in outcome.held.items():
             assert_parameter_close(values, weights[name], RATE, name, 1e-10)
+
+
+def losses_without_packing(flags: str) -> list[float]:
+    """Return the losses of a run of 1-bit Adam whose messages leave out nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "make_compressor", lambda name, ratio, dtype: make_compressor("topk", 1.0, dtype))
+        return run(f"{CASES['onebit-adam'][0]} {flags} --compression-warmup-iters 2", 6).losses
+
+
+def test_a_tied_weight_has_the_momentum_once_whatever_the_number_of_stages(rank_pools: RankPools) -> None:
+    (wanted, *_) = rank_pools(2).run(losses_without_packing, "")
+    for losses in rank_pools(4).run(losses_without_packing, "--pp 2"):
+        for number, (ours, theirs) in enumerate(zip(losses, wanted, strict=True)):
+            assert_number_close(ours, theirs, f"loss {number}", 1e-9)
 
 
 # ------------------------------------------------------------------------------------------------ skipped steps
@@ -301,17 +329,22 @@ def losses_and_residuals(flags: str) -> tuple[list[float], dict[str, Tensor]]:
     trainer = gpt_trainer(config, open_data(config), mesh)
     with trainer.loader:
         losses = [trainer.step().loss for _ in range(4)]
-    packers = getattr(trainer.optimizer.buckets[0].accumulators[0].reduction, "packers", {})
-    return losses, {name: packer.state["residual"] for name, packer in packers.items()}
+    reduction = trainer.optimizer.buckets[0].accumulators[0].reduction
+    if isinstance(reduction, LowRankReduction):
+        return losses, dict(reduction.state)
+    assert isinstance(reduction, CompressedReduction)
+    return losses, {name: packer.state["residual"] for name, packer in reduction.packers.items()}
 
 
-def test_residuals_follow_the_loss_scale(rank_pools: RankPools) -> None:
-    """A loss scale that is doubled after each step gives the bits of one that stays."""
-    flags = "--fp16 --no-fp64 --gradient-compression bf16 --initial-loss-scale 256 --min-loss-scale 1"
+@pytest.mark.parametrize("method", ["bf16", "powersgd --compression-rank 1"])
+def test_residuals_follow_the_loss_scale(method: str, rank_pools: RankPools) -> None:
+    """A loss scale that is doubled after each step gives the residuals of one that stays."""
+    flags = f"--fp16 --no-fp64 --gradient-compression {method} --initial-loss-scale 256 --min-loss-scale 1"
     growing = rank_pools(2).run(losses_and_residuals, f"{flags} --loss-scale-window 1")
     steady = rank_pools(2).run(losses_and_residuals, flags)
     for (losses, residuals), (others, wanted) in zip(growing, steady, strict=True):
         assert losses == pytest.approx(others, rel=1e-3)  # activations underflow less at a larger scale
+        assert residuals.keys() == wanted.keys() != set()
         for name, values in residuals.items():
             assert values.norm().item() == pytest.approx(wanted[name].norm().item(), rel=0.1)
 

@@ -341,6 +341,8 @@ def difference(text: str, folder: Path) -> str:
         "[[ -3 -le 6 || 1 -eq ${A:=1} ]]; A=${A-2}",
         "A=1; A=a A=${A:-d}",
         "A=1; [[ 010 -eq 8 ]] && A=2",
+        "D=; A=1${D-0}",
+        "A=1; [[ -n a || -n b && -z c ]] && A=2",
         "A=1; set -o posix; A=2 :",
         "A=1; set -o keyword",
         'A=1; : "${E-$((A=8))}"; if true; then : "${E-$((A=8))}"; fi',

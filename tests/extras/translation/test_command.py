@@ -279,6 +279,28 @@ def test_a_variable_needs_a_name() -> None:
         translate.variables(["A"])
 
 
+def test_several_variables_may_follow_one_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, error = run(tmp_path, monkeypatch, capsys, SCRIPT, "--set", "GPUS=4", "MORE=--swiglu", "--check")
+    assert error == ""
+    assert "check: ranks: 8, as the file says" in out
+    assert translate.one_by_one(["--set", "A=1", "B=2", "x.sh", "--set=C=3"]) == [
+        *("--set", "A=1", "--set", "B=2", "x.sh", "--set=C=3")
+    ]
+
+
+def test_variables_that_conditions_take_as_empty_share_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conditions = "".join(f'[ -z "${{{name}}}" ] && {name}=1\n' for name in ("A", "B", "C"))
+    text = f"{conditions}torchrun --nproc-per-node 1 pretrain_gpt.py {SIZES} {COURSE} {DATA}"
+    out, error = run(tmp_path, monkeypatch, capsys, text)
+    assert error == ""
+    assert out.count("note: ") == 1
+    assert "note: lines 1, 2, 3: $A, $B, $C are not set, and taken as empty in conditions" in out
+
+
 def test_sizes_of_each_rank_and_of_all() -> None:
     flags = f"{SIZES} {COURSE} {DATA} --disable-bias-linear --position-embedding-type rope --tp 2 --pp 2".split()
     config = parse_arguments([*flags, "--untie-embeddings-and-output-weights"]).config

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from megalite.extras.translation.environment import KEPT
+from megalite.extras.translation.environment import KEPT, add_environment
 from megalite.extras.translation.report import Report
-from megalite.extras.translation.source import _add_environment
 
 HARMFUL = """
 TORCH_LOGS TORCH_LOGS_OUT TORCH_LOGS_FORMAT TORCH_TRACE TORCH_SHOW_CPP_STACKTRACES TORCH_FR_DUMP_TEMP_FILE
@@ -23,7 +22,7 @@ NCCL_RAS_ADDR LD_PRELOAD PYTHONPATH PATH
 @pytest.mark.parametrize("name", HARMFUL.split())
 def test_what_writes_files_or_loads_code_is_not_kept(name: str) -> None:
     report = Report()
-    _add_environment({name: "x", "NCCL_IB_HCA": "mlx5"}, report)
+    add_environment({name: "x", "NCCL_IB_HCA": "mlx5"}, report)
     assert report.environment == {"NCCL_IB_HCA": "mlx5"}
     assert report.notes == [f"not kept: {name}; set what your machine needs of them yourself"]
 

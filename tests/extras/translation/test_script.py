@@ -84,6 +84,8 @@ def test_what_the_script_does_not_set_can_be_given(variables: dict[str, str]) ->
         ),
         ("X=1\n[ -d y ] && X=2", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
         ("X=1\nfor X in a b; do\n:\ndone", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=1\nL[5]=$((Y=X=4))", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
+        ("X=1\nL[X=2]=a", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
         ("X=1\nread X", "line 2: --save needs $X, which depends on line 2: give --set X=VALUE"),
         ("X=${Y%.*}", "line 1: --save needs ${Y%.*}: give --set X=VALUE"),
         ("X=$((2**3))", "line 1: --save needs $((2**3)): give --set X=VALUE"),

@@ -291,10 +291,19 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
     assert "--recompute-modules core_attn moe" in text
     assert report.flags[report.flags.index("--moe-layer-freq") + 1] == "([0]*1+[1]*1)"
     assert "--swiglu" not in text
-    assert len(report.idle) == 1
+    assert report.idle == ["--use-mcore-models: already so, the model has one implementation"]
     left = "NVTE_FUSED_ATTN, LD_PRELOAD, PYTORCH_NVCC, NCCL_NET_PLUGIN, NCCL_CONF_FILE"
-    assert report.notes == [f"not kept: {left}; set what your machine needs of them yourself"]
+    assert report.notes == [
+        f"not kept: {left}; set what your machine needs of them yourself",
+        "not read, as no flags of Megatron-LM: METRICS",
+    ]
     assert translate(str(path), {}).missing == ["--data-path needs $DATA_PATH: give --set DATA_PATH=VALUE"] * 2
+
+
+BOMB = b"MODEL_ARGS: &a0\n  --lr: 1\n" + b"".join(
+    b"a%d: &a%d {x: *a%d, y: *a%d}\n" % (level, level, level - 1, level - 1) for level in range(1, 40)
+)
+"""Aliases of aliases: 120 nodes of YAML that stand for 2 ** 40 values."""
 
 
 @pytest.mark.parametrize(
@@ -306,12 +315,26 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         ("twice.json", b'{"a": 1, "a": 2}', "the key 'a' is twice in one object"),
         ("list.json", b"[1]", "expected a JSON object"),
         ("broken.json", b"{", "not a DeepSpeed configuration"),
-        ("other.yaml", b"a: 1", "expected a launch script of Megatron-LM, the YAML of one of its tests"),
-        ("twice.yaml", b"MODEL_ARGS:\n  --lr: 1\n  --lr: 2\n", "line 3: '--lr' is given twice"),
+        ("other.yaml", b"a: 1", "no program that is known (what is read: a launch script (of Megatron-LM"),
+        ("names.yaml", b"MODEL_ARGS:\n  ? [a]\n  : 1\n", "line 2: [ScalarNode"),
+        ("many.yaml", BOMB, "has more than 25,000 values, with those that aliases repeat"),
+        ("itself.yaml", b"MODEL_ARGS: &a\n  --lr: *a\n", "not YAML that can be translated"),
         ("tag.yaml", b"MODEL_ARGS:\n  --lr: !!python/object/apply:os.system ['touch x']\n", "--lr"),
         ("deep.yaml", b"[" * 5000, "not YAML that can be translated"),
         ("nul.yaml", b"MODEL_ARGS:\n  --lr: \0\n", "not YAML that can be translated"),
-        ("flag.yaml", b"MODEL_ARGS:\n  lr: 1\n", "expected a flag such as --num-layers, got 'lr'"),
+        ("flag.yaml", b"MODEL_ARGS:\n  learned: 1\n", "unknown flag --learned"),
+        ("config.py", b"from torchtitan.config import JobConfig\n", "is Python, which is not executed (what is read"),
+        (
+            "recipe.txt",
+            b"import torch\n\ndef pretrain(): ...\n",
+            "keep configurations in Python: give megalite-pretrain",
+        ),
+        (
+            "fsdp2.json",
+            b'{"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}',
+            "docs/migration.md has their flags",
+        ),
+        ("other.json", b'{"architectures": ["LlamaForCausalLM"]}', "no program that is known (what is read"),
         (
             "titan.sh",
             b"torchrun --nproc-per-node 8 -m torchtitan.train --module llama3\n",
@@ -320,9 +343,10 @@ def test_a_test_of_megatron(tmp_path: Path) -> None:
         (
             "llama3_8b.toml",
             b"[training]\nsteps = 10\n",
-            "torchtitan are not translated: give a launch script",
+            "torchtitan are not translated (what is read: a launch script",
         ),
         ("accelerate.yaml", b"distributed_type: FSDP\n", "docs/migration.md has their flags"),
+        ("train.hcl", b"model = Foo ((", "line 1: not a shell script from 'model = Foo ((' on (what is read: a launch"),
         ("none.sh", b"ls\n", "starts a training program"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, into flags.
+"""Translate a launch script of Megatron-LM, or settings of DeepSpeed, GPT-NeoX or Primus, into flags.
 
     python tools/translate.py examples/gpt3/train_gpt3_175b_distributed.sh --set CHECKPOINT_PATH=run/gpt3 --check
     python tools/translate.py ds_config.json --ranks 8
@@ -39,6 +39,7 @@ _KEPT = re.compile(
 )
 """Options of torchrun that stay as they are."""
 _OF_ACCELERATE = {"machine-rank": "node-rank", "main-process-ip": "master-addr", "main-process-port": "master-port"}
+_STARTS_TASKS = {"srun", "mpirun", "mpiexec", "horovodrun"}
 _STARTS = ("torchrun", "python", "deepspeed", "accelerate", "ft_launcher")
 
 
@@ -47,9 +48,9 @@ class Arguments:
     """The flags."""
 
     file: str = field(metadata=POSITIONAL)
-    """The launch script, a test's YAML, or a JSON of DeepSpeed."""
+    """The launch script; a YAML of Megatron-LM's tests, GPT-NeoX or Primus; or a JSON of DeepSpeed."""
     set: tuple[str, ...] = field(default=())
-    """NAME=VALUE: a variable of the script, which takes precedence; 1=VALUE is its first argument. May be repeated."""
+    """NAME=VALUE ...: variables of the script, which take precedence; 1=VALUE is its first argument."""
     ranks: PositiveInt | None = None
     """Number of ranks, if the file does not say it; data-parallel ones for a JSON of DeepSpeed."""
     check: bool = False
@@ -62,7 +63,7 @@ class Arguments:
 
 def main() -> None:
     """Parse the flags, translate the file, and print or run the result."""
-    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
+    arguments = parse_tool_arguments(Arguments, __doc__ or "", one_by_one(sys.argv[1:]), repeated=True)
     from megalite.extras.translation.source import translate
 
     report = translate(arguments.file, variables(arguments.set), arguments.ranks)
@@ -95,6 +96,15 @@ def main() -> None:
         raise ConfigurationError(f"{arguments.file}: {counts}, as above" + "; nothing is run" * arguments.run)
     if arguments.run:
         _run(report, arguments.ranks)
+
+
+def one_by_one(argv: Sequence[str]) -> list[str]:
+    """Return a command line in which each NAME=VALUE behind a --set has a --set of its own."""
+    found: list[str] = []
+    for word in argv:
+        follows = len(found) > 1 and found[-2] == "--set" and re.match(r"\w+=", word)
+        found += ["--set", word] if follows else [word]
+    return found
 
 
 def variables(settings: Sequence[str]) -> dict[str, str]:
@@ -168,11 +178,11 @@ def _command(report: Report, *, started: bool = False) -> list[list[str]]:
     flags = [[f"--{flag}", *values] for flag, values in flag_groups(report.flags)]
     names = [PurePath(word).name for word in report.launcher]
     start = next((at for at, name in enumerate(names) if name.startswith(_STARTS)), 0)
-    tasks = report.launcher[:start] if {"srun", "mpirun", "mpiexec", "numactl"} & set(names[:start]) else ()
+    tasks = report.launcher[:start] if (_STARTS_TASKS | {"numactl"}) & set(names[:start]) else ()
     before = [*(["env", *environment] if environment else []), *tasks]
     by_torch = any(name.startswith(("torch", "deepspeed", "accelerate")) for name in names)
     given, kept = _options_of_torchrun(report.launcher[start:] if by_torch else ())
-    by_tasks = (started or {"srun", "mpirun", "mpiexec"} & set(names[:start])) and not by_torch
+    by_tasks = (started or _STARTS_TASKS & set(names[:start])) and not by_torch
     count = [str(report.per_node)] if report.per_node else given.get("nproc-per-node", [])
     if by_tasks or report.world_size == 1 or not count:
         return [[*before, "megalite-pretrain"], *flags]

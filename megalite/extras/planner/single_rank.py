@@ -15,13 +15,13 @@ from megalite.extras.planner.dry_run_report import as_json, report
 from megalite.process.output import say
 
 
-def run_alone(alone: SingleRank, config: RunConfig) -> int:
+def run_single_rank(single: SingleRank, config: RunConfig) -> int:
     """Run one rank without the others, and print what it holds and does. Returns the exit code."""
-    if alone.computes:
-        say(*run_as_rank(config, alone.world_size, alone.rank).lines(), sep="\n")
+    if single.computes:
+        say(*run_as_rank(config, single.world_size, single.rank).lines(), sep="\n")
         return EXIT_FINISHED
-    found = dry_run(config, alone.world_size, alone.rank)
+    found = dry_run(config, single.world_size, single.rank)
     say(*report(found), sep="\n")
-    if alone.json is not None:
-        write_atomically(Path(alone.json), json.dumps(as_json(found), indent=1).encode())
+    if single.json is not None:
+        write_atomically(Path(single.json), json.dumps(as_json(found), indent=1).encode())
     return EXIT_FINISHED
