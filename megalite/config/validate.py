@@ -14,6 +14,7 @@ from megalite.config.experts import has_idle_softmax, with_router_weights
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
+from megalite.config.offload import offload_problems
 from megalite.config.optimizer import optimizer_problems
 from megalite.config.parallel import ParallelConfig, context_parallel_problems
 from megalite.config.pipeline_layout import pipeline_problems, virtual_stages, why_nothing_is_aligned
@@ -132,6 +133,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         training_problems(training, data.seq_length),
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
+        offload_problems(config.offload, config.parallel, config.optimizer, config.synchronization),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
         evaluation_problems(data, training.eval_iters),

@@ -1,0 +1,64 @@
+"""Options of offloading: what a run keeps in the host's memory, and what of it is copied beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.fields import Share, needs
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.synchronization import SynchronizationConfig
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """Options of offloading to the host's memory."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state and master weights in the host's memory, and update these weights there."""
+    optimizer_offload_fraction: Share = 1.0
+    """Share of a rank's weights whose state is on the host."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Copy gradients to the host while backward runs, and weights back while the next forward runs."""
+    pin_cpu_grads: bool = True
+    """Let the host's copy of gradients be page-locked."""
+    pin_cpu_params: bool = True
+    """Let the host's copy of weights be page-locked."""
+    parameter_offload: bool = False
+    """Keep this rank's slices of the weights in the host's memory, and fetch them one block ahead; needs ZeRO 3."""
+
+
+def offload_problems(
+    offload: OffloadConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    synchronization: SynchronizationConfig,
+) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    if not offload.optimizer_cpu_offload:
+        names = "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params"
+        yield from needs(offload, names, "--optimizer-cpu-offload")
+    elif optimizer.optimizer_backend == "apex":
+        yield "--optimizer-cpu-offload with --optimizer-backend apex: apex updates on GPUs only; use auto or torch"
+    elif not synchronization.is_plain:
+        yield (
+            "--optimizer-cpu-offload needs data parallelism that sums all gradients in each step: leave out "
+            "--gradient-compression, --local-update, --asynchronous and --all-reduce-algorithm, or the offloading"
+        )
+    if offload.parameter_offload:
+        yield from _parameters(offload, parallel)
+
+
+def _parameters(offload: OffloadConfig, parallel: ParallelConfig) -> Iterator[str]:
+    if parallel.zero_stage != 3:
+        yield (
+            "--parameter-offload needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not "
+            f"{parallel.data_parallel_sharding_strategy}: the other stages use all weights where they are"
+        )
+    if not offload.optimizer_cpu_offload or offload.optimizer_offload_fraction < 1.0:
+        yield (
+            "--parameter-offload needs --optimizer-cpu-offload with --optimizer-offload-fraction 1, not "
+            f"{offload.optimizer_offload_fraction if offload.optimizer_cpu_offload else 0}: slices on the host are "
+            "updated there"
+        )
