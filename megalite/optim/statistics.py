@@ -49,7 +49,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
     for bucket, values in owned:
         if bucket.shard_spec.counted_here:
             for group, run in bucket.owned_runs:
-                blocks[group.name].append(_sums_of_squares(values[run]))
+                blocks[group.name].append(_sums_of_squares(values[run], mesh.device))
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     totals = sums_over_ranks([torch.cat(sums) if sums else none for sums in blocks.values()], mesh.world())
     return {name: math.sqrt(total) for name, total in zip(blocks, totals, strict=True)}
@@ -67,8 +67,7 @@ def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     return int(collectives.all_reduce_(count, mesh.world()))
 
 
-def _sums_of_squares(values: Tensor | View) -> Tensor:
+def _sums_of_squares(values: Tensor | View, device: torch.device) -> Tensor:
     if isinstance(values, Tensor):
         return sums_of_squares(values)
-    place = values.packed.tensors()[0].device
-    return torch.cat([sums_of_squares(values[part].read()) for part in chunks(len(values), place)])
+    return torch.cat([sums_of_squares(values[part].read()) for part in chunks(len(values), device)])
