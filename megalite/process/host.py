@@ -21,7 +21,7 @@ from megalite.errors import ConfigurationError
 from megalite.process.output import say
 from megalite.process.place import Place
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _BACKLOG = 4096  # many ranks connect at the same time
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
@@ -43,7 +43,7 @@ def memory_limit() -> int:
     and v2) and of what the machine has."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError):  # not on Linux
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in OWN_CGROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers or "memory" in controllers.split(","):
                 limits += _limits_of_groups(CGROUPS / ("memory" if controllers else ""), path.strip("/"))

@@ -1,9 +1,9 @@
 """Memory of a rank by kind, measured at the start of a run.
 
 The kinds are parameters, gradients, optimizer state (moments, and fp32 masters of narrower parameters), and the
-activations that all micro-batches in flight keep from forward to backward. What offloading
-keeps in the host's memory is counted apart, also on the CPU, where both are one memory. Short-lived memory (buffers of collectives,
-temporaries of kernels) is not included; `peak_memory_bytes` of the metrics includes it.
+activations that all micro-batches in flight keep from forward to backward. What offloading keeps in the host's memory
+is counted apart, also on the CPU, where both are one memory. Short-lived memory (buffers of collectives, temporaries of
+kernels) is not included; `peak_memory_bytes` of the metrics includes it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 
 from megalite.config.offload import OffloadConfig
 from megalite.errors import ConfigurationError
@@ -35,12 +35,13 @@ def require_room_on_host(needed: int, offload: OffloadConfig, mesh: ParallelMesh
 def _too_little(name: str, ranks: int, size: int, limit: int, offload: OffloadConfig) -> str:
     words = (
         f"the {ranks} ranks of host {name} keep {size / _GIB:.2f} GiB in its memory, of which they may have "
-        f"{limit / _GIB:.2f} GiB (by the limit of their control group, or what the machine has): "
+        f"{limit / _GIB:.2f} GiB (the limit of their control group, or what the machine has): "
     )
     if offload.parameter_offload:
         return words + "leave out --parameter-offload and lower --optimizer-offload-fraction, or take more hosts"
     fraction = offload.optimizer_offload_fraction
+    most = math.floor(100 * fraction * limit / size) / 100
     return words + (
-        f"lower --optimizer-offload-fraction {fraction:g}, of which {fraction * limit / size:.2f} would be all of it, "
-        "or share the state among more ranks by --data-parallel-sharding-strategy (ZeRO)"
+        f"lower --optimizer-offload-fraction from {fraction:g} to {most:g} or less, or divide the state among more "
+        "ranks by --data-parallel-sharding-strategy (ZeRO)"
     )

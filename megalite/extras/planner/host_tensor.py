@@ -1,5 +1,4 @@
-"""Tensors of the host in code that runs on the meta device: they have no values either, and are told apart from those of
-the device by their device, which is the CPU."""
+"""Tensors of the host in code that runs on the meta device. They have no values either; their device is the CPU."""
 
 from __future__ import annotations
 
