@@ -84,6 +84,7 @@ def row(plan: Plan) -> dict[str, str | int | float]:
         "Recompute": layout.recompute,
         "Step s": round(plan.step.seconds, 3),
         "Memory GiB": round(plan.memory[plan.fullest].total / GIB, 1),
+        "Host GiB": round(most / GIB, 1) if (most := max(each.host for each in plan.memory)) else "n/a",
     }
 
 
@@ -254,6 +255,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "mfu": step.mfu,
         "memory_by_stage": [asdict(each) for each in plan.memory],
         "room": plan.room,
+        "host_room": plan.host_room,
         "fits": plan.missing == 0,
         "stages": plan.config.parallel.pipeline_model_parallel_layout,
     }
