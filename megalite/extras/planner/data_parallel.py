@@ -117,16 +117,15 @@ class DataParallel:
     def _on_host(self, record: PartRecord) -> tuple[float, float, float]:
         """Return the seconds of a part's update on the host, and of its copies to the host and to the device.
 
-        The update takes what it reads and writes over the bandwidth of the host's memory, the copies take the link.
+        The update is taken to read and write there as many bytes as on a GPU, over the bandwidth of the host's memory.
         """
-        moved, share = record.update.host, self._share(record) if self.config.parallel.zero_stage else 1.0
-        if not self._element.offloaded:
+        offloaded, sharded = self._element.offloaded, self.config.parallel.zero_stage > 0
+        if not offloaded:
             return 0.0, 0.0, 0.0
-        host = self.prices.cluster.known_host
-        to_device = 0 if self._element.slices_on_host else moved["to device"]  # they are fetched for each use
-        return moved["on the host"] * share / host.bandwidth, *(
-            share * host.beta * each for each in (moved["to host"], to_device)
-        )
+        host, share = self.prices.cluster.known_host, offloaded * (self._share(record) if sharded else 1.0)
+        copied = share * (record.parameters + record.expert_parameters) * host.beta
+        back = 0.0 if self._element.slices_on_host else self._element.parameter  # slices are fetched for each use
+        return record.update.bytes * share / host.bandwidth, copied * self._element.gradient, copied * back
 
     def _fetched(self, record: PartRecord) -> float:
         """Return the seconds in which a rank's slice of a part's weights comes from the host."""
@@ -147,7 +146,7 @@ class DataParallel:
         sharded = self.config.parallel.zero_stage > 0
         share = of_group if sharded else 1.0
         launches, gpu = update.launches * share, self.prices.cluster.gpu
-        device = launches * gpu.kernel + self.prices.moved(update.bytes * share)
+        device = launches * gpu.kernel + self.prices.moved(update.bytes * share * (1 - self._element.offloaded))
         if update.products:  # each matrix is computed on one rank of the group, so that some may have none
             matrices = update.products.total() / (_PRODUCTS_PER_ITERATION * self.config.optimizer.muon_num_ns_steps)
             of_group = max(of_group, 1 / max(matrices * count, 1.0))

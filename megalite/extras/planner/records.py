@@ -82,8 +82,6 @@ class Update:
     messages: Counter[Message] = field(default_factory=Counter)
     synchronizations: int = 0
     """Times that the host waits for the device, to know the norm."""
-    host: Counter[HostKind] = field(default_factory=Counter)
-    """Bytes that are copied in each direction, and that operators on the host read and write."""
 
     @staticmethod
     def of(work: Work, synchronizations: int) -> Update:
@@ -96,7 +94,6 @@ class Update:
             products,
             work.messages,
             synchronizations,
-            work.host,
         )
 
     def __sub__(self, other: Update) -> Update:
@@ -107,7 +104,6 @@ class Update:
             self.products - other.products,
             self.messages - other.messages,
             max(self.synchronizations - other.synchronizations, 0),
-            self.host - other.host,
         )
 
 

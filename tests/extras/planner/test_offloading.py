@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -24,9 +23,7 @@ from tests.extras.planner.test_step import config, record, step, work
 
 HOST = Host(memory=1e12, bandwidth=1e9, beta=1e-9)
 ELEMENTS = 10**6
-UPDATE = Update(host=Counter({"to host": 4 * ELEMENTS, "on the host": 20 * ELEMENTS, "to device": 2 * ELEMENTS}))
-"""What the optimizer does with a layer on the host."""
-LAYER = replace(record(work(0.001), work(0.002), ELEMENTS), update=UPDATE)
+LAYER = replace(record(work(0.001), work(0.002), ELEMENTS), update=Update(bytes=20 * ELEMENTS))
 
 
 def seconds(zero: str = "no_shard", **options: Any) -> float:
@@ -39,6 +36,7 @@ def test_copies_and_updates_take_their_bytes() -> None:
     copies, update = 2 * 6e-3, 2 * 20e-3
     assert seconds() == pytest.approx(copies + update)
     assert seconds("optim") == pytest.approx((copies + update) / 2)
+    assert seconds(optimizer_offload_fraction=0.25) == pytest.approx((copies + update) / 4)
     hidden = min(2 * 2e-3, 2 * 4e-3), min(2 * 1e-3, 2 * 2e-3)  # behind the backward and the forward of the layers
     overlapped = seconds(overlap_cpu_optimizer_d2h_h2d=True)
     assert overlapped == pytest.approx(copies + update - 0.8 * sum(hidden))  # they cost a part of what they hide behind
