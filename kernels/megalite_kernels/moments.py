@@ -38,7 +38,6 @@ class Quantized:
 
     @staticmethod
     def zeros(like: Tensor, format: torch.dtype, *, root: bool) -> Quantized:
-        """Return a moment of zeros for flat parameters, where they are."""
         codes = torch.zeros_like(like, dtype=torch.int8).view(format)
         return Quantized(codes, like.new_zeros(-(-len(like) // BLOCK), dtype=torch.float32), root)
 
