@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 Made = TypeVar("Made", bound=Tensor)
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""Value of `__torch_function__` in classes of tensors whose operators go to `__torch_dispatch__` alone."""
 _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo; of NCCL, if torch is built with it
 
 

@@ -31,7 +31,7 @@ class Memory:
     activations: int
     """Peak of the micro-batches in flight, on the device."""
     host: int = 0
-    """What offloading keeps in the host's memory: no other figure has it."""
+    """Bytes that offloading keeps in the host's memory, and that no other figure has."""
 
     @property
     def total(self) -> int:

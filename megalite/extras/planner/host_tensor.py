@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from megalite.offload.transfers import Transfers
-from megalite.torch_internals import make_wrapper, tree_leaves, tree_map
+from megalite.torch_internals import make_wrapper, no_torch_function, tree_leaves, tree_map
 
 
 class HostTensor(Tensor):
-    """Tensor of the host without values. Operators on it run on `inner`, which is on the meta device."""
+    """Tensor of the host without values. Operators on it run on `stand_in`, which is on the meta device."""
 
-    inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    stand_in: Tensor
+    __torch_function__ = no_torch_function
 
     @staticmethod
-    def around(inner: Tensor) -> HostTensor:
+    def around(stand_in: Tensor) -> HostTensor:
         """Return the tensor of the host in place of one of the meta device."""
-        made = make_wrapper(HostTensor, inner, torch.device("cpu"))
-        made.inner = inner
+        made = make_wrapper(HostTensor, stand_in, torch.device("cpu"))
+        made.stand_in = stand_in
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator. Its results are on the host, unless it is told another device or has a tensor of it."""
@@ -57,17 +57,19 @@ class HostTensor(Tensor):
 
 def _inner(tensor: Tensor) -> Tensor:
     if isinstance(tensor, HostTensor):
-        return tensor.inner
+        return tensor.stand_in
     return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 
 @contextmanager
 def host_tensors() -> Iterator[None]:
     """Let what offloading allocates on the host beside the meta device be tensors of the host within the block."""
-    before = Transfers.zeros_on_meta
+    before = Transfers.zeros_beside_meta
     first = HostTensor.around(torch.empty(0, device="meta"))
-    Transfers.zeros_on_meta = staticmethod(lambda elements, dtype: first.new_empty(elements, dtype=dtype))
+    Transfers.zeros_beside_meta = staticmethod(  # type: ignore[method-assign]
+        lambda elements, dtype: first.new_empty(elements, dtype=dtype)
+    )
     try:
         yield
     finally:
-        Transfers.zeros_on_meta = staticmethod(before)
+        Transfers.zeros_beside_meta = staticmethod(before)  # type: ignore[method-assign]

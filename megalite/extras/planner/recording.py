@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
     def _keep(self, tensor: Tensor) -> None:
         """Count the storage of a tensor until it is freed."""
         on_host = isinstance(tensor, HostTensor)
-        storage = (tensor.inner if isinstance(tensor, HostTensor) else tensor).untyped_storage()
+        storage = (tensor.stand_in if isinstance(tensor, HostTensor) else tensor).untyped_storage()
         key = storage_identity(storage)
         if key not in self._storages and (size := storage.nbytes()):
             self._storages[key] = weakref.ref(storage, partial(self._free, key))
@@ -208,6 +208,7 @@ class Recorder(TorchDispatchMode):
             self._count(key, storage.nbytes())
 
     def _count(self, key: int, size: int) -> None:
+        """Set the bytes of a storage of the device or the host; 0: it is freed."""
         before = self._sizes.pop(key, 0)
         if size:
             self._sizes[key] = size
