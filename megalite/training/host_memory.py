@@ -35,7 +35,7 @@ def require_room_on_host(needed: int, offload: OffloadConfig, mesh: ParallelMesh
 def _too_little(name: str, ranks: int, size: int, limit: int, offload: OffloadConfig) -> str:
     """Return the message for a host whose ranks together need `size` bytes, with the flag to change."""
     words = (
-        f"the {ranks} ranks of host {name} keep {size / _GIB:.2f} GiB in its memory, of which they may have "
+        f"host {name}: {ranks} rank{'s' * (ranks > 1)} would keep {size / _GIB:.2f} GiB in its memory, and may have "
         f"{limit / _GIB:.2f} GiB (the limit of their control group, or what the machine has): "
     )
     if offload.parameter_offload:

@@ -112,7 +112,7 @@ def test_what_a_host_cannot_hold_is_refused_on_all_ranks(rank_pools: RankPools) 
     both = memory.host + other.host
     for message, allocated in rank_pools(2).run(refused, "", both - 1):
         assert not allocated
-        assert f"the 2 ranks of host {host.host_name()} keep" in message
+        assert f"host {host.host_name()}: 2 ranks would keep" in message
         assert "lower --optimizer-offload-fraction from 1 to 0.99 or less" in message
     assert rank_pools(2).run(refused, "", both) == [("", True)] * 2
 
