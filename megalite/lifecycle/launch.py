@@ -14,7 +14,6 @@ import torch.distributed as dist
 from megalite import torch_internals
 from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
-from megalite.lifecycle.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
 from megalite.parallel import device
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.mesh import ParallelMesh
@@ -74,12 +73,15 @@ def connect_ranks(
     timeout = _timeout(parallel)
     if place.world_size == 1:
         watch(None)
-    elif dist.is_initialized():
+        return
+    from megalite.lifecycle import rendezvous  # imported here: a process alone meets nobody
+
+    if dist.is_initialized():
         watch(torch_internals.default_store())
         _compare(description, mesh)
     else:
-        store = connect(place, timeout.total_seconds(), PURPOSE)
-        wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
+        store = rendezvous.connect(place, timeout.total_seconds(), rendezvous.PURPOSE)
+        rendezvous.wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
@@ -88,7 +90,8 @@ def connect_ranks(
             if "oo many open files" in str(error):
                 raise too_many_open_files(str(error)) from error
             raise CommunicationError(
-                f"the {place.world_size} ranks have met at {store_name(place)}, but cannot reach each other: {error}"
+                f"the {place.world_size} ranks have met at {rendezvous.store_name(place)}, but cannot reach each "
+                f"other: {error}"
             ) from error
 
 

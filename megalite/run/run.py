@@ -32,7 +32,6 @@ from megalite.training.kernels import choose_kernels
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.several import SeveralTrainer
 from megalite.training.task import Task
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -112,7 +111,11 @@ class Run:
         config, mesh = self.config, self.mesh
         resume_point = find_resume_point(config.checkpoint, mesh)
         chosen = self._synchronization
-        trainer = SeveralTrainer if self.task.optimizers else chosen.trainer
+        trainer = chosen.trainer
+        if self.task.optimizers:
+            from megalite.training.several import SeveralTrainer
+
+            trainer = SeveralTrainer
         build = cache(partial(trainer, config, self.task, chosen, self.directory, self.sections))
 
         def load(path: AnyPath) -> tuple[int, Trainer | None]:

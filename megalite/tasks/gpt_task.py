@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +20,14 @@ from megalite.tasks import summary
 from megalite.tasks.experts import expert_loads, node_notes, with_dispatcher
 from megalite.tasks.flops import flops_per_token, peak_flops
 from megalite.tasks.gpt_network import GPTNetworkTask
-from megalite.tasks.routing_recorder import RoutingRecorder
 from megalite.training import builder
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.data import RunData, global_batch_size, order_notes, routing_records, seen_samples, vocab_size
 from megalite.training.metrics import THROUGHPUT
 from megalite.training.task import Figures, Summarized
+
+if TYPE_CHECKING:
+    from megalite.tasks.routing_recorder import RoutingRecorder
 
 
 @dataclass
@@ -90,6 +92,8 @@ class GPTTask(GPTNetworkTask):
         if folder is None:
             return micro_batches
         if self._recorder is None:
+            from megalite.tasks.routing_recorder import RoutingRecorder
+
             sample_group = self.mesh.group(*self.chunks[0].context.sample_axes)
             self._recorder = RoutingRecorder(routing_records(self.config, folder), self.mesh, sample_group)
         return self._recorder.begin_step(micro_batches, is_first=consumed_samples == 0)
