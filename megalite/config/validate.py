@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from megalite.config.checkpoint import checkpoint_problems
 from megalite.config.data import data_problems, evaluation_problems, tokenizer_problems
-from megalite.config.experts import has_idle_softmax, with_router_weights
 from megalite.config.fields import changed, flag_of, given, needs, range_problems
 from megalite.config.model import ModelConfig
 from megalite.config.monitoring import logging_problems, profiling_problems
@@ -23,9 +22,11 @@ from megalite.config.training import training_length_problems, training_problems
 from megalite.config.validate_model import (
     LEAST_ITEM_BYTES,
     MAX_BYTES,
+    has_idle_softmax,
     idle_positions,
     network_problems,
     relation_problems,
+    with_router_weights,
 )
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
