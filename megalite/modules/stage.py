@@ -53,7 +53,7 @@ def mean_over_samples(name: str = LOSS, weight: float = 1.0) -> LossTerm:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the last stage computes from its output and the batch.
+    """Loss and metrics that the last stage computes from its output and the batch.
 
     Attributes:
         loss: returns the sums of the terms of the loss. None: the output is that of the network.
