@@ -22,12 +22,11 @@ from megalite.modules.calling import arguments_of, arguments_of_stage, named, re
 from megalite.modules.forward_state import ForwardState
 from megalite.modules.messages import StagePlan, parts_of
 from megalite.parallel.device import default_generator
-from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.nested import in_dtype
 from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TermSums, add_sums, items_of
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule, inside_forward
 
 Sums = Callable[[Any, Any], "Tensor | Mapping[str, Tensor]"]
 """Function from the last stage's output and the batch to a sum over its samples, or several by name."""

@@ -38,8 +38,7 @@ from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
-from megalite.parallel.state import State, states_of
-from megalite.parallel.tally import Tally, end_step, tallies_of
+from megalite.parallel.state import State, Tally, end_step, states_of, tallies_of
 
 
 @dataclass(frozen=True)

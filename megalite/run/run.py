@@ -14,8 +14,7 @@ from megalite.config.run import TaskConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.lifecycle.control_files import ControlFiles, has_file
-from megalite.lifecycle.launch import connect_ranks, disconnect, locate
-from megalite.lifecycle.run_watchdog import run_watchdog
+from megalite.lifecycle.launch import connect_ranks, disconnect, locate, run_watchdog
 from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device

@@ -17,8 +17,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
-from megalite.parallel.state import states_of
-from megalite.parallel.tally import tallies_of
+from megalite.parallel.state import states_of, tallies_of
 from megalite.process.host import host_name
 from megalite.training.nonfinite import SkippedStep, locate
 from tests.distributed.layout_cell import Cell, make_cell, rates

@@ -16,9 +16,9 @@ from megalite.modules.calling import arguments, results
 from megalite.modules.messages import StagePlan, copies_on_meta, find_messages
 from megalite.modules.records import give_records
 from megalite.modules.stage import ModuleStage, Objective
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.stage import StageOutput, TensorSpec
+from megalite.parallel.stage_module import Inside
 from tests.unit.test_modules_training import Batch, Run, assert_same_state, cut
 
 
