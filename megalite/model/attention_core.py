@@ -69,13 +69,17 @@ class LocalCore:
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: SequenceLayout, random: RandomKey | None
     ) -> Tensor:
+        """Compute attention from all three as [batch, heads or groups, tokens, head_dim].
+
+        Keys and values are repeated per head unless each group serves an equal number of consecutive heads.
+        """
         drop = None
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        if not self.groups_are_even:  # then keys and values are repeated per head
+        if not self.groups_are_even:
             key, value = key[:, :, self.groups], value[:, :, self.groups]
         query, key, value = query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
