@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -46,12 +46,12 @@ class StepResult:
     gradient_norms: Mapping[str, float]
     """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
 
-    @property
+    @cached_property
     def gradient_norm(self) -> float:
         """Global gradient norm before clipping."""
         return math.hypot(*self.gradient_norms.values())
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)

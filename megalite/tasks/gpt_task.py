@@ -65,6 +65,9 @@ class GPTTask(GPTNetworkTask):
         self.has_validation, self.has_test = data.valid is not None, data.test is not None
         self.tokens_per_sample = config.data.seq_length
         self.cutting = builder.make_cutting(config, mesh)
+        padded = self.model.padded_vocab_size(mesh.size("tp"))
+        self._flops_per_token = flops_per_token(self.model, padded, config.data.seq_length)
+        self._peak_flops = peak_flops(device.device_name(mesh.device))
         self.chunks = []
         self._recorder: RoutingRecorder | None = None
 
@@ -125,9 +128,7 @@ class GPTTask(GPTNetworkTask):
     def throughput(self, batch_size: int, seconds: float) -> Figures:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
         per_device = tokens_per_second / self.mesh.world_size
-        padded = self.model.padded_vocab_size(self.mesh.size("tp"))
-        flops = per_device * flops_per_token(self.model, padded, self.config.data.seq_length)
-        peak = peak_flops(device.device_name(self.mesh.device))
+        flops, peak = per_device * self._flops_per_token, self._peak_flops
         figures = tokens_per_second, per_device, flops / 1e12, None if peak is None else flops / peak
         return dict(zip(THROUGHPUT, figures, strict=True))
 

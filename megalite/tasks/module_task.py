@@ -257,7 +257,6 @@ class ModuleTask(DatasetTask):
         for number, uses in zip(numbers, uses_of_stages, strict=True):
             module, of_buffers = modules[number], _matching(options.buffers, buffers[number])
             rules = {each: options.buffers[each] for each in of_buffers}
-            kept = KeptBuffers(module, mesh, rules)
             chunks.append(
                 ModuleStage(
                     module,
@@ -266,7 +265,7 @@ class ModuleTask(DatasetTask):
                     number=number,
                     count=stages.count,
                     objective=self._objective,
-                    kept=kept,
+                    kept=KeptBuffers(module, mesh, rules),
                     uses=uses,
                     seed=training.seed,
                     recompute=options.recompute is True or _matching(recompute, parts[number]),
