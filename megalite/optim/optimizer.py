@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -39,8 +39,7 @@ from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
-from megalite.parallel.state import State, states_of
-from megalite.parallel.tally import Tally, end_step, tallies_of
+from megalite.parallel.state import State, Tally, end_step, states_of, tallies_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class StepResult:
     gradient_norms: Mapping[str, float]
     """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
 
-    @property
+    @cached_property
     def gradient_norm(self) -> float:
         """Global gradient norm before clipping."""
         return math.hypot(*self.gradient_norms.values())
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.recompute import Recompute
+from megalite.model.block import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.experts_oracle import Experts
