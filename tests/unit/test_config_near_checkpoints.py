@@ -53,9 +53,7 @@ def test_near_folders_with_checkpoints_are_named(
 
 def test_a_run_without_a_network_names_them_too(runs: Path) -> None:
     flags = ["--micro-batch-size", "1", "--seq-length", "8", "--lr", "1e-4", "--train-iters", "1"]
-    told = (
-        rf"missing: --num-layers.*\n\(--load {runs}/runs/8b is not a folder; there are checkpoints in {runs}/runs/7b, "
-    )
+    told = rf"missing: --num-layers.*\n\(--load {runs}/runs/8b is not a folder; there are checkpoints in {runs}/runs/7b"
     with pytest.raises(ConfigurationError, match=told):
         parse_arguments([*flags, "--load", f"{runs}/runs/8b"])
 

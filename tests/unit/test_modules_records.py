@@ -117,7 +117,7 @@ def test_drawn_values_depend_on_seed_and_name_and_fill_a_module_on_the_meta_devi
 
 
 def test_frozen_parameters_with_values_keep_them() -> None:
-    """Those of a pretrained part."""
+    """They may be a pretrained part."""
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     module[0].requires_grad_(False)
     before = {name: values.clone() for name, values in module.state_dict().items()}

@@ -179,7 +179,7 @@ def test_only_what_saves_memory_is_advised_and_in_flags_that_run() -> None:
 
 
 def test_another_network_or_kernel_is_judged_by_its_own_records() -> None:
-    """Those of the plan have the logits that a fused loss does without."""
+    """Records of the plan have the logits that a fused loss does without."""
     config = run_config(layers=1)
     wide = replace(config.model, vocab_size=200_000, hidden_size=512, ffn_hidden_size=512)
     planner = Planner(replace(config, model=wide), small(CLUSTER, 1e8), 1)
