@@ -27,6 +27,7 @@ from megalite.config.validate_model import (
     network_problems,
     relation_problems,
 )
+from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.config.validate_synchronization import synchronization_problems, with_sites
 from megalite.errors import ConfigurationError
@@ -134,6 +135,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
         offload_problems(config.offload, config.parallel, config.optimizer, config.synchronization),
+        activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
         evaluation_problems(data, training.eval_iters),
@@ -155,6 +157,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
+        offload_switch_problems(config.offload),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),

@@ -72,6 +72,8 @@ class GPT(StageModule):
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
+        self.recomputed: Callable[..., tuple[Tensor, TermSums]] = checkpoint
+        """Runs layers and saves only their input."""
         shape = self.vocab_size, config.hidden_size
         padded = config.padded_vocab_size(context.group("vocabulary").size)
         word = token_table(context, "embedding.word", shape, padded, config.init_method_std)
@@ -251,7 +253,9 @@ class GPT(StageModule):
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
-                hidden, own = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
+                hidden, own = self.recomputed(
+                    _run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 hidden, own = _run(layers, hidden, context)
             terms = add_sums(terms, own)

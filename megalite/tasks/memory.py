@@ -27,15 +27,18 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Peak of the micro-batches in flight."""
+    """Peak of the micro-batches in flight, on the device."""
+    host: int = 0
+    """Host buffers of activations that are offloaded."""
 
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def lines(self, whose: str) -> dict[str, str]:
-        """Return the total and each kind as text. `whose`: the rank, in words."""
-        kinds = {f"  {kind}": in_words(size) for kind, size in asdict(self).items()}
+        """Return the total of the device and each kind as text. `whose`: the rank, in words."""
+        sizes = {kind: size for kind, size in asdict(self).items() if size or kind != "host"}
+        kinds = {f"  {kind}": in_words(size) for kind, size in sizes.items()}
         return {"memory": f"{in_words(self.total)} {whose}", **kinds}
 
 

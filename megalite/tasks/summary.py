@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
+from megalite.offload.activations import ActivationOffload
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor
+from megalite.pipeline.offloading import slots
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.tasks import memory
@@ -185,8 +189,27 @@ def measured_by(trainer: Summarized, micro_batch: object) -> memory.Memory:
         functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
         for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
+    host: list[int] = []
+    if (offloading := trainer.task.offloading) is not None:
+        forwards = [
+            functools.partial(_counting, offloading, forward, chunk, host) for chunk, forward in enumerate(forwards)
+        ]
     with trainer.unchanged():
-        return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+        found = memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+    return replace(found, host=_host_bytes(_step_actions(trainer), host)) if host else found
+
+
+def _counting(offloading: ActivationOffload, forward: Callable[[], object], chunk: int, host: list[int]) -> object:
+    """Run a forward of a chunk, and append the bytes that it would offload."""
+    result, size = offloading.counted(forward, chunk)
+    host.append(size)
+    return result
+
+
+def _host_bytes(actions: Sequence[Action], sizes: Sequence[int]) -> int:
+    """Return the bytes of all host buffers, from what each chunk offloads of a micro-batch."""
+    used = {chunk: slot for (chunk, _), slot in sorted(slots(actions).items(), key=lambda item: item[1])}
+    return sum((used[chunk] + 1) * size for chunk, size in enumerate(sizes))
 
 
 def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tensor]:
@@ -199,5 +222,8 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 def _peak(trainer: Summarized, sizes: Sequence[int]) -> int:
     """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
-    actions = trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))
-    return peak_in_flight(actions, sizes)
+    return peak_in_flight(_step_actions(trainer), sizes)
+
+
+def _step_actions(trainer: Summarized) -> Sequence[Action]:
+    return trainer.schedules.training(trainer.num_micro_batches(trainer.task.batch_size.final))

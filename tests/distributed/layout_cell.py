@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
@@ -150,6 +151,7 @@ class Cell:
     narrow: bool = False  # moments in bf16, masters in fp16
     compiled: str | None = None  # backend of torch.compile for the layers
     eight_bits: bool = False  # moments in fp8, masters as remainders
+    offload: OffloadConfig | None = None  # of activations
     infinity_on: int | None = None  # rank on which step 0 has an infinite gradient
 
     @property
@@ -199,7 +201,7 @@ class Cell:
         """Return the same training on one process, with the plainest options: the same for all cells that must
         agree."""
         plain: dict[str, Any] = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, compiled=None, infinity_on=None)
+        return replace(self, **plain, compiled=None, offload=None, infinity_on=None)
 
     def __str__(self) -> str:
         """Return the factors that are not the plainest."""

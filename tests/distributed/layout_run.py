@@ -21,6 +21,7 @@ from megalite.data.loader import MicroBatchArrays
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.offloading import offload_layers
 from megalite.model.head import LossConfig
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
@@ -156,6 +157,8 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
+        if cell.offload is not None:
+            self.engine.offloading = offload_layers(chunks, cell.offload)
         self.schedules = ProvedSchedules(
             stages,
             rank,
