@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -21,8 +21,9 @@ from megalite.data.loader import MicroBatchArrays
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.model.offloading import offload_layers
 from megalite.model.head import LossConfig
+from megalite.model.offloading import offload_layers
+from megalite.offload.activations import Place
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer, StepResult
@@ -38,8 +39,10 @@ from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
 from megalite.training.batches import Cutting, to_micro_batches
@@ -56,6 +59,7 @@ from tests.distributed.layout_cell import (
     rates,
     sample_numbers,
 )
+from tests.harness.host_arena import host_arena
 from tests.harness.stages import LOSS
 from tests.harness.unsharded import unsharded_parameters
 
@@ -176,11 +180,28 @@ class Training:
         counts = terms.total_counts(self.terms, own, mesh)
         optimizer.begin_step(len(micro_batches))
         factors = terms.loss_multipliers(self.terms, counts, 1.0)
-        with several_chunks_of_logits():
-            sums = self.engine.run(self.schedules.training(len(micro_batches)), micro_batches, factors, optimizer)
+        actions = self.schedules.training(len(micro_batches))
+        with several_chunks_of_logits(), self._as_declared(actions):
+            sums = self.engine.run(actions, micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
         means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
         return sum(term.weight * means[term.name] for term in self.terms), update
+
+    @contextmanager
+    def _as_declared(self, actions: Sequence[Action]) -> Iterator[None]:
+        """Require of the offloading, if there is any, the copies that are declared and proved."""
+        if (offloading := self.engine.offloading) is None:
+            yield
+            return
+        begun: list[tuple[str, Place]] = []
+        offloading.begun = lambda direction, place: begun.append((direction, place))
+        with host_arena():
+            yield
+        wanted = [
+            (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
+            for each in proved(actions, offloading.layers)
+        ]
+        assert begun == wanted, f"{self.cell}: {begun} instead of {wanted}"
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]
