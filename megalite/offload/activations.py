@@ -83,7 +83,7 @@ class _Layer:
     before: _Layer | None
     staying: set[int]
     storages: list[_Saved] = field(default_factory=list)
-    sources: dict[tuple[int, int], tuple[torch.UntypedStorage, _Saved | None]] = field(default_factory=dict)
+    sources: dict[tuple[int, int], tuple[torch.UntypedStorage, _Saved]] = field(default_factory=dict)
     comes_back: bool = False
 
 
@@ -129,7 +129,8 @@ class ActivationOffload:
         self._buffers: dict[tuple[int, int, int], list[_Buffer]] = {}
         self._slots: Mapping[tuple[int, int], int] = {}
         self._running: tuple[int, int] | None = None  # chunk and micro-batch whose forward runs
-        self._counted: int | None = None
+        self._counts = False
+        self._takes: _Layer | None = None  # the layer whose saved tensors are counted
         self._parameters: set[int] = set()
         self._open: _Layer | None = None
         self._seen: set[int] = set()  # layers that have run in this forward
@@ -164,20 +165,25 @@ class ActivationOffload:
                 _finish(buffer)
             self._buffers.clear()
 
-    def counted(self, forward: Callable[[], Result], chunk: int) -> tuple[Result, int]:
-        """Run a forward of a chunk that copies nothing; return its result, and the bytes that a step would offload."""
-        self._counted, self._parameters, self._seen = 0, _storages_of(self._networks[chunk]), set()
+    @contextmanager
+    def counting(self, chunk: int) -> Iterator[None]:
+        """Copy nothing of a forward of the chunk in the block; `takes` tells what a step would offload."""
+        self._counts, self._parameters, self._seen = True, _storages_of(self._networks[chunk]), set()
         try:
-            return forward(), self._counted
+            yield
         finally:
-            self._counted = None
+            self._counts = False
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Tell, in a block of `counting`, whether a tensor that is saved now would be offloaded."""
+        return self._takes is not None and self._goes(self._takes, tensor)
 
     # ------------------------------------------------------------------------------------------------ the layers
 
     @contextmanager
     def around_layer(self, chunk: int, layer: int, arguments: object, *, everything: bool) -> Iterator[None]:
         """Offload what the layer saves within the block: everything, or what is saved in `around_module`."""
-        runs = (self._running is not None or self._counted is not None) and torch.is_grad_enabled()
+        runs = (self._running is not None or self._counts) and torch.is_grad_enabled()
         if not runs or layer in self._seen:  # what a second call saves would overwrite what the first has saved
             yield
             return
@@ -207,8 +213,15 @@ class ActivationOffload:
             with self._hooks(self._open):
                 yield
 
-    def _hooks(self, layer: _Layer) -> saved_tensors_hooks:
-        return saved_tensors_hooks(partial(self._keep, layer), self._tensor)
+    @contextmanager
+    def _hooks(self, layer: _Layer) -> Iterator[None]:
+        if self._counts:
+            self._takes = layer
+            yield
+            self._takes = None
+        else:
+            with saved_tensors_hooks(partial(self._keep, layer), self._tensor):
+                yield
 
     def _keep(self, layer: _Layer, tensor: Tensor) -> _Kept | Tensor:
         """Return what the graph keeps of a tensor that an operation of the layer saves."""
@@ -220,8 +233,6 @@ class ActivationOffload:
         if key not in layer.sources:
             layer.sources[key] = storage, self._send(layer, storage, tensor.device)
         saved = layer.sources[key][1]
-        if saved is None:
-            return tensor.detach()
         return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _goes(self, layer: _Layer, tensor: Tensor) -> bool:
@@ -238,12 +249,9 @@ class ActivationOffload:
 
     # ------------------------------------------------------------------------------------------------ the copies
 
-    def _send(self, layer: _Layer, storage: torch.UntypedStorage, device: torch.device) -> _Saved | None:
-        """Begin to copy a storage to the host; None if it is only counted."""
+    def _send(self, layer: _Layer, storage: torch.UntypedStorage, device: torch.device) -> _Saved:
+        """Begin to copy a storage to the host."""
         size = storage.nbytes()
-        if self._counted is not None:
-            self._counted += size
-            return None
         if not layer.storages:
             self._tell("to host", layer)
         buffer = self._buffer(layer.place, len(layer.storages), size)

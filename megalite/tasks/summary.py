@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
-from megalite.offload.activations import ActivationOffload
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
@@ -189,21 +187,14 @@ def measured_by(trainer: Summarized, micro_batch: object) -> memory.Memory:
         functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
         for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
-    host: list[int] = []
-    if (offloading := trainer.task.offloading) is not None:
-        forwards = [
-            functools.partial(_counting, offloading, forward, chunk, host) for chunk, forward in enumerate(forwards)
-        ]
     with trainer.unchanged():
-        found = memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
-    return replace(found, host=_host_bytes(_step_actions(trainer), host)) if host else found
-
-
-def _counting(offloading: ActivationOffload, forward: Callable[[], object], chunk: int, host: list[int]) -> object:
-    """Run a forward of a chunk, and append the bytes that it would offload."""
-    result, size = offloading.counted(forward, chunk)
-    host.append(size)
-    return result
+        return memory.measured(
+            trainer.optimizer,
+            forwards,
+            functools.partial(_peak, trainer),
+            trainer.task.offloading,
+            lambda sizes: _host_bytes(_step_actions(trainer), sizes),
+        )
 
 
 def _host_bytes(actions: Sequence[Action], sizes: Sequence[int]) -> int:

@@ -149,9 +149,17 @@ def test_the_device_keeps_less_by_what_is_offloaded_to_the_byte() -> None:
 def test_what_would_be_offloaded_is_counted_without_a_copy() -> None:
     network = Network()
     offload = offloaded(network, 2)
-    with copied(offload) as found:
-        _, size = offload.counted(lambda: network({}, torch.ones(TOKENS, WIDTH, dtype=torch.float64)), 0)
-    assert (size, found, offload.host_bytes) == (2 * 2 * MATRIX, {}, 0)
+    sizes: dict[bool, dict[int, int]] = {True: {}, False: {}}
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes[offload.takes(tensor)][storage_identity(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with copied(offload) as found, offload.counting(0), hooks:
+        graph = network({}, torch.ones(TOKENS, WIDTH, dtype=torch.float64))
+    del graph
+    assert (sum(sizes[True].values()), found, offload.host_bytes) == (2 * 2 * MATRIX, {}, 0)
 
 
 @pytest.mark.parametrize(("actions", "in_flight"), [(GPIPE, 3), (IN_TURN, 1)], ids=["gpipe", "1f1b"])

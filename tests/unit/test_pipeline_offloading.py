@@ -26,11 +26,12 @@ def test_a_chunk_has_as_many_slots_as_micro_batches_in_flight(schedule: str) -> 
     for pipeline in every_pipeline(schedule, most_micro_batches=5):
         for actions in pipeline.lists():
             used = slots(actions)
+            # Deferred weight gradients keep no buffers, since I has read them.
+            whole = [each._replace(kind="B") if each.kind == "I" else each for each in actions if each.kind != "W"]
             for own in range(pipeline.chunks):
                 sizes = [int(chunk == own) for chunk in range(pipeline.chunks)]
-                assert max(slot for (chunk, _), slot in used.items() if chunk == own) + 1 == peak_in_flight(
-                    actions, sizes
-                )
+                count = 1 + max(slot for (chunk, _), slot in used.items() if chunk == own)
+                assert count == peak_in_flight(whole, sizes)
 
 
 def test_an_evaluation_copies_nothing() -> None:
