@@ -51,6 +51,7 @@ def offload_switch_problems(offload: OffloadConfig) -> Iterator[str]:
 
 
 def _modules(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with --offload-modules, or leaves them nothing to offload."""
     modules, training = config.offload.offload_modules, config.training
     of_experts = [module for module in modules if module in _OF_EXPERTS]
     if "attn_proj" in modules and "core_attn" not in modules:

@@ -148,7 +148,7 @@ class Attention(nn.Module):
             site=Site(layer, "attention"),
             recompute=recompute,
         )
-        self.core: LocalCore | ContextParallelCore = local
+        self.core: Callable[..., Tensor] = local
         if context.mesh.size("cp") > 1:
             self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
 

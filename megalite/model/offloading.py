@@ -16,10 +16,8 @@ from megalite.model.moe import MoE
 from megalite.offload.activations import ActivationOffload, around, within_module
 from megalite.offload.transfers import make_transfers
 
-Everything = tuple[()]
-"""In place of the modules of a layer that offloads all that it saves."""
 Chosen = Mapping[int, Sequence[OffloadModule]]
-"""Modules of the offloaded layers of a chunk, by the layer's number in it."""
+"""Modules of the offloaded layers of a chunk, by the layer's number in it; none: it offloads all that it saves."""
 
 
 class _OffloadedCore:
@@ -59,9 +57,9 @@ def offload_layers(chunks: Sequence[GPT], options: OffloadConfig) -> ActivationO
     return offload
 
 
-def first_layers(chunks: Sequence[GPT], count: int) -> list[dict[int, Everything]]:
+def first_layers(chunks: Sequence[GPT], count: int) -> list[Chosen]:
     """Return the first layers of a rank. Of layers that are recomputed together, the first one saves their input."""
-    chosen: list[dict[int, Everything]] = []
+    chosen: list[Chosen] = []
     for chunk in chunks:
         own = range(min(count, len(chunk.layers)))
         count -= len(own)
@@ -72,7 +70,7 @@ def first_layers(chunks: Sequence[GPT], count: int) -> list[dict[int, Everything
     return chosen
 
 
-def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[dict[int, list[OffloadModule]]]:
+def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[Chosen]:
     """Return the modules of each chunk's layers: the given share of the rank's modules, the first in forward."""
     found: list[tuple[int, int, OffloadModule]] = []
     for number, chunk in enumerate(chunks):
@@ -86,20 +84,19 @@ def chosen_modules(chunks: Sequence[GPT], options: OffloadConfig) -> list[dict[i
     chosen: list[dict[int, list[OffloadModule]]] = [{} for _ in chunks]
     for number, index, module in found[: len(found) - staying]:
         chosen[number].setdefault(index, []).append(module)
-    return chosen
+    return list(chosen)
 
 
-def _around_recomputation(
-    offload: ActivationOffload, number: int, chunk: GPT, chosen: Mapping[int, Sequence[OffloadModule]]
-) -> Callable[..., Any]:
+def _around_recomputation(offload: ActivationOffload, number: int, chunk: GPT, chosen: Chosen) -> Callable[..., Any]:
+    """Return what runs layers and offloads their input, if the first of them is among the chosen ones."""
     run, index_of = chunk.recomputed, {id(layer): index for index, layer in enumerate(chunk.layers)}
 
-    def recomputed(function: Any, layers: Sequence[nn.Module], *arguments: Any, **options: Any) -> Any:
+    def recomputed(function: Any, layers: Sequence[nn.Module], *arguments: Any) -> Any:
         index = index_of[id(layers[0])]
         if index not in chosen:
-            return run(function, layers, *arguments, **options)
+            return run(function, layers, *arguments)
         with offload.around_layer(number, index, arguments, everything=True):
-            return run(function, layers, *arguments, **options)
+            return run(function, layers, *arguments)
 
     return recomputed
 

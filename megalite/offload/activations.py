@@ -71,7 +71,7 @@ class _Saved:
 
 @dataclass(eq=False)
 class _Layer:
-    """What a layer saves in one forward.
+    """Storages that a layer saves in one forward.
 
     Attributes:
         before: the offloaded layer before it, until that one comes back.
@@ -88,7 +88,7 @@ class _Layer:
 
 
 class _Kept(NamedTuple):
-    """What the graph keeps in place of a tensor."""
+    """Place holder that the graph keeps instead of a tensor."""
 
     layer: _Layer
     saved: _Saved
@@ -147,14 +147,15 @@ class ActivationOffload:
         """Begin a step. `slots`: the slot of the host buffers of each forward, by chunk and micro-batch."""
         self._slots, self._last = slots, {}
 
-    def before(self, kind: str, micro_batch: int, chunk: int) -> None:
-        """Prepare for an action of the step. Only during a forward (F) do layers offload."""
+    def before_forward(self, chunk: int, micro_batch: int) -> None:
+        """Let the layers offload in the forward that follows, if it is one of the step."""
+        self._running = (chunk, micro_batch) if (chunk, micro_batch) in self._slots else None
+        self._parameters, self._seen = _storages_of(self._networks[chunk]), set()
+
+    def before_backward(self, chunk: int, micro_batch: int) -> None:
+        """Let the last layer come back. What backward runs forward again offloads nothing."""
         self._running = None
-        self._seen = set()
-        if kind == "F" and (chunk, micro_batch) in self._slots:
-            self._running = chunk, micro_batch
-            self._parameters = _storages_of(self._networks[chunk])
-        elif kind in ("B", "I") and (last := self._last.pop((chunk, micro_batch), None)) is not None:
+        if (last := self._last.pop((chunk, micro_batch), None)) is not None:
             self._bring_back(last)
 
     def end_step(self) -> None:
@@ -233,7 +234,7 @@ class ActivationOffload:
         if key not in layer.sources:
             layer.sources[key] = storage, self._send(layer, storage, tensor.device)
         saved = layer.sources[key][1]
-        return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _goes(self, layer: _Layer, tensor: Tensor) -> bool:
         """Tell whether a tensor is offloaded."""

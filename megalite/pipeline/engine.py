@@ -235,8 +235,6 @@ class _Step(Generic[MicroBatch]):
     def execute(self, action: Action) -> None:
         """Run one action of the list. Without a receiver of gradients, W and R do nothing."""
         kind = action.kind
-        if self.engine.offloading is not None:
-            self.engine.offloading.before(kind, action.micro_batch, action.chunk)
         if kind == "F":
             self._forward(action)
         elif kind == "B":
@@ -274,6 +272,8 @@ class _Step(Generic[MicroBatch]):
     def _forward(self, action: Action) -> None:
         """Run a chunk on a micro-batch, add its loss terms to the sums, and pass its tensors on."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
+        if self.engine.offloading is not None:
+            self.engine.offloading.before_forward(*key)
         arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
@@ -295,6 +295,8 @@ class _Step(Generic[MicroBatch]):
     def _backward(self, action: Action) -> None:
         """Run a chunk's backward and pass the gradients of its inputs back; an input without one is an error."""
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
+        if self.engine.offloading is not None:
+            self.engine.offloading.before_backward(*key)
         (edges, terms), inputs = self._outputs.pop(key), self._inputs.pop(key, ())
         gradients = self._arrived("B", action) if edges else []
         for name, term in terms.items():

@@ -74,13 +74,13 @@ def measured(
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
     with ForwardState(optimizer.module_states).unchanged():
-        kept = [_kept(forward, parameters, offloading, chunk) for chunk, forward in enumerate(forwards)]
+        saved = [_kept(forward, parameters, offloading, chunk) for chunk, forward in enumerate(forwards)]
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
-        activations=peak([size for size, _ in kept]),
-        host=0 if offloading is None else buffers([size for _, size in kept]),
+        activations=peak([size for size, _ in saved]),
+        host=0 if offloading is None else buffers([size for _, size in saved]),
     )
 
 

@@ -15,6 +15,7 @@ SAMPLES = [(torch.full((8,), number / 16), torch.tensor(number % 2)) for number 
 GPT = megalite.GPTConfig(
     num_layers=3, hidden_size=16, num_attention_heads=2, vocab_size=16, position_embedding_type="rope"
 )
+NUMBERS = {"loss", "lm_loss", "grad_norm"}
 TOKENS = [{"tokens": torch.arange(8) + number} for number in range(4)]
 
 
@@ -24,7 +25,7 @@ def records(model: Any, **settings: Any) -> tuple[list[dict[str, Any]], Any]:
         found = []
         for _ in range(2):
             run.step()
-            found.append({name: run.last_record[name] for name in run.last_record if name in ("loss", "lm_loss", "grad_norm")})
+            found.append({name: run.last_record[name] for name in NUMBERS & run.last_record.keys()})
         return found, run._trainer.task.offloading
 
 

@@ -124,7 +124,7 @@ def alive_after_forward(network: Network, offload: ActivationOffload | None) -> 
     ):
         if offload is not None:
             offload.begin_step({(0, 0): 0})
-            offload.before("F", 0, 0)
+            offload.before_forward(0, 0)
         graph = network({}, torch.ones(TOKENS, WIDTH, dtype=torch.float64)).terms["loss"]
     weights = {storage_identity(parameter) for parameter in network.parameters()}
 
@@ -247,9 +247,9 @@ def test_what_changes_after_it_was_saved_is_copied_again() -> None:
     offload = ActivationOffload(ThreadTransfers(CPU), [parts], [[0]])
     around(parts, lambda arguments: offload.around_layer(0, 0, arguments, everything=True))
     offload.begin_step({(0, 0): 0})
-    offload.before("F", 0, 0)
+    offload.before_forward(0, 0)
     output = parts(hidden * 1)
-    offload.before("B", 0, 0)
+    offload.before_backward(0, 0)
     output.sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.tolist() == [4 * 2.0**3] * 3
