@@ -44,6 +44,13 @@ class Quantized:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def __getitem__(self, part: slice) -> Quantized:
+        """Return a view of elements, the first of which begins a block."""
+        start, stop, _ = part.indices(len(self))
+        if start % BLOCK:
+            raise ValueError(f"element {start} does not begin a block of {BLOCK}")
+        return Quantized(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)], self.root)
+
     @property
     def bytes(self) -> Tensor:
         """The codes as integers, because Triton supports fp8 only on some GPUs."""

@@ -13,12 +13,12 @@ from megalite.model.batch import LayerContext
 from megalite.model.context_parallel import ContextParallelCore
 from megalite.model.norm import LayerNorm
 from megalite.parallel.context import AXES, ParallelContext
-from megalite.parallel.inside import Inside
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.rotary import rotary_embedding
 
 

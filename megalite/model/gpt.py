@@ -14,20 +14,18 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import FEED_FORWARDS, Block, make_norm
+from megalite.model.block import FEED_FORWARDS, Block, Recompute, make_norm
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, token_table
 from megalite.model.head import LM_LOSS, Head, LossConfig, OutputLayer
-from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.model.sample_mask import SampleMask
 from megalite.parallel.context import AXES, AttentionWay, ParallelContext
-from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Sharding, Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule, inside_forward
 from megalite_kernels.attention import Mask, as_addend, block_mask, dense_mask, goes_in_blocks, takes_addend
 
 HIDDEN_STATES = "hidden_states"

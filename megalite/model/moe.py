@@ -23,10 +23,10 @@ from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.dispatch import Dispatcher, PaddedRows
 from megalite.parallel.grouped import ExpertRows, activated_grouped_linear, grouped_bias, grouped_linear
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite.parallel.stage import TermSums
+from megalite.parallel.stage_module import Inside
 from megalite_kernels.activation import FUNCTIONS
 
 

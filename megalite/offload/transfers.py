@@ -63,10 +63,12 @@ class Transfers:
         target.copy_(source)
         return _Ended()
 
-    def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [elements] in host memory from which and to which copies are fast."""
+    def on_host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """Return zeros [elements] in host memory; `pinned`: page-locked, so that copies run beside a GPU's work."""
         if self.device.type == "meta":
             return torch.zeros(elements, dtype=dtype, device=self.device)
+        if not pinned:
+            return torch.zeros(elements, dtype=dtype)
         return host_memory(elements * dtype.itemsize, self.device).view(dtype)
 
 

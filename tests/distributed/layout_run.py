@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -24,8 +24,10 @@ from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
 from megalite.model.offloading import offload_layers
 from megalite.offload.activations import Place
+from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
+from megalite.optim.offloaded import HostState
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
@@ -103,8 +105,11 @@ class RankResult:
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Run every cell in turn on this rank; each cell needs exactly this number of processes."""
-    meshes = make_meshes(cells)
-    return [run_cell(meshes[cell.split], cell) for cell in cells]
+    meshes, results = make_meshes(cells), []
+    for cell in cells:
+        with host_arena() if cell.on_host or cell.offload is not None else nullcontext():
+            results.append(run_cell(meshes[cell.split], cell))
+    return results
 
 
 def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
@@ -195,8 +200,7 @@ class Training:
             return
         begun: list[tuple[str, Place]] = []
         offloading.begun = lambda direction, place: begun.append((direction, place))
-        with host_arena():
-            yield
+        yield
         wanted = [
             (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
             for each in proved(actions, offloading.layers)
@@ -242,7 +246,14 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
         chunks = make_chunks(mesh, cell)
         return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    return Plan(mesh, contents_at, optimizer_config(cell), zero_stage=options.zero_stage, instances=options.instances)
+    return Plan(
+        mesh,
+        contents_at,
+        optimizer_config(cell),
+        zero_stage=options.zero_stage,
+        instances=options.instances,
+        fraction_on_host=cell.on_host,
+    )
 
 
 def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:
@@ -305,8 +316,13 @@ def accumulate_gradients(
 
 
 def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Optimizer:
-    blocks = [chunk.blocks() for chunk in chunks]
-    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), data_parallel(cell), blocks=blocks)
+    blocks, options = [chunk.blocks() for chunk in chunks], data_parallel(cell)
+    host = None
+    if cell.on_host:
+        host = HostState(make_transfers(mesh.device), cell.on_host, overlap=cell.arrive_late)
+        on_host = host.transfers if cell.slices_on_host else None
+        options = replace(options, overlap_arrival=cell.arrive_late, slices_on_host=on_host)
+    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), options, blocks=blocks, host=host)
 
 
 def data_parallel(cell: Cell) -> DataParallel:

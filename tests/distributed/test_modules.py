@@ -17,7 +17,7 @@ from megalite.modules.batch_norm import SyncBatchNorm
 from megalite.modules.buffers import KeptBuffers
 from megalite.modules.messages import find_messages
 from megalite.modules.records import check_tied_buckets, give_records, value_setter
-from megalite.modules.stage import ModuleStage
+from megalite.modules.stage import ModuleStage, Objective
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
@@ -116,7 +116,7 @@ def trained(
             plans[number],
             number=number,
             count=stages.count,
-            loss=loss if kind == "images" else square,
+            objective=Objective(loss if kind == "images" else square),
             kept=KeptBuffers(modules[number], mesh),
             uses=uses,
             recompute=recompute,
@@ -206,7 +206,7 @@ def with_unused_branches(zero: int) -> dict[str, Tensor]:
     module = Sometimes()
     plans = find_messages([module], branching(0, mesh.rank, 0))
     give_records([module], mesh)
-    stage = ModuleStage(module, mesh, plans[0], loss=square, one_block=True)
+    stage = ModuleStage(module, mesh, plans[0], objective=Objective(square), one_block=True)
     optimizer = make_optimizer(
         [stage],
         mesh,
