@@ -4,8 +4,8 @@
         ...  # what `Transfers.on_host` allocates here is the host's
 
 An operator, other than a copy, that mixes the host's memory with the device's fails. What operators make of the host's
-memory alone is the host's, too; what `Tensor.to` returns, or is made of no tensor, may be either's. Threads of the engine are not
-watched, and need not be.
+memory alone is the host's, too; what `Tensor.to` returns, or is made of no tensor, may be either's. Threads of the
+engine are not watched, and need not be.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ def test_only_copies_and_numbers_mix_host_and_device() -> None:
         host.mul_(torch.tensor(2.0))
         transfers.begin("to device", host, device).wait()
         assert device.tolist() == [2.0] * 4
-        with pytest.raises(
-            AssertionError, match=r"aten::add.Tensor mixes tensors of the host \[\(4,\)\] and of the device \[\(4,\)\]"
-        ):
+        mixed = r"aten::add.Tensor mixes tensors of the host \[\(4,\)\] and of the device \[\(4,\)\]"
+        with pytest.raises(AssertionError, match=mixed):
             host + device
         with pytest.raises(AssertionError, match="aten::add_"):
             device += host * 2
