@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megalite.errors import MegaliteError
 from megalite.offload import transfers as copies
 from megalite.offload.activations import ActivationOffload, around
-from megalite.offload.transfers import ThreadTransfers
+from megalite.offload.transfers import ThreadTransfers, Transfers
 from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
@@ -244,7 +244,7 @@ def test_what_changes_after_it_was_saved_is_copied_again() -> None:
             return 2 * ctx.saved_tensors[0] * gradients[0], None
 
     parts, hidden = Parts(), torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
-    offload = ActivationOffload(ThreadTransfers(CPU), [parts], [[0]])
+    offload = ActivationOffload(Transfers(CPU), [parts], [[0]])  # which copies at once
     around(parts, lambda arguments: offload.around_layer(0, 0, arguments, everything=True))
     offload.begin_step({(0, 0): 0})
     offload.before_forward(0, 0)
@@ -279,3 +279,51 @@ def test_a_host_without_room_is_an_error_with_the_numbers_and_the_flags() -> Non
         step(network, offload, IN_TURN)
     assert f"layer 0 of chunk 0, micro-batch 0: the host has no room for {MATRIX:,} more bytes" in str(raised.value)
     assert "--cpu-offloading-num-layers" in str(raised.value)
+
+
+class Failing(Layer):
+    """Layer that fails when it is told to, after it has saved some tensors."""
+
+    fails = False
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        output = super().forward(hidden, mask)
+        if self.fails:
+            raise MegaliteError("told to fail")
+        return output
+
+
+def test_a_step_that_fails_leaves_nothing_for_the_next() -> None:
+    plain = step(Network(), None, GPIPE)
+    network = Network()
+    failing = Failing()
+    failing.load_state_dict(network.layers[1].state_dict())
+    network.layers[1] = failing
+    offload = offloaded(network, 2)
+    for _ in range(2):
+        failing.fails = True
+        with pytest.raises(MegaliteError, match="told to fail"):
+            step(network, offload, GPIPE)
+        failing.fails = False
+        assert all(map(torch.equal, step(network, offload, GPIPE), plain))
+    assert offload.host_bytes == 3 * 2 * 2 * MATRIX
+
+
+def test_a_buffer_is_written_after_it_has_been_read() -> None:
+    network = Network()
+    offload = offloaded(network, 2)
+    begin, read = offload.transfers.begin, dict[int, copies.Copy]()
+    waited = []
+
+    def record(direction: copies.Direction, source: Tensor, target: Tensor, after: Any = None) -> copies.Copy:
+        made = begin(direction, source, target, after)
+        if direction == "to device":
+            read[source.data_ptr()] = made
+        elif (last := read.pop(target.data_ptr(), None)) is not None:
+            waited.append(after is last)
+        return made
+
+    with mock.patch.object(offload.transfers, "begin", record):
+        for _ in range(2):
+            step(network, offload, IN_TURN)
+    assert waited == [True] * (2 * 3 - 1) * 2 * 2
