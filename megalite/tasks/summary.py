@@ -57,8 +57,13 @@ def training_line(trainer: Summarized) -> str:
 
 def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
     """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
+    options, nothing = trainer.config.offload, {}
+    if options.fine_grained_activation_offloading and not measured.host:
+        least = options.min_offloaded_tensor_size
+        nothing["  host"] = f"no saved tensor has the {least:,} elements of --min-offloaded-tensor-size"
     return {
         **measured.lines("a rank" if trainer.mesh.size("pp") == 1 else "on rank 0"),
+        **nothing,
         "device": f"{trainer.mesh.world_size} x {device.device_name(trainer.mesh.device)}",
         "training": training_line(trainer),
         "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",

@@ -88,8 +88,7 @@ FEW: list[Row] = [
     {"pp": 2, "dp": 2, "schedule": "interleaved-2", "zero": 3, "overlap": "reduce and gather", "offload": "3 layers"},
     {"dp": 2, "ep": 2, "zero": 3, "family": "mixtral", "offload": "some modules"},
     {"cp": 2, "dp": 2, "zero": 2, "family": "mixtral", "offload": "1 layer", "recompute": "experts"},
-    {"pp": 2, "schedule": "1f1b", "family": "switch", "recompute": "uniform", "offload": "3 layers", "dropout": 0.1},
-    {"tp": 2, "recompute": "block", "offload": "large tensors"},
+    {"family": "switch", "recompute": "uniform", "offload": "3 layers", "dropout": 0.1},
 ]
 """Rows of `make test`, with what is not the plainest in them."""
 
