@@ -154,6 +154,7 @@ class Cell:
     on_host: float = 0.0  # share of the elements whose optimizer state is there
     arrive_late: bool = False  # gradients and weights travel during backward and forward
     slices_on_host: bool = False
+    late_copies: bool = False  # each at the last moment
     offload: OffloadConfig | None = None  # of activations
     infinity_on: int | None = None  # rank on which step 0 has an infinite gradient
 
@@ -208,7 +209,7 @@ class Cell:
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
-        return replace(self, offload=None, on_host=0.0, arrive_late=False, slices_on_host=False)
+        return replace(self, offload=None, on_host=0.0, arrive_late=False, slices_on_host=False, late_copies=False)
 
     def __str__(self) -> str:
         """Return the factors that are not the plainest."""

@@ -62,6 +62,7 @@ from tests.distributed.layout_cell import (
     sample_numbers,
 )
 from tests.harness.host_arena import host_arena
+from tests.harness.late_copies import LateTransfers
 from tests.harness.stages import LOSS
 from tests.harness.unsharded import unsharded_parameters
 
@@ -319,7 +320,8 @@ def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Opt
     blocks, options = [chunk.blocks() for chunk in chunks], data_parallel(cell)
     host = None
     if cell.on_host:
-        host = HostState(make_transfers(mesh.device), cell.on_host, overlap=cell.arrive_late)
+        transfers = LateTransfers(mesh.device) if cell.late_copies else make_transfers(mesh.device)
+        host = HostState(transfers, cell.on_host, overlap=cell.arrive_late)
         on_host = host.transfers if cell.slices_on_host else None
         options = replace(options, overlap_arrival=cell.arrive_late, slices_on_host=on_host)
     return optim.make_optimizer(chunks, mesh, optimizer_config(cell), options, blocks=blocks, host=host)

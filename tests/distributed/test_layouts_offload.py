@@ -33,6 +33,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "uniform"),
     "tied": (True, False),
     "clip_grad": (0.0, 0.5),
+    "late_copies": (False, True),
 }
 """Factors of offloading, and those of the layout that it meets."""
 PLAIN = {name: value for name, value in PLAINEST.items() if name not in FACTORS}
@@ -91,15 +92,18 @@ def test_narrow_state_has_the_same_bits(kept: str, rank_pools: RankPools) -> Non
     narrow = {"masters": {}, "remainders and 8 bits": {"eight_bits": True}, "16 bits": {"narrow": True}}[kept]
     row = PLAINEST | {"dp": 2, "zero": 1, "on_host": 0.3, "optimizer": "adam", "dtype": "bfloat16"}
     cell = make_cell(row, steps=3, clip_grad=0.5 if narrow else 0.0, **narrow)
-    offloaded, plain, late = run(rank_pools, [cell, cell.on_device(), replace(cell, on_host=1.0, arrive_late=True)])
+    offloaded, plain, late = run(
+        rank_pools, [cell, cell.on_device(), replace(cell, on_host=1.0, arrive_late=True, late_copies=True)]
+    )
     assert_same_bits(offloaded, plain, "a third of it offloaded")
     assert_same_bits(late, plain, "offloaded")
 
 
-def test_a_skipped_step_leaves_the_gradients_of_the_next(rank_pools: RankPools) -> None:
+@pytest.mark.parametrize("late_copies", [False, True])
+def test_a_skipped_step_leaves_the_gradients_of_the_next(late_copies: bool, rank_pools: RankPools) -> None:
     """Gradients that are on their way to the host when a step is skipped are not those of the next step."""
     row = PLAINEST | {"dp": 2, "zero": 1, "optimizer": "adam", "on_host": 1.0, "arrive_late": True, "overlap": "reduce"}
-    cell = make_cell(row, steps=3, infinity_on=1)
+    cell = make_cell(row, steps=3, infinity_on=1, late_copies=late_copies)
     offloaded, plain = run(rank_pools, [cell, cell.on_device()])
     assert offloaded.skipped == [True, False, False]
     assert_same_bits(offloaded, plain, "offloaded")
