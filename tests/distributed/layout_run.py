@@ -168,7 +168,9 @@ class Training:
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
         if cell.offload is not None:
-            self.engine.offloading = offload_layers(chunks, cell.offload)
+            self.engine.offloading = offloading = offload_layers(chunks, cell.offload)
+            if cell.late_copies:
+                offloading.transfers = LateTransfers(mesh.device)
         self.schedules = ProvedSchedules(
             stages,
             rank,

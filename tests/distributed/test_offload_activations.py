@@ -82,11 +82,13 @@ def rows() -> list[Row]:
     return covering_array(FACTORS, runs, cost=lambda row: 1 + ranks(row), candidates=4, seed=3)
 
 
+EVERYTHING = {"on_host": 1.0, "arrive_late": True, "slices_on_host": True}
+"""Optimizer state and slices of the weights on the host, too."""
 FEW: list[Row] = [
     {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1", "offload": "modules", "dropout": 0.1},
     {"pp": 3, "schedule": "zb-v", "family": "gpt2", "zero": 1, "offload": "3 layers", "recompute": "selective"},
     {"pp": 2, "dp": 2, "schedule": "interleaved-2", "zero": 3, "overlap": "reduce and gather", "offload": "3 layers"},
-    {"dp": 2, "ep": 2, "zero": 3, "family": "mixtral", "offload": "some modules"},
+    {"dp": 2, "ep": 2, "zero": 3, "family": "mixtral", "offload": "some modules"} | EVERYTHING,
     {"cp": 2, "dp": 2, "zero": 2, "family": "mixtral", "offload": "1 layer", "recompute": "experts"},
     {"family": "switch", "recompute": "uniform", "offload": "3 layers", "dropout": 0.1},
 ]
@@ -96,15 +98,16 @@ FEW: list[Row] = [
 def check(rank_pools: RankPools, rows: Sequence[Row]) -> None:
     """Run two steps of each row with and without offloading, and compare the bits."""
     for size in sorted({ranks(row) for row in rows}):
-        cells = [cell_of(row) for row in rows if ranks(row) == size]
-        results = run(rank_pools, [each for cell in cells for each in (cell, replace(cell, offload=None))])
+        cells = [cell_of(row, late=number % 2 == 1) for number, row in enumerate(rows) if ranks(row) == size]
+        results = run(rank_pools, [each for cell in cells for each in (cell, cell.on_device())])
         for cell, offloaded, plain in zip(cells, results[::2], results[1::2], strict=True):
             assert_same_bits(offloaded, plain, str(cell))
 
 
-def cell_of(row: Row) -> Cell:
+def cell_of(row: Row, *, late: bool) -> Cell:
+    """Return the cell of a row. `late`: copies are made as late as the code allows, otherwise as soon as it does."""
     chosen = {name: value for name, value in row.items() if name != "offload"}
-    return make_cell(chosen, steps=2, optimizer="adam", samples=8, offload=OFFLOADS[row["offload"]])
+    return make_cell(chosen, steps=2, optimizer="adam", samples=8, late_copies=late, offload=OFFLOADS[row["offload"]])
 
 
 def test_bits_are_those_of_activations_that_stay(rank_pools: RankPools) -> None:

@@ -22,6 +22,7 @@ from megalite.pipeline.schedules import SCHEDULES, Action, orders_of
 from megalite.pipeline.stages import Stages
 from megalite.torch_internals import storage_identity
 from tests.harness.host_arena import host_arena
+from tests.harness.late_copies import LateTransfers
 
 CPU = torch.device("cpu")
 WIDTH, TOKENS = 8, 5
@@ -54,8 +55,10 @@ class Network(nn.Module):
         return StageOutput({}, {"loss": hidden.square().sum()})
 
 
-def offloaded(network: Network, count: int, **options: Any) -> ActivationOffload:
-    offload = ActivationOffload(ThreadTransfers(CPU), [network], [list(range(count))], **options)
+def offloaded(
+    network: Network, count: int, engine: type[Transfers] = ThreadTransfers, **options: Any
+) -> ActivationOffload:
+    offload = ActivationOffload(engine(CPU), [network], [list(range(count))], **options)
     for index in range(count):
         around(
             network.layers[index],
@@ -93,10 +96,13 @@ MATRIX = TOKENS * WIDTH * 8  # bytes
 
 @pytest.mark.parametrize("actions", [GPIPE, IN_TURN], ids=["gpipe", "1f1b"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_gradients_have_the_same_bits_and_each_storage_travels_once(actions: list[Action], count: int) -> None:
+@pytest.mark.parametrize("engine", [ThreadTransfers, LateTransfers])
+def test_gradients_have_the_same_bits_and_each_storage_travels_once(
+    engine: type[Transfers], actions: list[Action], count: int
+) -> None:
     plain = step(Network(), None, actions)
     network = Network()
-    offload = offloaded(network, count)
+    offload = offloaded(network, count, engine)
     with host_arena(), copied(offload) as found:
         assert all(map(torch.equal, step(network, offload, actions), plain))
     # The input, which three operations save by two views, and what tanh saves. The mask is given, and stays.
