@@ -29,6 +29,7 @@ from megalite.config.validate_model import (
     relation_problems,
     with_router_weights,
 )
+from megalite.config.validate_offload import activation_problems, offload_switch_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
@@ -139,6 +140,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
         _offload(config),
+        activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
         evaluation_problems(data, training.eval_iters),
@@ -161,6 +163,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
         _offload(config),
+        offload_switch_problems(config.offload),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
         logging_problems(config.logging),

@@ -148,7 +148,7 @@ class Attention(nn.Module):
             site=Site(layer, "attention"),
             recompute=recompute,
         )
-        self.core: LocalCore | ContextParallelCore = local
+        self.core: Callable[..., Tensor] = local
         if context.mesh.size("cp") > 1:
             self.core = ContextParallelCore(local, context, context.attention_ways[layer % len(context.attention_ways)])
 
@@ -170,7 +170,7 @@ class Attention(nn.Module):
     @property
     def inside(self) -> list[Inside]:
         """The collectives of forward with the other context-parallel ranks."""
-        return [] if isinstance(self.core, LocalCore) else self.core.inside
+        return list(getattr(self.core, "inside", ()))
 
     def _key_value_of_head(self, sizes: AttentionSizes, over: Group) -> list[int]:
         """Return the local key-value group of each local query head. `over`: the ranks over which heads are split."""

@@ -70,6 +70,10 @@ class GPT(StageModule):
         self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
+        self.recomputed: Callable[..., tuple[Tensor, TermSums]] = functools.partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+        """Runs layers and saves only their input."""
         shape = self.vocab_size, config.hidden_size
         padded = config.padded_vocab_size(context.group("vocabulary").size)
         word = token_table(context, "embedding.word", shape, padded, config.init_method_std)
@@ -249,7 +253,7 @@ class GPT(StageModule):
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
-                hidden, own = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
+                hidden, own = self.recomputed(_run, layers, hidden, context)
             else:
                 hidden, own = _run(layers, hidden, context)
             terms = add_sums(terms, own)

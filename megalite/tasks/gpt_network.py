@@ -12,6 +12,7 @@ from megalite.checkpoint import Manifest
 from megalite.config import ModelConfig, RunConfig
 from megalite.conversion.opened import OpenedModel, states_of_training
 from megalite.model.gpt import GPT
+from megalite.model.offloading import offload_layers
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -45,6 +46,8 @@ class GPTNetworkTask(Task):
             self.chunks = chunks
             if self.config.kernels.compile:
                 compile_layers(chunks)
+            if self.config.offload.offloads_activations:
+                self.offloading = offload_layers(chunks, self.config.offload)
         return chunks
 
     @property

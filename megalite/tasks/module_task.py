@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,8 @@ from megalite.modules.messages import Message, NotOnMetaError, StagePlan, copies
 from megalite.modules.records import Initial, check_tied_buckets, decays, give_records, matrix_names, value_setter
 from megalite.modules.sequences import PlainAttentionWatch, SequenceDims, check_mixes_no_tokens, own_part
 from megalite.modules.stage import ModuleStage, Objective, mean_over_samples
+from megalite.offload.activations import ActivationOffload, around
+from megalite.offload.transfers import make_transfers
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.collectives import all_gather_json
 from megalite.parallel.context import ParallelContext
@@ -276,7 +279,30 @@ class ModuleTask(DatasetTask):
         if own:
             self.chunks = chunks
             self._require_matrices(modules)
+            self._offload_blocks()
         return chunks
+
+    def _offload_blocks(self) -> None:
+        """Let the first blocks of this rank offload what they save for backward, if the run says so."""
+        options, most = self.config.offload, sum(max(len(plan.blocks), 1) for plan in self._plans)
+        if options.fine_grained_activation_offloading:
+            raise ConfigurationError(
+                f"offload_modules={options.offload_modules} are modules of a GPT's layers: give "
+                "cpu_offloading_num_layers, the number of blocks that are offloaded"
+            )
+        if (count := options.cpu_offloading_num_layers) > most:
+            raise ConfigurationError(f"cpu_offloading_num_layers={count} is more than the {most} blocks of the model")
+        if not count:
+            return
+        layers: list[list[int]] = []
+        for chunk in self.chunks:
+            layers.append(list(range(min(count, len(chunk.parts())))))
+            count -= len(layers[-1])
+        transfers, retains = make_transfers(self.mesh.device), options.cpu_offloading_retain_pinned_cpu_buffers
+        self.offloading = offload = ActivationOffload(transfers, self.chunks, layers, retains=retains)
+        for number, chunk in enumerate(self.chunks):
+            for index, (_, part) in zip(layers[number], chunk.parts(), strict=False):
+                around(part, partial(offload.around_layer, number, index, everything=True))
 
     def _require_matrices(self, modules: Sequence[nn.Module]) -> None:
         own = [modules[number] for number in self.stages().of_rank(self.mesh.coordinate("pp"))]

@@ -26,6 +26,7 @@ from megalite.parallel import device
 from megalite.parallel.collective_error import raise_on_all_ranks
 from megalite.parallel.stage import LossTerm, TermSums
 from megalite.pipeline.engine import PipelineEngine, Recording, StepObserver
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.storage import AnyPath
 from megalite.training import builder, loss_terms
@@ -83,11 +84,15 @@ class Trainer:
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
+        self.engine.offloading = task.offloading
         self.schedules = builder.make_proved_schedules(config, replica, stages, self.chunks, self.optimizer, self.terms)
         least = config.training.micro_batch_size * mesh.size("dp")  # a run that continues may be past smaller sizes
         micro_batches = [self.num_micro_batches(size) for size in task.batch_size.sizes if size % least == 0]
         evaluation = self.num_micro_batches(self.evaluation_batch_size)
         self.schedules.prove(training=micro_batches, evaluation=[evaluation], mesh=mesh)
+        if task.offloading is not None:
+            for number in micro_batches:
+                proved(self.schedules.training(number), task.offloading.layers)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.config.offload import OffloadConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.block import Recompute
@@ -154,6 +155,7 @@ class Cell:
     arrive_late: bool = False  # gradients and weights travel during backward and forward
     slices_on_host: bool = False
     late_copies: bool = False  # each at the last moment
+    offload: OffloadConfig | None = None  # of activations
     infinity_on: int | None = None  # rank on which step 0 has an infinite gradient
 
     @property
@@ -207,7 +209,7 @@ class Cell:
 
     def on_device(self) -> Cell:
         """Return the same run without offloading."""
-        return replace(self, on_host=0.0, arrive_late=False, slices_on_host=False, late_copies=False)
+        return replace(self, offload=None, on_host=0.0, arrive_late=False, slices_on_host=False, late_copies=False)
 
     def __str__(self) -> str:
         """Return the factors that are not the plainest."""

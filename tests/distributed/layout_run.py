@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -22,6 +22,8 @@ from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
+from megalite.model.offloading import offload_layers
+from megalite.offload.activations import Place
 from megalite.offload.transfers import Direction, make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
@@ -39,8 +41,10 @@ from megalite.parallel.stage import StageOutput
 from megalite.parallel.state import states_of
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.offloading import proved
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.proved_schedules import ProvedSchedules
+from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training import loss_terms as terms
 from megalite.training.batches import Cutting, to_micro_batches
@@ -104,7 +108,7 @@ def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Run every cell in turn on this rank; each cell needs exactly this number of processes."""
     meshes, results = make_meshes(cells), []
     for cell in cells:
-        with host_arena() if cell.on_host else nullcontext():
+        with host_arena() if cell.on_host or cell.offload is not None else nullcontext():
             results.append(run_cell(meshes[cell.split], cell))
     return results
 
@@ -163,6 +167,10 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
+        if cell.offload is not None:
+            self.engine.offloading = offloading = offload_layers(chunks, cell.offload)
+            if cell.late_copies:
+                offloading.transfers = LateTransfers(mesh.device)
         self.schedules = ProvedSchedules(
             stages,
             rank,
@@ -183,13 +191,29 @@ class Training:
         begun: list[tuple[Direction, int]] = []
         if optimizer.host is not None:
             optimizer.host.transfers.begun = lambda direction, size: begun.append((direction, size))
-        with several_chunks_of_logits():
-            sums = self.engine.run(self.schedules.training(len(micro_batches)), micro_batches, factors, optimizer)
+        actions = self.schedules.training(len(micro_batches))
+        with several_chunks_of_logits(), self._as_declared(actions):
+            sums = self.engine.run(actions, micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
         if not (update.skipped or self.cell.slices_on_host):  # slices are fetched by the blocks, too
             assert_as_declared(optimizer, begun)
         means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
         return sum(term.weight * means[term.name] for term in self.terms), update
+
+    @contextmanager
+    def _as_declared(self, actions: Sequence[Action]) -> Iterator[None]:
+        """Require of the offloading, if there is any, the copies that are declared and proved."""
+        if (offloading := self.engine.offloading) is None:
+            yield
+            return
+        begun: list[tuple[str, Place]] = []
+        offloading.begun = lambda direction, place: begun.append((direction, place))
+        yield
+        wanted = [
+            (each.direction, Place(each.chunk, each.layer, each.micro_batch, each.slot))
+            for each in proved(actions, offloading.layers)
+        ]
+        assert begun == wanted, f"{self.cell}: {begun} instead of {wanted}"
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
         file_format = FORMATS[ckpt_format]

@@ -28,6 +28,8 @@ def report(found: DryRun) -> Iterator[str]:
     yield f"holds          {in_words(found.before)} between steps, {in_words(found.peak)} at the peak of the step"
     yield f"               ({in_words(found.peak_blocks)} as a GPU's allocator rounds each tensor)"
     for kind, size in asdict(memory).items():
+        if kind == "host" and not size:
+            continue
         yield f"  {kind:<12} {in_words(size)}"
     yield f"  highest in   {max(found.moments, key=lambda moment: moment.peak).action}"
     yield ""

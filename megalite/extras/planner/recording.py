@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megalite.extras.planner.records import Message, MessageKind, Operation, OperationKind, Work
+from megalite.offload.transfers import Transfers
 from megalite.parallel.mesh import Traffic
 from megalite.torch_internals import (
     TorchDispatchMode,
@@ -68,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.misplaced: Counter[str] = Counter()
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
+        self._allocates_on_host = False
         self._stack = ExitStack()
 
     # ------------------------------------------------------------------------------------------------ the context
@@ -76,6 +78,7 @@ class Recorder(TorchDispatchMode):
         self._stack.enter_context(recorded_launches(self._launched))
         self._stack.enter_context(_FusedAttention())
         self._stack.enter_context(_resized(self._resize))
+        self._stack.enter_context(self._apart_from_the_host())
         super().__enter__()
         return self
 
@@ -169,7 +172,25 @@ class Recorder(TorchDispatchMode):
         key = storage_identity(storage)
         if key not in self._storages and (size := storage.nbytes()):
             self._storages[key] = weakref.ref(storage, partial(self._free, key))
-            self._count(key, size)
+            if not self._allocates_on_host:
+                self._count(key, size)
+
+    @contextmanager
+    def _apart_from_the_host(self) -> Iterator[None]:
+        """Count no memory that is the host's, which is on the meta device as well."""
+        allocate = Transfers.on_host
+
+        def on_host(transfers: Transfers, *arguments: Any, **options: Any) -> Tensor:
+            self._allocates_on_host = True
+            memory = allocate(transfers, *arguments, **options)
+            self._allocates_on_host = False
+            return memory
+
+        Transfers.on_host = on_host  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Transfers.on_host = allocate  # type: ignore[method-assign]
 
     def _free(self, key: int, _: object) -> None:
         del self._storages[key]
