@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -40,9 +40,13 @@ class Transfers:
 
     Attributes:
         begun: called with the direction and the number of bytes of each copy; None: nobody listens.
+        zeros_on_meta: makes what is in host memory where the meta device stands for a device.
     """
 
     begun: Callable[[Direction, int], None] | None = None
+    zeros_on_meta: ClassVar[Callable[[int, torch.dtype], Tensor]] = staticmethod(
+        lambda elements, dtype: torch.zeros(elements, dtype=dtype, device="meta")
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,7 +70,7 @@ class Transfers:
     def on_host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
         """Return zeros [elements] in host memory; `pinned`: page-locked, so that copies run beside a GPU's work."""
         if self.device.type == "meta":
-            return torch.zeros(elements, dtype=dtype, device=self.device)
+            return self.zeros_on_meta(elements, dtype)
         if not pinned:
             return torch.zeros(elements, dtype=dtype)
         return host_memory(elements * dtype.itemsize, self.device).view(dtype)
