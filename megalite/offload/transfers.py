@@ -70,7 +70,7 @@ class Transfers:
     def on_host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
         """Return zeros [elements] in host memory; `pinned`: page-locked, so that copies run beside a GPU's work."""
         if self.device.type == "meta":
-            return self.zeros_on_meta(elements, dtype)
+            return type(self).zeros_on_meta(elements, dtype)
         if not pinned:
             return torch.zeros(elements, dtype=dtype)
         return host_memory(elements * dtype.itemsize, self.device).view(dtype)

@@ -14,20 +14,20 @@ from megalite.torch_internals import make_wrapper, tree_leaves, tree_map
 
 
 class HostTensor(Tensor):
-    """Tensor of the host without values. Operators on it run on `inner`, which is on the meta device."""
+    """Tensor of the host without values. Operators on it run on `stand_in`, which is on the meta device."""
 
-    inner: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    stand_in: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def around(inner: Tensor) -> HostTensor:
         """Return the tensor of the host in place of one of the meta device."""
         made = make_wrapper(HostTensor, inner, torch.device("cpu"))
-        made.inner = inner
+        made.stand_in = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator. Its results are on the host, unless it is told another device or has a tensor of it."""
@@ -57,7 +57,7 @@ class HostTensor(Tensor):
 
 def _inner(tensor: Tensor) -> Tensor:
     if isinstance(tensor, HostTensor):
-        return tensor.inner
+        return tensor.stand_in
     return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
 
 

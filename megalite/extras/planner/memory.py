@@ -242,6 +242,8 @@ class _State:
         for elements, split in kinds:
             shards = max(ranks // split // instances, 1)
             of_stage = [shards if parallel.zero_stage >= first else 1 for first in (3, 2, 1)]
-            of_device = (elements * size / parts for size, parts in zip(element.of_device, of_stage, strict=True))
-            total += _State(*of_device, elements * element.of_host / of_stage[2])
+            weights, gradients, state = (
+                elements * size / parts for size, parts in zip(element.of_device, of_stage, strict=True)
+            )
+            total += _State(weights, gradients, state, elements * element.of_host / of_stage[2])
         return total

@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
     def _keep(self, tensor: Tensor) -> None:
         """Count the storage of a tensor until it is freed."""
         on_host = isinstance(tensor, HostTensor)
-        storage = (tensor.inner if isinstance(tensor, HostTensor) else tensor).untyped_storage()
+        storage = (tensor.stand_in if isinstance(tensor, HostTensor) else tensor).untyped_storage()
         key = storage_identity(storage)
         if key not in self._storages and (size := storage.nbytes()):
             self._storages[key] = weakref.ref(storage, partial(self._free, key))
