@@ -51,7 +51,7 @@ class DataParallel:
     overlap_arrival: bool = False
     """Compute while weights that the host has updated arrive."""
     slices_on_host: Transfers | None = None
-    """Under ZeRO 3, keep this rank's slices of the parameters on the host, and fetch them by this engine."""
+    """Engine that fetches this rank's slices of the parameters from the host (ZeRO 3); None: they are on the device."""
     fragments: int = 1
     """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction

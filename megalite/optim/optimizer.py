@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -31,7 +31,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
-from megalite.optim.offloaded import HostState, OnHost
+from megalite.optim.offloaded import HostState, OnHost, check_transfers, declared_transfers
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
@@ -39,8 +39,7 @@ from megalite.optim.update_rule import UpdateRule, all_state_names, state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
-from megalite.parallel.state import State, states_of
-from megalite.parallel.tally import Tally, end_step, tallies_of
+from megalite.parallel.state import State, Tally, end_step, states_of, tallies_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ class StepResult:
     gradient_norms: Mapping[str, float]
     """Gradient norms of the full model before clipping, by parameter group. Each element is counted once."""
 
-    @property
+    @cached_property
     def gradient_norm(self) -> float:
         """Global gradient norm before clipping."""
         return math.hypot(*self.gradient_norms.values())
 
-    @property
+    @cached_property
     def skipped(self) -> bool:
         """True if every rank skipped the update because a gradient on some rank is not finite."""
         return not math.isfinite(self.gradient_norm)
@@ -108,7 +107,8 @@ class Optimizer:
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.updated = buckets
         """Buckets that a step updates."""
-        self.fraction_on_host = host.fraction if host is not None else 0.0
+        self.host = host
+        """The share of the state that is on the host, if there is one."""
         configs = [self.config_of(bucket.slots[0].parameter) for bucket in buckets]
         parts = host.parts([bucket.shard_spec for bucket in buckets]) if host is not None else [None] * len(buckets)
         self.shards = [
@@ -120,6 +120,9 @@ class Optimizer:
                 shard.fetch_early()
         self.synchronization = synchronization or Synchronization(mesh)
         self.rules = self.synchronization.rules(self._make_rules(), self.shards)
+        if host is not None:
+            there = [number for number, bucket in enumerate(buckets) if bucket.slice_on_host]
+            check_transfers(declared_transfers(self.rules, buckets), [shard.on_host for shard in self.shards], there)
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
@@ -130,6 +133,11 @@ class Optimizer:
 
     def _make_rules(self) -> list[UpdateRule]:
         return make_rules(self.shards, self.mesh, self.config)
+
+    @property
+    def fraction_on_host(self) -> float:
+        """Share of this rank's elements whose state is on the host."""
+        return self.host.fraction if self.host is not None else 0.0
 
     @property
     def state_kinds(self) -> set[str]:
@@ -316,10 +324,9 @@ class Optimizer:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
-        if self._host_copies:
-            for rule in self.rules:
-                if isinstance(rule, OnHost):
-                    rule.fetch_gradients()
+        for rule in self.rules if self._host_copies else ():
+            if isinstance(rule, OnHost):
+                rule.fetch_gradients()
         self.steps += 1
         self._apply_rules(rates, result, loss_scale)
         for part in self._counting():

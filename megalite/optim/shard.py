@@ -220,6 +220,12 @@ class Shard:
         return self._parts[0].master.dtype != self.parameters.dtype
 
     @property
+    def master(self) -> Tensor:
+        """Master weights of all elements, if they are in one place."""
+        (part,) = self._parts
+        return part.master
+
+    @property
     def owned_masters(self) -> Tensor | View:
         """Master weights of the slice that this rank owns. No other rank of the shard group owns this slice."""
         start, stop = (end - self.start for end in self.bucket.owned_range)  # under ZeRO 0 a part of the shard
@@ -232,6 +238,12 @@ class Shard:
         if self._parts[0].host is not None:
             return View(Joined(tuple(values), self.bucket.parameters.device), start, stop)
         return values[0][start:stop]
+
+    @property
+    def on_host(self) -> range:
+        """Elements of the bucket whose state is on the host."""
+        part = self._parts[0]
+        return range(part.start, part.stop if part.host is not None else part.start)
 
     @property
     def copies(self) -> list[HostCopy]:

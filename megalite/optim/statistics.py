@@ -13,8 +13,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.packed import View, chunks
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite_kernels.exact_sum import exact_digits, rounded
-from megalite_kernels.l2_norm import sums_of_squares
+from megalite_kernels.exact_sum import exact_digits, rounded, sums_of_squares
 
 
 def sums_over_ranks(numbers: Sequence[Tensor], group: Group) -> list[float]:

@@ -20,7 +20,7 @@ from megalite.optim.statistics import sums_over_ranks
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.placement import DENSE, EXPERT
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
-from megalite_kernels.l2_norm import BLOCK, sums_of_squares
+from megalite_kernels.exact_sum import BLOCK, sums_of_squares
 
 AT_ONCE = 256
 """Number of sums in one message, of 34 KB each."""

@@ -9,12 +9,14 @@ kernels) is not included; `peak_memory_bytes` of the metrics includes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.modules.forward_state import ForwardState
+from megalite.offload.activations import ActivationOffload
 from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_internals import storage_identity
@@ -55,13 +57,17 @@ def in_words(number: float) -> str:
 
 
 def measured(
-    optimizer: Optimizer, forwards: Iterable[Callable[[], object]], peak: Callable[[Sequence[int]], int] = sum
+    optimizer: Optimizer,
+    forwards: Iterable[Callable[[], object]],
+    peak: Callable[[Sequence[int]], int] = sum,
+    offloading: ActivationOffload | None = None,
+    buffers: Callable[[Sequence[int]], int] = sum,
 ) -> Memory:
     """Measure the tensors of this rank.
 
     Called by all ranks together. `forwards` run each chunk of the network over one micro-batch; the state of modules
     that they change is restored afterwards. `peak` computes the peak of a step from the bytes that each chunk keeps per
-    micro-batch.
+    micro-batch, and `buffers` those of the host from the bytes that each chunk offloads.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
     flats = [*buckets, *optimizer.frozen]
@@ -72,29 +78,36 @@ def measured(
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
     with ForwardState(optimizer.module_states).unchanged():
-        activations = peak([_kept(forward, parameters) for forward in forwards])
+        saved = [_kept(forward, parameters, offloading, chunk) for chunk, forward in enumerate(forwards)]
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
-        activations=activations,
-        host=bytes_on_host(optimizer),
+        activations=peak([size for size, _ in saved]),
+        host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size in saved])),
     )
 
 
-def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
-    """Return the bytes that a forward keeps for backward, without the storages of parameters."""
+def _kept(
+    forward: Callable[[], object], parameters: Container[int], offloading: ActivationOffload | None, chunk: int
+) -> tuple[int, int]:
+    """Return the bytes that a chunk's forward keeps for backward on the device, and those that it offloads to the host,
+    without the storages of parameters.
+    """
     activations: dict[int, int] = {}
+    offloaded: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if storage_identity(tensor) not in parameters:
-            activations.update(_storages([tensor]))
+            taken = offloading is not None and offloading.takes(tensor)
+            (offloaded if taken else activations).update(_storages([tensor]))
         return tensor.detach()  # an output that its own node keeps would never be freed
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    counting = nullcontext() if offloading is None else offloading.counting(chunk)
+    with counting, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = forward()  # kept alive until all hooks have run, so that no address is used twice
     del graph
-    return sum(activations.values())
+    return sum(activations.values()), sum(offloaded.values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

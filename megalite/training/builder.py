@@ -30,9 +30,9 @@ from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.routing_records import RoutingRecords
 from megalite.model import gpt
+from megalite.model.block import Recompute
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
-from megalite.model.recompute import Recompute
 from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
@@ -45,12 +45,11 @@ from megalite.optim.several import SeveralOptimizers, optimizer_of
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
-from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
-from megalite.parallel.stage_module import StageModule
+from megalite.parallel.stage_module import Inside, StageModule
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.proved_schedules import ProvedSchedules

@@ -30,7 +30,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
-from megalite.run.synchronization import make_trainer
+from megalite.run.run import make_trainer
 from megalite.tasks.gpt_task import GPTTask
 from megalite.tasks.memory import Memory
 from megalite.tasks.summary import measured_memory
