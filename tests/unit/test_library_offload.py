@@ -56,9 +56,41 @@ def test_blocks_of_a_custom_model_give_the_same_numbers(recompute: bool) -> None
     assert offload.host_bytes > 0
 
 
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_the_optimizer_of_a_custom_model_gives_the_same_numbers(fraction: float) -> None:
+    settings = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
+    assert blocks(**settings)[0] == blocks()[0]
+
+
+def test_several_optimizers_give_the_same_numbers() -> None:
+    torch.manual_seed(1)
+    optimizers = {"0": megalite.AdamW(lr=0.1), "1": megalite.SGD(lr=0.1)}
+
+    def run(**settings: Any) -> list[tuple[float, float]]:
+        torch.manual_seed(1)
+        with megalite.Trainer(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)),
+            dataset=SAMPLES,
+            loss=lambda outputs, batch: nn.functional.cross_entropy(outputs, batch[1]),
+            optimizer=optimizers,
+            micro_batch_size=4,
+            precision="fp64",
+            quiet=True,
+            **settings,
+        ) as trainer:
+            return [trainer.step(only=only)["loss"] for only in (None, "0", "1", None)]
+
+    assert run(optimizer_cpu_offload=True, overlap_cpu_optimizer_d2h_h2d=True) == run()
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
+        ({"optimizer_offload_fraction": 0.5}, "needs optimizer_cpu_offload=..."),
+        (
+            {"parameter_offload": True, "optimizer_cpu_offload": True},
+            r"needs Layout\(zero=\.\.\.\) optim_grads_params \(ZeRO 3\), not no_shard",
+        ),
         ({"cpu_offloading_num_layers": 5}, "cpu_offloading_num_layers=5 is more than the 4 blocks of the model"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ("mlp_norm",)},
