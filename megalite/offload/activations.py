@@ -391,10 +391,8 @@ def _tensors(values: object) -> Iterator[Tensor]:
     """Yield the tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(tuple(values.values()))
-    elif isinstance(values, tuple | list):
-        for each in values:
+    elif isinstance(values, Mapping | tuple | list):
+        for each in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors(each)
     elif is_dataclass(values) and not isinstance(values, type):
         yield from _tensors(vars(values))

@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
             self._allocates_on_host = False
             return memory
 
-        Transfers.on_host = on_host  # type: ignore[method-assign]
+        Transfers.on_host = on_host  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
