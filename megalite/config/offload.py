@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megalite.config.fields import NonNegativeInt, Share, needs
+from megalite.config.kernels import KernelsConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.synchronization import SynchronizationConfig
@@ -55,6 +56,7 @@ def offload_problems(
     parallel: ParallelConfig,
     optimizer: OptimizerConfig,
     synchronization: SynchronizationConfig,
+    kernels: KernelsConfig,
 ) -> Iterator[str]:
     """Yield a line for each relation that does not hold."""
     if not offload.optimizer_cpu_offload:
@@ -62,6 +64,8 @@ def offload_problems(
         yield from needs(offload, names, "--optimizer-cpu-offload")
     elif optimizer.optimizer_backend == "apex":
         yield "--optimizer-cpu-offload with --optimizer-backend apex: apex updates on GPUs only; use auto or torch"
+    elif kernels.kernels == "triton":
+        yield "--optimizer-cpu-offload with --kernels triton: the host has no Triton; --kernels auto has it on GPUs"
     elif not synchronization.is_plain:
         yield (
             "--optimizer-cpu-offload needs data parallelism that sums all gradients in each step: leave out "

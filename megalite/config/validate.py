@@ -139,7 +139,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         training_problems(training, data.seq_length),
         rate_problems(config, model.hidden_size),
         optimizer_problems(config.optimizer, training),
-        offload_problems(config.offload, config.parallel, config.optimizer, config.synchronization),
+        _offload(config),
         activation_problems(config),
         data_problems(data),
         tokenizer_problems(data, model.vocab_size),
@@ -162,6 +162,7 @@ def validate_task(config: TaskConfig, world_size: int) -> None:
         training_problems(config.training, seq_length=1),
         rate_problems(config, hidden_size=1),
         optimizer_problems(config.optimizer, config.training),
+        _offload(config),
         offload_switch_problems(config.offload),
         _watchdog(config),
         checkpoint_problems(config.checkpoint),
@@ -177,6 +178,10 @@ def _synchronization(config: TaskConfig, world_size: int) -> Iterable[str]:
     from megalite.config.validate_synchronization import synchronization_problems
 
     return synchronization_problems(config, world_size)
+
+
+def _offload(config: TaskConfig) -> Iterator[str]:
+    return offload_problems(config.offload, config.parallel, config.optimizer, config.synchronization, config.kernels)
 
 
 def _raise(problems: Iterable[str]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from megalite.offload.transfers import Copy, Ready, Transfers
+from megalite.offload.transfers import Copy, Direction, Ready, Transfers
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import BucketShardSpec
 from megalite.optim.learning_rate import Rates
@@ -85,7 +86,7 @@ class HostCopy:
             host: the same on the host; the parameters may be one tensor with those of the bucket.
         """
         self.start, self.stop = start, stop
-        self._bucket, self._transfers = bucket, transfers
+        self.bucket, self._transfers = bucket, transfers
         (self._parameters, self._gradients), (self._mirror, self._buffer) = device, host
         self._is_mirror = self._parameters.data_ptr() == self._mirror.data_ptr()
         self._coming: Copy | None = None
@@ -104,7 +105,7 @@ class HostCopy:
             self._going.release()
         self._coming = self._going = None
         if self._is_mirror:
-            self._bucket.release_slice()
+            self.bucket.release_slice()
 
     def drop_gradients(self) -> None:
         """Forget gradients that no update has used: those of a step that was skipped."""
@@ -116,7 +117,7 @@ class HostCopy:
         """Begin to copy the weights to the device. The bucket waits for them before anything reads them there."""
         if not self._is_mirror:
             self._going = self._transfers.begin("to device", self._mirror, self._parameters)
-            self._bucket.arriving.append(self._going)
+            self.bucket.arriving.append(self._going)
 
     def take_parameters(self) -> None:
         """Copy the weights from the device, where something other than an update has set them."""
@@ -150,6 +151,55 @@ class OnHost(UpdateRule):
 
     def collectives(self) -> Iterable[tuple[str, tuple[int, ...]]]:
         return self.rule.collectives()
+
+
+class Transfer(NamedTuple):
+    """Copy that belongs to an update: elements [start, stop) of a bucket.
+
+    Gradients leave once their sum over the ranks is complete, and are there before the update of these elements. Their
+    weights leave after it, and are there before the bucket is gathered or used.
+    """
+
+    direction: Direction
+    bucket: int
+    start: int
+    stop: int
+
+
+def declared_transfers(rules: Iterable[UpdateRule], buckets: Sequence[Bucket]) -> list[Transfer]:
+    """Return the copies of an update by these rules; those of each direction begin in this order."""
+    copies = [copy for rule in rules if isinstance(rule, OnHost) for copy in rule.copies]
+    coming = [Transfer("to host", buckets.index(copy.bucket), copy.start, copy.stop) for copy in copies]
+    return [
+        *coming,
+        *(each._replace(direction="to device") for each in coming if not buckets[each.bucket].slice_on_host),
+    ]
+
+
+def check_transfers(transfers: Sequence[Transfer], on_host: Sequence[range], there: Collection[int]) -> None:
+    """Prove that each element whose state is on the host comes and goes once in an update.
+
+    Args:
+        transfers: the copies of an update.
+        on_host: the elements of each bucket whose state is on the host.
+        there: numbers of the buckets that keep their weights on the host: these do not go.
+
+    Raises RuntimeError; the message names the elements.
+    """
+    for direction in ("to host", "to device"):
+        for number, wanted in enumerate(on_host):
+            own = sorted(each for each in transfers if (each.direction, each.bucket) == (direction, number))
+            end = wanted.start
+            for each in own:
+                if each.start != end:
+                    raise RuntimeError(
+                        f"elements {end} to {each.start} of bucket {number} are not copied {direction} once"
+                    )
+                end = each.stop
+            if end != (wanted.start if direction == "to device" and number in there else wanted.stop):
+                raise RuntimeError(
+                    f"elements {end} to {wanted.stop} of bucket {number} are not copied {direction} once"
+                )
 
 
 def elements_on_host(specs: Sequence[BucketShardSpec], fraction: float) -> list[int]:

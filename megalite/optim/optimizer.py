@@ -31,7 +31,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
-from megalite.optim.offloaded import HostState, OnHost
+from megalite.optim.offloaded import HostState, OnHost, check_transfers, declared_transfers
 from megalite.optim.shard import Shard, StateSlice, frozen_slices
 from megalite.optim.synchronization import Synchronization
 from megalite.optim.trust_ratio import Lamb, Lars
@@ -107,7 +107,8 @@ class Optimizer:
         """Number of applied updates, without skipped steps. It is loaded from a checkpoint together with the state."""
         self.updated = buckets
         """Buckets that a step updates."""
-        self.fraction_on_host = host.fraction if host is not None else 0.0
+        self.host = host
+        """The share of the state that is on the host, if there is one."""
         configs = [self.config_of(bucket.slots[0].parameter) for bucket in buckets]
         parts = host.parts([bucket.shard_spec for bucket in buckets]) if host is not None else [None] * len(buckets)
         self.shards = [
@@ -119,6 +120,9 @@ class Optimizer:
                 shard.fetch_early()
         self.synchronization = synchronization or Synchronization(mesh)
         self.rules = self.synchronization.rules(self._make_rules(), self.shards)
+        if host is not None:
+            there = [number for number, bucket in enumerate(buckets) if bucket.slice_on_host]
+            check_transfers(declared_transfers(self.rules, buckets), [shard.on_host for shard in self.shards], there)
         extra = self.synchronization.extra_state(self.shards)
         self.bucket_states, self.rank_states = extra.bucket_states, extra.rank_states
         self.replica, self.exchange = extra.replica, extra.exchange
@@ -129,6 +133,11 @@ class Optimizer:
 
     def _make_rules(self) -> list[UpdateRule]:
         return make_rules(self.shards, self.mesh, self.config)
+
+    @property
+    def fraction_on_host(self) -> float:
+        """Share of this rank's elements whose state is on the host."""
+        return self.host.fraction if self.host is not None else 0.0
 
     @property
     def state_kinds(self) -> set[str]:

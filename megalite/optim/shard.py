@@ -234,6 +234,12 @@ class Shard:
         return values[0][start:stop]
 
     @property
+    def on_host(self) -> range:
+        """Elements of the bucket whose state is on the host."""
+        part = self._parts[0]
+        return range(part.start, part.stop if part.host is not None else part.start)
+
+    @property
     def copies(self) -> list[HostCopy]:
         """Copies of the elements on the host, in order."""
         return [copy for segment in self.segments for copy in segment.copies]

@@ -24,10 +24,10 @@ from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
 from megalite.model.offloading import offload_layers
 from megalite.offload.activations import Place
-from megalite.offload.transfers import make_transfers
+from megalite.offload.transfers import Direction, make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
-from megalite.optim.offloaded import HostState
+from megalite.optim.offloaded import HostState, declared_transfers
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
@@ -188,10 +188,15 @@ class Training:
         counts = terms.total_counts(self.terms, own, mesh)
         optimizer.begin_step(len(micro_batches))
         factors = terms.loss_multipliers(self.terms, counts, 1.0)
+        begun: list[tuple[Direction, int]] = []
+        if optimizer.host is not None:
+            optimizer.host.transfers.begun = lambda direction, size: begun.append((direction, size))
         actions = self.schedules.training(len(micro_batches))
         with several_chunks_of_logits(), self._as_declared(actions):
             sums = self.engine.run(actions, micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
+        if not (update.skipped or self.cell.slices_on_host):  # slices are fetched by the blocks, too
+            assert_as_declared(optimizer, begun)
         means = terms.means(terms.total_sums(self.terms, sums, mesh), counts)
         return sum(term.weight * means[term.name] for term in self.terms), update
 
@@ -234,6 +239,18 @@ class Training:
 
     def load(self, path: Path) -> TrainingState:
         return checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan)
+
+
+def assert_as_declared(optimizer: Optimizer, begun: list[tuple[Direction, int]]) -> None:
+    """Assert that the copies of a step are those that were proved."""
+    sizes = {
+        "to host": optimizer.buckets[0].gradients.itemsize if optimizer.buckets else 0,
+        "to device": optimizer.buckets[0].parameters.itemsize if optimizer.buckets else 0,
+    }
+    for direction, size in sizes.items():
+        declared = [t for t in declared_transfers(optimizer.rules, optimizer.buckets) if t.direction == direction]
+        expected = [(t.stop - t.start) * size for t in declared]
+        assert sorted(bytes for way, bytes in begun if way == direction) == sorted(expected), direction
 
 
 def several_chunks_of_logits() -> AbstractContextManager[object]:

@@ -107,3 +107,10 @@ def test_a_skipped_step_leaves_the_gradients_of_the_next(late_copies: bool, rank
     offloaded, plain = run(rank_pools, [cell, cell.on_device()])
     assert offloaded.skipped == [True, False, False]
     assert_same_bits(offloaded, plain, "offloaded")
+
+
+def test_weights_are_there_before_they_are_used(rank_pools: RankPools) -> None:
+    row = PLAINEST | {"optimizer": "adam", "on_host": 1.0, "arrive_late": True, "late_copies": True}
+    cell = make_cell(row, steps=2)
+    offloaded, plain = run(rank_pools, [cell, cell.on_device()])
+    assert_same_bits(offloaded, plain, "offloaded")
