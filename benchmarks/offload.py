@@ -1,4 +1,4 @@
-"""What offloading costs a step on a CPU, and its copies beside a plain copy of as many bytes.
+"""Time of a step that offloads, as ratios to one that does not, and of its copies beside plain ones of as many bytes.
 
     python -m benchmarks.offload [--rounds 9] [--layers 12]
 

@@ -211,7 +211,7 @@ class Update:
 
 def _quantized(moments: Sequence[Tensor], format: torch.dtype) -> list[Quantized]:
     """Quantize the average and, if there is one, the average of squares."""
-    kept = [Quantized.zeros(len(each), format, each.device, root=at == 1) for at, each in enumerate(moments)]
+    kept = [Quantized.zeros(each, format, root=at == 1) for at, each in enumerate(moments)]
     for moment, values in zip(kept, moments, strict=True):
         moment.set(values, 0)
     return kept

@@ -37,9 +37,9 @@ class Quantized:
     root: bool
 
     @staticmethod
-    def zeros(elements: int, format: torch.dtype, device: torch.device, *, root: bool) -> Quantized:
-        codes = torch.zeros(elements, dtype=torch.int8, device=device).view(format)
-        return Quantized(codes, torch.zeros(-(-elements // BLOCK), device=device), root)
+    def zeros(like: Tensor, format: torch.dtype, *, root: bool) -> Quantized:
+        codes = torch.zeros_like(like, dtype=torch.int8).view(format)
+        return Quantized(codes, like.new_zeros(-(-len(like) // BLOCK), dtype=torch.float32), root)
 
     def __len__(self) -> int:
         return len(self.codes)

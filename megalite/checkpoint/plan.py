@@ -223,7 +223,7 @@ def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -
     return [*((STATE, state) for state in modules), *((f"{OPTIMIZER}{name}/", state) for name, state in own)]
 
 
-def _slots(spec: BucketShardSpec, begin: int, end: int, on_host: int) -> Iterator[tuple[Slot, int, int]]:
+def _slots(spec: BucketShardSpec, begin: int, end: int, on_host: int = 0) -> Iterator[tuple[Slot, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket.
 
     Each one is (slot, start, stop), a range of the flattened parameter. One whose state is on the host in part, which
@@ -231,7 +231,7 @@ def _slots(spec: BucketShardSpec, begin: int, end: int, on_host: int) -> Iterato
     """
     slots, middle = spec.layout.slots, spec.updated[0] + on_host
     if begin < middle < end:
-        yield from _slots(spec, begin, middle, 0)
+        yield from _slots(spec, begin, middle)
         begin = middle
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:

@@ -76,6 +76,7 @@ def offload_problems(
 
 
 def _parameters(offload: OffloadConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield what --parameter-offload needs and does not have."""
     if parallel.zero_stage != 3:
         yield (
             "--parameter-offload needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not "

@@ -31,7 +31,7 @@ class TaskConfig:
     optimizer: OptimizerConfig
     """The update rule and the learning rate."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """What is kept in the host's memory."""
+    """State and activations in the host's memory."""
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)

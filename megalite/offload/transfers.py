@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -42,10 +42,14 @@ class Transfers:
         begun: called with the direction and the number of bytes of each copy; None: nobody listens.
         holds: the tensors of the device are kept until the `wait` or `release` of their copies. Otherwise a GPU's
             memory is not used again before the host has seen the end of the copies, and the host is far ahead.
+        zeros_on_meta: makes what is in host memory where the meta device stands for a device.
     """
 
     begun: Callable[[Direction, int], None] | None = None
     holds: bool = False
+    zeros_on_meta: ClassVar[Callable[[int, torch.dtype], Tensor]] = staticmethod(
+        lambda elements, dtype: torch.zeros(elements, dtype=dtype, device="meta")
+    )
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -69,7 +73,7 @@ class Transfers:
     def on_host(self, elements: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
         """Return zeros [elements] in host memory; `pinned`: page-locked, so that copies run beside a GPU's work."""
         if self.device.type == "meta":
-            return torch.zeros(elements, dtype=dtype, device=self.device)
+            return type(self).zeros_on_meta(elements, dtype)
         if not pinned:
             return torch.zeros(elements, dtype=dtype)
         return host_memory(elements * dtype.itemsize, self.device).view(dtype)

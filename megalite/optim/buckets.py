@@ -51,7 +51,7 @@ class DataParallel:
     overlap_arrival: bool = False
     """Compute while weights that the host has updated arrive."""
     slices_on_host: Transfers | None = None
-    """Under ZeRO 3, keep this rank's slices of the parameters on the host, and fetch them by this engine."""
+    """Engine that fetches this rank's slices of the parameters from the host (ZeRO 3); None: they are on the device."""
     fragments: int = 1
     """Least number of buckets of a chunk, if it has as many parameters."""
     reduction: ReductionOf = Reduction
@@ -318,8 +318,8 @@ def make_buckets(
         first = layout.slots[0].parameter
         peers = mesh.ranks(*first.sharding.data_parallel_axes)
         groups = _reduction_groups(mesh, peers, options.instances, first.sharding.partial_group)
-        shard_spec, uses = _shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
-        buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
+        spec, uses = shard_spec(layout, mesh, options), _uses_by_chunk(first.sharding, chunks_of[id(first)])
+        buckets.append(Bucket(spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
     return buckets
 
 
@@ -336,12 +336,13 @@ def make_frozen_buckets(
     for layout in plan_buckets(networks, mesh, options, blocks=blocks, frozen=True):
         peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
         shards = _reduction_groups(mesh, peers, options.instances, ()).shards
-        shard_spec = _shard_spec(layout, mesh, options)
-        buckets.append(ParameterBucket(shard_spec, shards, options, set_values=set_values))
+        spec = shard_spec(layout, mesh, options)
+        buckets.append(ParameterBucket(spec, shards, options, set_values=set_values))
     return buckets
 
 
-def _shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel) -> BucketShardSpec:
+def shard_spec(layout: BucketLayout, mesh: ParallelMesh, options: DataParallel) -> BucketShardSpec:
+    """Return the slices of a bucket that this rank has."""
     peers = mesh.ranks(*layout.slots[0].parameter.sharding.data_parallel_axes)
     return BucketShardSpec.of(
         layout,

@@ -88,7 +88,7 @@ class HostCopy:
         self.start, self.stop = start, stop
         self.bucket, self._transfers = bucket, transfers
         (self._parameters, self._gradients), (self._mirror, self._buffer) = device, host
-        self._is_mirror = self._parameters.data_ptr() == self._mirror.data_ptr()
+        self._is_mirror = bucket.slice_on_host
         self._coming: Copy | None = None
         self._going: Copy | None = None
 

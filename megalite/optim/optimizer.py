@@ -324,10 +324,9 @@ class Optimizer:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
-        if self._host_copies:
-            for rule in self.rules:
-                if isinstance(rule, OnHost):
-                    rule.fetch_gradients()
+        for rule in self.rules if self._host_copies else ():
+            if isinstance(rule, OnHost):
+                rule.fetch_gradients()
         self.steps += 1
         self._apply_rules(rates, result, loss_scale)
         for part in self._counting():

@@ -77,7 +77,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
     """Return state of zeros for flat parameters."""
     format = quantized_dtype(config, name)
     if format is not None:
-        return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
+        return Quantized.zeros(parameters, format, root=name == "exp_avg_sq")
     return torch.zeros_like(parameters, dtype=state_dtype(config, name, parameters.dtype))
 
 
@@ -218,6 +218,12 @@ class Shard:
     @property
     def has_master(self) -> bool:
         return self._parts[0].master.dtype != self.parameters.dtype
+
+    @property
+    def master(self) -> Tensor:
+        """Master weights of all elements, if they are in one place."""
+        (part,) = self._parts
+        return part.master
 
     @property
     def owned_masters(self) -> Tensor | View:

@@ -1,8 +1,9 @@
 """Memory of a rank by kind, measured at the start of a run.
 
 The kinds are parameters, gradients, optimizer state (moments, and fp32 masters of narrower parameters), and the
-activations that all micro-batches in flight keep from forward to backward. Short-lived memory (buffers of collectives,
-temporaries of kernels) is not included; `peak_memory_bytes` of the metrics includes it.
+activations that all micro-batches in flight keep from forward to backward. What offloading keeps in the host's memory
+is counted apart, also on the CPU, where both are one memory. Short-lived memory (buffers of collectives, temporaries of
+kernels) is not included; `peak_memory_bytes` of the metrics includes it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megalite.modules.forward_state import ForwardState
 from megalite.offload.activations import ActivationOffload
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.optimizer import Optimizer
 from megalite.torch_internals import storage_identity
 
@@ -31,10 +33,11 @@ class Memory:
     activations: int
     """Peak of the micro-batches in flight, on the device."""
     host: int = 0
-    """Host buffers of activations that are offloaded."""
+    """What offloading keeps in the host's memory: no other figure has it."""
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def lines(self, whose: str) -> dict[str, str]:
@@ -67,8 +70,9 @@ def measured(
     micro-batch, and `buffers` those of the host from the bytes that each chunk offloads.
     """
     buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
-    flat = (tensor for each in (*buckets, *optimizer.frozen) for tensor in (each.parameters, each.parameter_shard))
-    parameters = _storages([*flat, *states])
+    flats = [*buckets, *optimizer.frozen]
+    slices = [each.parameter_shard for each in flats if not each.slice_on_host]
+    parameters = _storages([*(each.parameters for each in flats), *slices, *states])
     accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
@@ -80,7 +84,7 @@ def measured(
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
         activations=peak([size for size, _ in saved]),
-        host=0 if offloading is None else buffers([size for _, size in saved]),
+        host=bytes_on_host(optimizer) + (0 if offloading is None else buffers([size for _, size in saved])),
     )
 
 

@@ -36,11 +36,12 @@ from megalite.model.head import LossConfig
 from megalite.offload.transfers import make_transfers
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, ParameterBucket
+from megalite.optim.host_memory import expected_bytes_on_host
 from megalite.optim.layout import default_bucket_size
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.offloaded import HostState
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.several import SeveralOptimizers
+from megalite.optim.several import SeveralOptimizers, optimizer_of
 from megalite.optim.synchronization import Synchronization
 from megalite.parallel import collectives
 from megalite.parallel.context import AttentionWay
@@ -55,6 +56,7 @@ from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.batches import Cutting
 from megalite.training.data import RunData
+from megalite.training.host_memory import require_room_on_host
 
 
 def make_loader(
@@ -283,12 +285,21 @@ def make_optimizer(
     if host is not None:
         on_host = host.transfers if config.offload.parameter_offload else None
         options = replace(options, overlap_arrival=host.overlap, slices_on_host=on_host)
+    blocks, options = [chunk.blocks() for chunk in chunks], synchronization.options(options)
+    hyperparameters = synchronization.hyperparameters(config.optimizer)
+    if host is not None:
+
+        def config_of(parameter: Parameter) -> OptimizerConfig:
+            return optimizers.get(optimizer_of(parameter), hyperparameters)
+
+        needed = expected_bytes_on_host(chunks, mesh, options, host.fraction, config_of, blocks=blocks)
+        require_room_on_host(needed, config.offload, mesh)
     return optim.make_optimizer(
         chunks,
         mesh,
-        synchronization.hyperparameters(config.optimizer),
-        synchronization.options(options),
-        blocks=[chunk.blocks() for chunk in chunks],
+        hyperparameters,
+        options,
+        blocks=blocks,
         set_values=set_values,
         synchronization=synchronization,
         host=host,

@@ -18,6 +18,7 @@ from megalite.checkpoint import Manifest, TrainingState
 from megalite.config.run import TaskConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -81,6 +82,7 @@ class Trainer:
             synchronization=synchronization,
             optimizers=task.optimizers,
         )
+        self.host_memory_bytes = bytes_on_host(self.optimizer)
         task.check(self.optimizer)
         links = make_links(mesh, stages)  # collective: all ranks of a pipeline connect to their neighbours here
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
@@ -417,6 +419,8 @@ class Trainer:
     def _statistics(self, others: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
         """Return additional figures for the record: the other loss terms, and values that flags enable or vary."""
         figures = dict(others)
+        if self.host_memory_bytes:
+            figures["host_memory_bytes"] = self.host_memory_bytes
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":
