@@ -1,8 +1,8 @@
 """Tensors that layers save for backward, in host memory until backward needs them.
 
-A layer's tensors travel to the host while its forward runs, each storage once, into buffers of the layer that later
-micro-batches use again. They come back while the backward of the offloaded layer after it runs; those of the last one,
-when the backward of the micro-batch begins. `pipeline/offloading.py` declares and proves these copies.
+A layer's tensors travel to the host while its forward and that of the next one run, each storage once, into buffers of
+the layer that later micro-batches use again. They come back while the backward of the offloaded layer after it runs;
+those of the last one, when the backward of the micro-batch begins. `pipeline/offloading.py` declares these copies.
 
 These stay where they are: parameters and what shares their memory, the input of a stage (which the engine keeps), what
 a layer is given without a gradient (such as masks and rotary tables, which all layers share), tensors that are not of
@@ -12,7 +12,7 @@ floating-point numbers, and those with fewer elements than the minimum.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, is_dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
@@ -47,6 +47,11 @@ class _Buffer:
     memory: Tensor
     read: Copy | None = None
 
+    def finish(self) -> None:
+        """Wait until no copy uses it."""
+        if self.read is not None:
+            self.read.release()
+
 
 @dataclass(frozen=True)
 class _Released(Ready):
@@ -67,6 +72,13 @@ class _Saved:
     sent: Copy
     on_device: Tensor | None = None
     back: Copy | None = None
+    was_read: bool = False
+
+    def __del__(self) -> None:
+        """Let the memory on the device be used again after the copy, also if nothing has read it."""
+        if self.back is not None and not self.was_read:
+            with suppress(Exception):  # nobody misses what could not be copied
+                self.back.wait()
 
 
 @dataclass(eq=False)
@@ -76,7 +88,7 @@ class _Layer:
     Attributes:
         before: the offloaded layer before it, until that one comes back.
         staying: storages that stay on the device.
-        sources: storages by identity and version. They are kept while the layer runs, so that no identity means two.
+        sources: storages by identity and version, kept until their copies have ended.
     """
 
     place: Place
@@ -117,7 +129,7 @@ class ActivationOffload:
         minimum: int = 0,
         retains: bool = True,
     ) -> None:
-        """Make the engine's side; `around_layer` and `around_module` connect the layers.
+        """Connect no layers yet: `around_layer` and `around_module` do.
 
         Args:
             networks: the chunks of this rank.
@@ -130,31 +142,37 @@ class ActivationOffload:
         self._slots: Mapping[tuple[int, int], int] = {}
         self._running: tuple[int, int] | None = None  # chunk and micro-batch whose forward runs
         self._counts = False
-        self._takes: _Layer | None = None  # the layer whose saved tensors are counted
+        self._takes: _Layer | None = None  # the layer whose tensors are counted
         self._parameters: set[int] = set()
         self._open: _Layer | None = None
         self._seen: set[int] = set()  # layers that have run in this forward
         self._last: dict[tuple[int, int], _Layer] = {}
+        self._leaving: list[_Layer] = []
+        transfers.holds = True
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host buffers that there are now."""
+        """Bytes of the host's buffers."""
         return sum(buffer.memory.nbytes for buffers in self._buffers.values() for buffer in buffers)
 
     # ------------------------------------------------------------------------------------------------ the step
 
     def begin_step(self, slots: Mapping[tuple[int, int], int]) -> None:
         """Begin a step. `slots`: the slot of the host buffers of each forward, by chunk and micro-batch."""
-        self._slots, self._last = slots, {}
+        self._slots, self._last, self._leaving = slots, {}, []
 
     def before_forward(self, chunk: int, micro_batch: int) -> None:
         """Let the layers offload in the forward that follows, if it is one of the step."""
         self._running = (chunk, micro_batch) if (chunk, micro_batch) in self._slots else None
         self._parameters, self._seen = _storages_of(self._networks[chunk]), set()
 
-    def before_backward(self, chunk: int, micro_batch: int) -> None:
-        """Let the last layer come back. What backward runs forward again offloads nothing."""
+    def after_forward(self) -> None:
+        """Free what has been offloaded. What backward runs forward again offloads nothing."""
         self._running = None
+        self._free_sources()
+
+    def before_backward(self, chunk: int, micro_batch: int) -> None:
+        """Let the last layer come back."""
         if (last := self._last.pop((chunk, micro_batch), None)) is not None:
             self._bring_back(last)
 
@@ -162,8 +180,9 @@ class ActivationOffload:
         """End the step. Without `retains`, wait for its copies and free the host memory."""
         self._running = None
         if not self._retains:
-            for buffer in [buffer for buffers in self._buffers.values() for buffer in buffers]:
-                _finish(buffer)
+            for buffers in self._buffers.values():
+                for buffer in buffers:
+                    buffer.finish()
             self._buffers.clear()
 
     @contextmanager
@@ -194,25 +213,20 @@ class ActivationOffload:
         place = Place(chunk, layer, micro_batch, self._slots.get((chunk, micro_batch), 0))
         opened = self._open = _Layer(place, self._last.get((chunk, micro_batch)), staying)
         try:
-            if everything:
-                with self._hooks(opened):
-                    yield
-            else:
+            with self._hooks(opened) if everything else nullcontext():
                 yield
         finally:
             self._open = None
-            opened.sources.clear()
+        self._free_sources()  # those of the layer before: this layer has run beside their copies
         if opened.storages:
+            self._leaving.append(opened)
             self._last[chunk, micro_batch] = opened
 
     @contextmanager
     def around_module(self) -> Iterator[None]:
         """Offload what a module of the layer that runs saves within the block."""
-        if self._open is None:
+        with nullcontext() if self._open is None else self._hooks(self._open):
             yield
-        else:
-            with self._hooks(self._open):
-                yield
 
     @contextmanager
     def _hooks(self, layer: _Layer) -> Iterator[None]:
@@ -233,8 +247,8 @@ class ActivationOffload:
         key = storage_identity(storage), tensor._version
         if key not in layer.sources:
             layer.sources[key] = storage, self._send(layer, storage, tensor.device)
-        saved = layer.sources[key][1]
-        return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        saved, offset = layer.sources[key][1], int(tensor.storage_offset())
+        return _Kept(layer, saved, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _goes(self, layer: _Layer, tensor: Tensor) -> bool:
         """Tell whether a tensor is offloaded."""
@@ -249,6 +263,15 @@ class ActivationOffload:
         )
 
     # ------------------------------------------------------------------------------------------------ the copies
+
+    def _free_sources(self) -> None:
+        """Let the device's memory of layers that have run be used again after their copies."""
+        for layer in self._leaving:
+            with _said(layer):
+                for saved in layer.storages:
+                    saved.sent.release()
+            layer.sources.clear()
+        self._leaving.clear()
 
     def _send(self, layer: _Layer, storage: torch.UntypedStorage, device: torch.device) -> _Saved:
         """Begin to copy a storage to the host."""
@@ -267,7 +290,7 @@ class ActivationOffload:
         if number < len(buffers) and buffers[number].memory.nbytes >= size:
             return buffers[number]
         if number < len(buffers):
-            _finish(buffers[number])
+            buffers[number].finish()
             del buffers[number].memory  # before the larger one takes its place
         try:
             memory = self.transfers.on_host(size, torch.uint8)
@@ -302,13 +325,9 @@ class ActivationOffload:
             self._bring_back(before)
         assert saved.back is not None
         assert saved.on_device is not None
-        try:
+        with _said(layer):
             saved.back.wait()
-        except Exception as error:  # whatever a copy raises
-            raise MegaliteError(
-                f"{layer.place}: a tensor saved for backward could not be copied to the host and back: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        saved.was_read = True
         whole = saved.on_device.untyped_storage()
         tensor = torch.empty(0, dtype=kept.dtype, device=self.transfers.device)
         return tensor.set_(whole, kept.offset, kept.shape, kept.stride)
@@ -346,10 +365,16 @@ def around(module: nn.Module, context: Callable[[object], AbstractContextManager
     module.register_forward_hook(leave, always_call=True)
 
 
-def _finish(buffer: _Buffer) -> None:
-    """Wait until no copy uses the buffer."""
-    if buffer.read is not None:
-        buffer.read.release()
+@contextmanager
+def _said(layer: _Layer) -> Iterator[None]:
+    """Raise MegaliteError that names the layer if its copies fail."""
+    try:
+        yield
+    except Exception as error:  # whatever a copy raises
+        raise MegaliteError(
+            f"{layer.place}: a tensor saved for backward could not be copied to the host and back: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
@@ -366,10 +391,8 @@ def _tensors(values: object) -> Iterator[Tensor]:
     """Yield the tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(values, Tensor):
         yield values
-    elif isinstance(values, Mapping):
-        yield from _tensors(tuple(values.values()))
-    elif isinstance(values, tuple | list):
-        for each in values:
+    elif isinstance(values, Mapping | tuple | list):
+        for each in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors(each)
     elif is_dataclass(values) and not isinstance(values, type):
         yield from _tensors(vars(values))

@@ -40,9 +40,12 @@ class Transfers:
 
     Attributes:
         begun: called with the direction and the number of bytes of each copy; None: nobody listens.
+        holds: the tensors of the device are kept until the `wait` or `release` of their copies. Otherwise a GPU's
+            memory is not used again before the host has seen the end of the copies, and the host is far ahead.
     """
 
     begun: Callable[[Direction, int], None] | None = None
+    holds: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -128,8 +131,9 @@ class StreamTransfers(Transfers):
             if after is not None:
                 after.wait()
             target.copy_(source, non_blocking=True)
-        on_device = source if direction == "to host" else target
-        on_device.record_stream(stream)  # its memory is not used for another tensor before the copy has ended
+        if not self.holds:
+            on_device = source if direction == "to host" else target
+            on_device.record_stream(stream)  # its memory is not used for another tensor before the copy has ended
         return _OnStream(stream.record_event(), direction)
 
 

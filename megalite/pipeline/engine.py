@@ -280,6 +280,8 @@ class _Step(Generic[MicroBatch]):
         if training and arrived:
             self._inputs[key] = [inputs[spec.name].requires_grad_() for spec in chunk.gives_back]
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
+        if self.engine.offloading is not None:
+            self.engine.offloading.after_forward()
         passed_on = chunk.passed_on(tensors, action.micro_batch)
         chunk.check_terms(terms, self.loss_multipliers if training else None, action.micro_batch)
         if training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,6 +133,8 @@ def alive_after_forward(network: Network, offload: ActivationOffload | None) -> 
             offload.begin_step({(0, 0): 0})
             offload.before_forward(0, 0)
         graph = network({}, torch.ones(TOKENS, WIDTH, dtype=torch.float64)).terms["loss"]
+        if offload is not None:
+            offload.after_forward()
     weights = {storage_identity(parameter) for parameter in network.parameters()}
 
     def size() -> int:
@@ -150,6 +153,21 @@ def test_the_device_keeps_less_by_what_is_offloaded_to_the_byte() -> None:
     with copied(offload) as found, alive_after_forward(network, offload) as size:
         # The loss saves the last hidden states, and the third layer its input, which is no longer the second's output.
         assert plain - size() == found["to host"] == 2 * 2 * MATRIX
+
+
+def test_memory_of_the_device_is_free_as_soon_as_the_layer_after_has_run() -> None:
+    network, alive = Network(), []
+    storages: list[Any] = []
+
+    def look(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        alive.append([storage() is not None for storage in storages])
+        storages.append(weakref.ref(arguments[0].untyped_storage()))
+
+    offload = offloaded(network, 3)
+    for layer in network.layers:
+        layer.register_forward_pre_hook(look)
+    step(network, offload, [Action("F", 0), Action("B", 0)])
+    assert alive == [[], [True], [False, True]]
 
 
 def test_what_would_be_offloaded_is_counted_without_a_copy() -> None:
@@ -255,6 +273,7 @@ def test_what_changes_after_it_was_saved_is_copied_again() -> None:
     offload.begin_step({(0, 0): 0})
     offload.before_forward(0, 0)
     output = parts(hidden * 1)
+    offload.after_forward()
     offload.before_backward(0, 0)
     output.sum().backward()
     assert hidden.grad is not None
@@ -272,7 +291,7 @@ def test_a_copy_that_fails_is_an_error_that_names_the_layer() -> None:
     with mock.patch.object(copies, "_copy", fail), pytest.raises(MegaliteError) as raised:
         step(network, offload, IN_TURN)
     assert str(raised.value) == (
-        "layer 1 of chunk 0, micro-batch 0: a tensor saved for backward could not be copied to the host and back: "
+        "layer 0 of chunk 0, micro-batch 0: a tensor saved for backward could not be copied to the host and back: "
         "RuntimeError: the bus is gone"
     )
 
