@@ -320,6 +320,7 @@ class Optimizer:
         return [StepCollective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
     def _update(self, rates: Rates, result: StepResult, loss_scale: float = 1.0) -> None:
+        """Apply the rules to the complete gradients, and add up the tallies."""
         for bucket in self.updated:
             bucket.apply()
         for pending in [gather.run() for gather in self._gradient_gathers()]:
