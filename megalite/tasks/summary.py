@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.data.loader import MicroBatchArrays
+from megalite.optim.host_memory import bytes_on_host
 from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
 from megalite.parallel.attention_plan import FirstKeys
@@ -25,6 +26,7 @@ from megalite.tasks import memory
 from megalite.tasks.gpt_network import GPTNetworkTask
 from megalite.training.batches import BUSIEST, to_micro_batches
 from megalite.training.builder import count_kinds, count_parameters
+from megalite.training.host_memory import require_room_on_host
 from megalite.training.task import Summarized
 from megalite.training.trainer import ENDLESS
 from megalite_kernels.attention import draws_its_own
@@ -58,7 +60,7 @@ def training_line(trainer: Summarized) -> str:
 def common_lines(trainer: Summarized, measured: memory.Memory) -> dict[str, object]:
     """Return the last lines of the summary of any task. `measured`: the memory of this rank."""
     options, nothing = trainer.config.offload, {}
-    if options.fine_grained_activation_offloading and not measured.host:
+    if options.fine_grained_activation_offloading and measured.host == bytes_on_host(trainer.optimizer):
         least = options.min_offloaded_tensor_size
         nothing["  host"] = f"no saved tensor has the {least:,} elements of --min-offloaded-tensor-size"
     return {
@@ -193,13 +195,16 @@ def measured_by(trainer: Summarized, micro_batch: object) -> memory.Memory:
         for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
     with trainer.unchanged():
-        return memory.measured(
+        found = memory.measured(
             trainer.optimizer,
             forwards,
             functools.partial(_peak, trainer),
             trainer.task.offloading,
             lambda sizes: _host_bytes(_step_actions(trainer), sizes),
         )
+    if trainer.task.offloading is not None:  # only now it is known what the activations take
+        require_room_on_host(found.host, trainer.config.offload, trainer.mesh)
+    return found
 
 
 def _host_bytes(actions: Sequence[Action], sizes: Sequence[int]) -> int:

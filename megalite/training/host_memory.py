@@ -38,6 +38,11 @@ def _too_little(name: str, ranks: int, size: int, limit: int, offload: OffloadCo
         f"host {name}: {ranks} rank{'s' * (ranks > 1)} would keep {size / _GIB:.2f} GiB in its memory, and may have "
         f"{limit / _GIB:.2f} GiB (the limit of their control group, or what the machine has): "
     )
+    if offload.cpu_offloading_num_layers or offload.fine_grained_activation_offloading:
+        return words + (
+            "offload fewer layers by --cpu-offloading-num-layers or less of the modules by "
+            "--activation-offload-fraction, lower --optimizer-offload-fraction, or take more hosts"
+        )
     if offload.parameter_offload:
         return words + "leave out --parameter-offload and lower --optimizer-offload-fraction, or take more hosts"
     fraction = offload.optimizer_offload_fraction

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,3 +141,19 @@ def test_the_table_at_the_start_has_what_stays_and_what_the_host_holds(capsys: p
     sizes = [float(text.removesuffix(" KiB")) for text in (kept, on_device, host)]
     assert sizes[0] == pytest.approx(sizes[1] + sizes[2], rel=0.01)
     assert sizes[2] > sizes[1] / 2
+
+
+def test_activations_that_a_host_has_no_room_for_are_refused() -> None:
+    with (
+        mock.patch("megalite.process.host.memory_limit", return_value=1000),
+        pytest.raises(ConfigurationError, match="offload fewer layers by --cpu-offloading-num-layers"),
+        megalite.Trainer(
+            GPT,
+            optimizer=megalite.SGD(lr=0.1),
+            dataset=TOKENS,
+            micro_batch_size=2,
+            seq_length=8,
+            cpu_offloading_num_layers=2,
+        ) as run,
+    ):
+        run.step()
