@@ -59,7 +59,7 @@ def valid(row: Row) -> bool:
 
 
 ROWS = covering_array(FACTORS, valid, cost=lambda row: row["pp"] * row["tp"] * row["dp"])
-IN_MAKE_TEST = 5
+IN_MAKE_TEST = [0, 2, 5]
 
 
 def cell_of(row: Row) -> Cell:
@@ -72,7 +72,7 @@ def test_every_pair_of_factors_meets() -> None:
     assert not uncovered(FACTORS, valid, ROWS)
 
 
-@pytest.mark.parametrize("number", wide_except(range(len(ROWS)), range(IN_MAKE_TEST)))
+@pytest.mark.parametrize("number", wide_except(range(len(ROWS)), IN_MAKE_TEST))
 def test_the_training_is_that_without_offloading(number: int, rank_pools: RankPools) -> None:
     cell = cell_of(ROWS[number])
     offloaded, plain = run(rank_pools, [cell, cell.on_device()])
@@ -86,12 +86,14 @@ def test_the_training_is_that_without_offloading(number: int, rank_pools: RankPo
         assert_same_bits(offloaded, plain, "offloaded")
 
 
-@pytest.mark.parametrize("kept", ["masters", "remainders and 8 bits", "16 bits"])
+@pytest.mark.parametrize(
+    "kept", wide_except(["masters", "remainders and 8 bits", "16 bits"], ["remainders and 8 bits"])
+)
 def test_narrow_state_has_the_same_bits(kept: str, rank_pools: RankPools) -> None:
     """Blocks of 8 bits, remainders and the noise of stochastic rounding do not depend on where an element is."""
     narrow = {"masters": {}, "remainders and 8 bits": {"eight_bits": True}, "16 bits": {"narrow": True}}[kept]
     row = PLAINEST | {"dp": 2, "zero": 1, "on_host": 0.3, "optimizer": "adam", "dtype": "bfloat16"}
-    cell = make_cell(row, steps=3, clip_grad=0.5 if narrow else 0.0, **narrow)
+    cell = make_cell(row, steps=2, clip_grad=0.5 if narrow else 0.0, **narrow)
     offloaded, plain, late = run(
         rank_pools, [cell, cell.on_device(), replace(cell, on_host=1.0, arrive_late=True, late_copies=True)]
     )
@@ -103,9 +105,9 @@ def test_narrow_state_has_the_same_bits(kept: str, rank_pools: RankPools) -> Non
 def test_a_skipped_step_leaves_the_gradients_of_the_next(late_copies: bool, rank_pools: RankPools) -> None:
     """Gradients that are on their way to the host when a step is skipped are not those of the next step."""
     row = PLAINEST | {"dp": 2, "zero": 1, "optimizer": "adam", "on_host": 1.0, "arrive_late": True, "overlap": "reduce"}
-    cell = make_cell(row, steps=3, infinity_on=1, late_copies=late_copies)
+    cell = make_cell(row, steps=2, infinity_on=1, late_copies=late_copies)
     offloaded, plain = run(rank_pools, [cell, cell.on_device()])
-    assert offloaded.skipped == [True, False, False]
+    assert offloaded.skipped == [True, False]
     assert_same_bits(offloaded, plain, "offloaded")
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megalite.offload.transfers import Transfers
-from megalite.torch_internals import TorchDispatchMode, storage_identity, tree_leaves
+from megalite.torch_internals import TorchDispatchMode, storage_identity
 
 
 class HostArena(TorchDispatchMode):
@@ -55,13 +55,12 @@ class HostArena(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [each for each in tree_leaves((args, kwargs or {})) if isinstance(each, Tensor)]
+        given = list(_tensors((*args, *kwargs.values()) if kwargs else args))
         on_host = [each for each in given if self.has(each)]
         result = func(*args, **(kwargs or {}))
         if all(storage_identity(each) in self._either for each in given):  # or there is none, and the device was named
-            for each in tree_leaves(result):
-                if isinstance(each, Tensor):
-                    self._either[storage_identity(each)] = each.untyped_storage()
+            for each in _tensors((result,)):
+                self._either[storage_identity(each)] = each.untyped_storage()
         if not on_host or func.name().partition(".")[0] == "aten::copy_":
             return result
         # A number of the host may meet tensors of the device, but not the other way round; which one it is is not told.
@@ -69,10 +68,17 @@ class HostArena(TorchDispatchMode):
         if any(storage_identity(each) not in self._either for each in others):
             of_host, rest = ([tuple(each.shape) for each in those] for those in (on_host, others))
             raise AssertionError(f"{func.name()} mixes tensors of the host {of_host} and of the device {rest}")
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self.add(each)
+        for each in _tensors((result,)):
+            self.add(each)
         return result
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:  # there are few levels, and many operators
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 class _Moves(TorchFunctionMode):
