@@ -79,8 +79,8 @@ def _parameters(offload: OffloadConfig, parallel: ParallelConfig) -> Iterator[st
     """Yield what --parameter-offload needs and does not have."""
     if parallel.zero_stage != 3:
         yield (
-            "--parameter-offload needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not "
-            f"{parallel.data_parallel_sharding_strategy}: the other stages use all weights where they are"
+            "--parameter-offload needs --data-parallel-sharding-strategy optim_grads_params (ZeRO 3), not ZeRO "
+            f"{parallel.zero_stage}: the other stages use all weights where they are"
         )
     if not offload.optimizer_cpu_offload or offload.optimizer_offload_fraction < 1.0:
         yield (

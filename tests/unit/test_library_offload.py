@@ -90,7 +90,7 @@ def test_several_optimizers_give_the_same_numbers() -> None:
         ({"optimizer_offload_fraction": 0.5}, "needs optimizer_cpu_offload=..."),
         (
             {"parameter_offload": True, "optimizer_cpu_offload": True},
-            r"needs Layout\(zero=\.\.\.\) optim_grads_params \(ZeRO 3\), not no_shard",
+            r"needs Layout\(zero=\.\.\.\) optim_grads_params \(ZeRO 3\), not ZeRO 0",
         ),
         ({"cpu_offloading_num_layers": 5}, "cpu_offloading_num_layers=5 is more than the 4 blocks of the model"),
         (
